@@ -1,6 +1,6 @@
-"""`python -m bench`: measures a running server, or a private stack. With `--mode` it measures
-something else: the scheduler or the frontend alone, the cost of sampling features, latency against
-load, the cost of the HTTP gateway, or the choice among engines. See docs/benchmarks.md."""
+"""`python -m bench`: measures a running server or a private stack. With `--mode` it measures the
+scheduler or the frontend alone, the cost of sampling features, latency against load, the cost of
+the HTTP gateway, or the choice among engines. See docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def main(args: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--mode", choices=MODES, default="stack")
     chosen, _ = parser.parse_known_args(args)
-    # Imported on demand: each mode needs different services.
+    # The mode is imported on demand, because each mode needs different services.
     mode = import_module(f"bench.{chosen.mode}_mode")
     options = mode.parse_args(args)
     console = Console()

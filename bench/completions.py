@@ -1,6 +1,7 @@
-"""Sends one prompt to an interface of a stack, at little cost: clients share the servers' cores.
+"""Cheap clients that send one prompt to a stack, because clients share the servers' cores.
 
-Both functions return the time of the first token, by `time.perf_counter`, at the stream's end.
+Both functions wait for the end of the stream and return the time of the first token, by
+`time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 
 
 async def over_grpc(address: str, prompt: str, tokens: int, engine: str = "") -> float:
-    """
+    """Sends a prompt to a frontend.
+
     Args:
-        address: a frontend's, host:port.
-        engine: the only one that may compute it; by default any.
+        address: the frontend's host:port.
+        engine: the only engine that may compute the completion; by default any engine.
 
     Raises:
         BenchError: the completion is not as long as requested.
@@ -48,9 +50,10 @@ async def over_grpc(address: str, prompt: str, tokens: int, engine: str = "") ->
 
 
 async def over_http(address: str, model: str, prompt: str, tokens: int) -> float:
-    """
+    """Sends a prompt to the gateway.
+
     Args:
-        address: the gateway's, host:port.
+        address: the gateway's host:port.
 
     Raises:
         BenchError: the completion is not as long as requested.

@@ -1,5 +1,5 @@
-"""`python -m bench.costs`: what metrics and the choice among engines cost a service, in processor
-time. Run it on an otherwise idle machine."""
+"""`python -m bench.costs`: measures the processor time of metrics and of the choice among engines
+in a service. Run it on an otherwise idle machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from shared.pb import scheduler_pb2 as pb
 from shared.telemetry.metrics import ServiceMetrics
 
 _BLOCK = 16  # tokens
-_CALLS, _REPEATS = 10, 20  # of which the fastest count
+_CALLS, _REPEATS = 10, 20  # the fastest repeat counts
 
 
 def report(name: str, part: Callable[[], object], times: int = 1) -> None:
-    """Prints the time of one of the `times` things that `part` does."""
+    """Prints the time of one operation, of which `part` does `times`."""
     seconds = min(timeit.repeat(part, number=_CALLS, repeat=_REPEATS)) / _CALLS / times
     print(f"{name}: {1e6 * seconds:.2f} µs")
 
@@ -40,8 +40,8 @@ def report_metrics() -> None:
 
 
 def report_choice(engines: int, prompt_tokens: int) -> None:
-    """The cost to name a prompt's blocks, look them up and choose. All engines hold the prompt: the
-    longest way."""
+    """Prints the cost to name a prompt's blocks, look them up and choose an engine. All engines
+    hold the prompt, which takes the longest."""
     index, prompt = PrefixIndex(_BLOCK), array("I", range(prompt_tokens))
     message = _stored(prompt)
     for engine in range(engines):
@@ -56,7 +56,7 @@ def report_choice(engines: int, prompt_tokens: int) -> None:
 
 
 def report_stored_block(prompt_tokens: int) -> None:
-    """The cost of a block that an engine tells of, in time and memory."""
+    """Prints the cost of a block that an engine reports, in time and memory."""
     message = _stored(array("I", range(prompt_tokens)))
 
     def store() -> PrefixIndex:
@@ -73,7 +73,7 @@ def report_stored_block(prompt_tokens: int) -> None:
 
 
 def _stored(tokens: array[int]) -> pb.BlockEvents:
-    """An engine's message that it holds the blocks of a prompt."""
+    """The message in which an engine reports that it holds the blocks of a prompt."""
     parent, message = b"", pb.BlockEvents()
     for start in range(0, len(tokens), _BLOCK):
         block = message.events.add().stored

@@ -26,7 +26,7 @@ class EngineStats:
 
     @classmethod
     def of(cls, counters: object) -> Self:
-        """Copies them from anything that has the counters as attributes."""
+        """Copies the counters from an object that has them as attributes."""
         return cls(**{field.name: getattr(counters, field.name) for field in fields(cls)})
 
     def since(self, before: EngineStats) -> EngineStats:
@@ -47,8 +47,9 @@ ReadStats = Callable[[], Coroutine[Any, Any, EngineStats | None]]
 
 
 def stats_reader(address: str, scheduler_address: str | None) -> ReadStats:
-    """Returns a function that asks the scheduler at `scheduler_address`, by default the one that
-    `make up` started for `address` on this host; if there is none, it returns None."""
+    """Returns a function that reads the counters of the scheduler at `scheduler_address`. By
+    default that is the scheduler that `make up` started for `address` on this host. Without a
+    scheduler, the function returns None."""
     if scheduler_address is None:
         socket = Path(".run", address.rpartition(":")[2], "scheduler.sock")
         if not socket.exists():

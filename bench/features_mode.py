@@ -1,9 +1,9 @@
-"""`python -m bench --mode features`: the cost of each sampling feature, to streams that use it and
-to those that run beside them.
+"""`python -m bench --mode features`: measures the cost of each sampling feature, to streams that
+use it and to streams that run beside them.
 
-All streams of a run use one feature; each such run is paired with a plain one before it, and a
-figure is the median over the pairs. Then half of the streams are plain and half are not: the gaps
-between tokens of the plain ones show what their neighbours cost them. See docs/benchmarks.md.
+All streams of a run use one feature. Each such run is paired with a plain run before it, and a
+figure is the median over the pairs. In a third run, half of the streams are plain. The gaps between
+their tokens show the cost of their neighbours' feature. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.stack import private_stack, run_request
 from bench.workload import Request
 from nano_vllm_grpc import AsyncLLM, StructuredOutput
 
-# Matches long enough text for any run, so that no stream ends early.
+# Matches texts of any length, so that no stream ends early.
 _WORDS = StructuredOutput(regex=r"([a-z]{1,9}[ .])+")
 FEATURES: dict[str, dict[str, Any]] = {
     "top_k 20, top_p 0.95": {"top_k": 20, "top_p": 0.95},
@@ -37,12 +37,12 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians over the pairs; ratios are to the pair's plain run."""
+    """Medians over the pairs; ratios compare with the pair's plain run."""
 
     feature: str
     tokens_per_s: float
-    speed: float  # of tokens/s
-    neighbours_gap_p50: float  # gaps between plain streams' tokens, to those beside plain ones
+    speed: float  # ratio of tokens/s
+    neighbours_gap_p50: float  # ratio of the gaps between a plain stream's tokens
     neighbours_gap_p99: float
 
 
@@ -59,7 +59,8 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """
+    """Measures all features; returns the figures for the JSON.
+
     Raises:
         BenchError: a completion is shorter than requested.
         LLMError: the server refused or failed.
@@ -102,7 +103,7 @@ async def _measure_costs(options: argparse.Namespace, address: str, console: Con
 async def _pair(
     llm: AsyncLLM, options: argparse.Namespace, fields: dict[str, Any]
 ) -> tuple[float, float, float, float]:
-    """Measures `Cost`'s figures in a plain run, one with the feature and one with both kinds."""
+    """Measures `Cost`'s figures in three runs: plain, with the feature, and half of each."""
     plain, plain_gaps = await _run(llm, options, {}, {})
     used, _ = await _run(llm, options, fields, fields)
     _, gaps = await _run(llm, options, {}, fields)
@@ -114,7 +115,8 @@ async def _pair(
 async def _run(
     llm: AsyncLLM, options: argparse.Namespace, ours: dict[str, Any], theirs: dict[str, Any]
 ) -> tuple[Metrics, list[float]]:
-    """Runs half of the streams with `ours`, half with `theirs` -> all metrics, our half's gaps."""
+    """Runs half of the streams with `ours` and half with `theirs` -> the metrics of all streams and
+    the gaps of the first half."""
     half = options.streams // 2
     requests = [Request([3 + i] * 8, options.tokens, seed=i) for i in range(2 * half)]
     traces = await asyncio.gather(

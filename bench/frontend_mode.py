@@ -1,7 +1,7 @@
 """`python -m bench --mode frontend`: measures the tokens/s that a frontend delivers to streams.
 
-A real frontend process runs between client processes that hold streams open and a scheduler, in
-this process, that makes tokens without an engine. See docs/benchmarks.md.
+A real frontend process runs between client processes, which hold streams open, and a scheduler in
+this process, which makes tokens without an engine. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _ROWS = (
 
 @dataclass(frozen=True)
 class Run:
-    """One way of offering tokens, and its results."""
+    """The results for one rate of offered tokens."""
 
     name: str
-    offered_tokens_per_s: int | None  # None: as many as the frontend takes
+    offered_tokens_per_s: int | None  # None: as many as the frontend accepts
     tokens_per_s: float  # at the clients
     tokens: int
     tokens_per_chunk: float
@@ -75,7 +75,8 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """
+    """Measures a paced run and a flat-out run; returns the figures for the JSON.
+
     Raises:
         BenchError: the model directory cannot be used, a process failed, or tokens are missing.
     """
@@ -120,14 +121,14 @@ async def _measure_runs(options: argparse.Namespace, console: Console) -> list[R
         with console.status("paced"):
             runs.append(await rig.run("paced", options.tokens, options.rate))
         with console.status("flat out"):
-            # Flat out, the same number of tokens would take fewer seconds.
+            # A flat-out run with as many tokens as the paced one would take fewer seconds.
             runs.append(await rig.run("flat out", 4 * options.tokens, None))
         return runs
 
 
 @dataclass(frozen=True)
 class Rig:
-    """A frontend at `address`, its scheduler, and the clock by which that sends tokens."""
+    """A frontend at `address`, its scheduler, and the scheduler's clock."""
 
     calls: int
     address: str
@@ -137,10 +138,10 @@ class Rig:
     frontend_pid: int
 
     async def run(self, name: str, tokens_per_call: int, rate: int | None) -> Run:
-        """Has every call deliver `tokens_per_call` tokens, at `rate` tokens/s over all calls.
+        """Delivers `tokens_per_call` tokens in every call, at `rate` tokens/s over all calls.
 
         Raises:
-            BenchError: not all of them came.
+            BenchError: tokens are missing, or the run takes too long.
         """
         frontend = psutil.Process(self.frontend_pid)
         try:

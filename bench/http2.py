@@ -1,8 +1,8 @@
 """The part of an HTTP/2 client that a benchmark needs to hold gRPC streams open.
 
 Python's gRPC client spends more time on a message than the server being measured, and would take
-its cores away. This one (RFC 9113, gRPC over HTTP/2) sends plain literal headers, gives the server
-the largest window there is and reads none of the headers it is sent.
+the server's cores away. This client (RFC 9113, gRPC over HTTP/2) sends plain literal headers, gives
+the server the maximum window and ignores the headers that it receives.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _ACK = _END_STREAM = 1
 _END_HEADERS = 4
-_HEADER_BYTES = 9  # of a frame
-_PREFIX_BYTES = 5  # of a gRPC message: compressed flag, length
+_HEADER_BYTES = 9  # size of a frame's header
+_PREFIX_BYTES = 5  # size of a gRPC message's prefix: compressed flag, length
 _LARGEST_WINDOW = (1 << 31) - 1
 _FIRST_WINDOW = (1 << 16) - 1
 _SETTING_INITIAL_WINDOW_SIZE = 4
@@ -44,7 +44,7 @@ class Connection(asyncio.Protocol):
         self._buffer = b""
 
     def call(self, request: bytes, on_message: OnMessage) -> asyncio.Future[None]:
-        """Starts a call; the future is done once the server ends it, whatever the status."""
+        """Starts a call; the future is done once the server ends the call with any status."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._calls[stream] = on_message, ended
@@ -99,7 +99,7 @@ class Connection(asyncio.Protocol):
                 call[1].set_result(None)
 
     def _on_data(self, stream: int, payload: bytes) -> None:
-        """Splits a stream into messages: a frame may hold several, one may take several frames."""
+        """Splits a stream into messages. A frame may hold several messages or a part of one."""
         data = self._unread.pop(stream, b"") + payload
         start = 0
         while len(data) - start >= _PREFIX_BYTES:

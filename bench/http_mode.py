@@ -1,7 +1,7 @@
-"""`python -m bench --mode http`: what HTTP costs beside gRPC, on one stack.
+"""`python -m bench --mode http`: measures the cost of HTTP compared with gRPC, on one stack.
 
-The same prompts go through the gateway and straight to a frontend, in turn; both clients are as
-cheap as can be, since they share the server's cores. A figure is the median over the pairs.
+Prompts go through the gateway and directly to a frontend, in turn. Both clients are as cheap as
+possible, because they share the server's cores. A figure is the median over the pairs.
 See docs/benchmarks.md.
 """
 
@@ -33,7 +33,7 @@ _PROMPT_WORDS = 24
 _LONE_TOKENS = 8
 _LONE_REPEATS = 20
 
-# Sends a prompt for so many tokens, and returns the time of the first.
+# Sends a prompt and the number of tokens to make; returns the time of the first token.
 Send = Callable[[str, int], Awaitable[float]]
 
 
@@ -43,8 +43,8 @@ class Cost:
 
     grpc_tokens_per_s: float
     http_tokens_per_s: float
-    ratio: float  # of these, HTTP to gRPC
-    grpc_ttft_ms: float  # of lone requests
+    ratio: float  # of tokens/s, HTTP to gRPC
+    grpc_ttft_ms: float  # of one request at a time
     http_ttft_ms: float
     ttft_added_ms: float
     gateway_cpu_s: float  # per 1,000 tokens
@@ -62,7 +62,8 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """
+    """Measures both interfaces; returns the figures for the JSON.
+
     Raises:
         BenchError: a completion is shorter than requested.
         LLMError: the server did not start.
@@ -116,7 +117,7 @@ async def _measure_cost(options: argparse.Namespace, console: Console) -> Cost:
 
 
 async def _throughput(send: Send, options: argparse.Namespace) -> float:
-    """Tokens/s of all streams at once."""
+    """Total tokens/s while all streams run at once."""
     prompts = [_prompt() for _ in range(options.streams)]
     start = time.perf_counter()
     await asyncio.gather(*(send(prompt, options.tokens) for prompt in prompts))
@@ -134,7 +135,7 @@ async def _first_tokens(send: Send) -> float:
 
 
 def _prompt() -> str:
-    """A prompt that no server has seen: one seen before would be in the prefix cache."""
+    """A new prompt for each call, which the prefix cache cannot hold."""
     return " ".join(random.choices(_WORDS, k=_PROMPT_WORDS))
 
 

@@ -1,4 +1,5 @@
-"""Runs the same model and scheduler code in one process and thread, without gRPC or a tokenizer."""
+"""Runs the services' model and scheduler code in one process and thread, without gRPC or a
+tokenizer."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class Runner(Protocol):
 
 
 class InProcessExecutor:
-    """Runs steps on a `Runner` in this process, through the same columns as over gRPC."""
+    """Runs steps on a `Runner` in this process, with the columns that gRPC would carry."""
 
     def __init__(self, runner: Runner, limits: worker_step.StepLimits) -> None:
         self._runner = runner
@@ -67,7 +68,7 @@ class InProcessExecutor:
         return Answer(self._pending.popleft().wait()[0].tolist())
 
     async def watch(self) -> str:
-        """Waits for ever: steps run in this process, so no worker can be lost."""
+        """Waits for ever, because no worker can be lost: steps run in this process."""
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
 
@@ -78,12 +79,11 @@ class InProcessExecutor:
 
 
 class RunnerEngine:
-    """Schedules sequences and runs them on a runner that has been configured with the blocks of
-    `limits`.
+    """Schedules sequences and runs them on a runner that is configured with the blocks of `limits`.
 
     Args:
-        max_waiting: sequences.
-        max_num_prefill_tokens: in a step that also has decodes.
+        max_waiting: maximum number of waiting sequences.
+        max_num_prefill_tokens: maximum number of prompt tokens in a step that also has decodes.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RunnerEngine:
         received: Received,
         begin: Callable[[], None] = lambda: None,
     ) -> Run:
-        """Runs `warm_up`, calls `begin`, then measures `requests` as `run_stack` does."""
+        """Runs `warm_up`, calls `begin`, and measures `requests` in the way of `run_stack`."""
         async with self._running() as steps:
             await self._finish(steps, [_sequence(0, warm_up)])
             before = EngineStats.of(self._scheduler.stats)
@@ -130,13 +130,13 @@ class RunnerEngine:
         return Run("in process", traces, summarize(traces), stats)
 
     async def complete(self, sequences: list[Sequence]) -> None:
-        """Runs sequences, numbered from 0, to their ends."""
+        """Runs sequences, numbered from 0, until they end."""
         async with self._running() as steps:
             await self._finish(steps, sequences)
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[asyncio.Task[None]]:
-        """Runs steps in the background."""
+        """Runs steps in a background task."""
         steps = asyncio.create_task(self._engine.run())
         try:
             yield steps

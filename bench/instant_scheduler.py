@@ -1,4 +1,4 @@
-"""A scheduler without an engine: every open request gets a token per step, paced or flat out."""
+"""A scheduler without an engine, which gives every open request a token per step, paced or not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class InstantScheduler(SchedulerServiceServicer):
         self._numbers = np.zeros(0, "<u8")
         self._left = np.zeros(0, np.int64)  # tokens to come
         self._made = np.zeros(0, "<i4")
-        self._changed = asyncio.Condition()  # the requests
+        self._changed = asyncio.Condition()  # notified when the requests change
         self._going = asyncio.Event()
         self._step_s = 0.0
         self._server = aio.server(options=[("grpc.max_receive_message_length", -1)])
@@ -54,8 +54,8 @@ class InstantScheduler(SchedulerServiceServicer):
             await self._changed.wait_for(lambda: len(self._numbers) == count)
 
     def go(self, step_s: float) -> None:
-        """Makes the tokens of all open requests: a step every `step_s` seconds (0: as fast as the
-        frontend takes them)."""
+        """Makes the tokens of all open requests, in a step every `step_s` seconds (0: as fast as
+        the frontend accepts them)."""
         self._step_s = step_s
         self._going.set()
 
@@ -80,7 +80,7 @@ class InstantScheduler(SchedulerServiceServicer):
         return pb.GetLoadResponse(running=len(self._numbers))
 
     async def _run(self, context: aio.ServicerContext[Any, Any]) -> None:
-        """Steps until no request is open any more."""
+        """Sends steps until no request is open."""
         due = time.monotonic()
         while len(self._numbers):
             await context.write(self._step(self._clock.tick()))
@@ -88,7 +88,7 @@ class InstantScheduler(SchedulerServiceServicer):
             await asyncio.sleep(max(due - time.monotonic(), 0))
 
     def _step(self, token_id: int) -> pb.SchedulerMessage:
-        """Gives each request a token; ends those that have all of theirs."""
+        """Gives each request a token; ends each request that has all of its tokens."""
         output = pb.StepOutput(
             requests=self._numbers.tobytes(),
             offsets=self._made.tobytes(),

@@ -1,7 +1,7 @@
-"""A worker process without a model, for measuring everything around it.
+"""A worker process without a model, for measurements of the other services.
 
-It speaks `worker.proto`, checks nothing and answers every step at once or, with `--step-us` and
-`--token-us`, after as long as a step with that many tokens would take.
+It serves `worker.proto` and checks nothing. It answers every step at once. With `--step-us` and
+`--token-us` it waits as long as a step with that many tokens would take.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class InstantWorker(WorkerServiceServicer):
     def Execute(
         self, request_iterator: Iterator[worker_pb2.StepRequest], context: object
     ) -> Iterator[worker_pb2.StepResponse]:
-        done = 0.0  # when the previous step ends: waiting ones run one after another
+        done = 0.0  # end of the previous step; steps run one after another
         for step in request_iterator:
             duration = self._step_s + self._token_s * (len(step.input_ids) // 4)
             if duration:
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--token-us", type=float, default=0.0, help="and per token in it")
     options = parser.parse_args()
     end_with_parent()
-    # Threads, not asyncio, which sleeps for whole milliseconds: a step may take less.
+    # The server uses threads, because asyncio sleeps for whole milliseconds. A step may take less.
     server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", -1)])
     worker = InstantWorker(options)  # type: ignore[abstract]  # not asked
     add_WorkerServiceServicer_to_server(worker, server)

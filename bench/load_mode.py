@@ -1,7 +1,7 @@
-"""`python -m bench --mode load`: latency against load, for requests that arrive at random.
+"""`python -m bench --mode load`: measures latency against load, for requests that arrive at random.
 
-Arrivals are a Poisson process: requests are sent when they are due, whether or not earlier ones
-have been answered. The rate rises until the server falls behind. See docs/benchmarks.md.
+Arrivals are a Poisson process. A request is sent when it is due, even if earlier requests have not
+been answered. The rate rises until the server falls behind. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from bench.stack import private_stack, run_request
 from bench.workload import Request, Shape, check_fits, reference_workload, warm_up_request
 from nano_vllm_grpc import AsyncLLM
 
-# A server that takes this much longer than the requests took to arrive is beyond its capacity.
+# A server is beyond its capacity if it takes this many times as long as the requests' arrivals.
 _BEHIND = 1.5
 
 
 @dataclass(frozen=True)
 class Load:
-    """The figures at one rate of arrival. Rates are requests per second: those that arrived, over
-    the time that they arrived in, and those answered, until the last token of the last one."""
+    """The figures at one rate of arrival. Rates are requests per second. The offered rate is over
+    the time of the arrivals; the achieved one is over the time until the last token."""
 
     offered_rate: float
     achieved_rate: float
-    goodput: float  # of the requests that met both goals
+    goodput: float  # rate of the requests that met both goals
     metrics: Metrics
 
     def to_json(self) -> dict[str, Any]:
@@ -49,7 +49,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Goals:
-    """A request is good if its first token and, on average, each further one come this soon."""
+    """The maximum times of a good request: to its first token, and on average to each further
+    one."""
 
     ttft_s: float
     itl_s: float
@@ -87,7 +88,8 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """
+    """Measures one load after another; returns the figures for the JSON.
+
     Raises:
         BenchError: a completion is shorter than requested, or the requests do not fit the model.
         LLMError: the server refused or failed.
@@ -125,7 +127,7 @@ _COLUMNS = (
 async def _measure_loads(
     options: argparse.Namespace, address: str, console: Console
 ) -> tuple[str, list[Load]]:
-    """Raises the rate until the server is beyond its capacity -> its model, and all loads."""
+    """Raises the rate until the server is beyond its capacity -> the model's name, all loads."""
     goals = Goals(options.ttft_goal, options.itl_goal)
     loads: list[Load] = []
     async with AsyncLLM(address) as llm:
@@ -146,7 +148,7 @@ async def _measure_loads(
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
-    """The times of a Poisson process's events, from 0 on; at least one."""
+    """The times of a Poisson process's events, from 0 on; at least one time."""
     rng = random.Random(f"arrivals {seed}")
     times = [0.0]
     while (following := times[-1] + rng.expovariate(rate)) < seconds:
@@ -155,7 +157,7 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
 
 
 def summarize_load(traces: list[Trace], seconds: float, goals: Goals) -> Load:
-    """Computes the figures for requests that arrived within `seconds`."""
+    """Computes the figures of requests that arrived within `seconds`."""
     metrics = summarize(traces)
     taken = max(metrics.duration_s, seconds)
     good = sum(goals.met(trace) for trace in traces)
@@ -169,14 +171,14 @@ async def _send(llm: AsyncLLM, due: list[float], requests: list[Request]) -> lis
     async def send(when: float, request: Request) -> Trace:
         await asyncio.sleep(start + when - time.perf_counter())
         trace = await run_request(llm, request)
-        trace.sent = start + when  # what a busy client adds is not hidden
+        trace.sent = start + when  # so a delay in a busy client counts, too
         return trace
 
     return await asyncio.gather(*map(send, due, requests))
 
 
 def _shape(options: argparse.Namespace, count: int, number: int) -> Shape:
-    """Other prompts at each rate: the prefix cache must not know them."""
+    """The workload's shape. Each rate has other prompts, so that the prefix cache has none."""
     return Shape(
         count,
         options.min_input,

@@ -38,7 +38,7 @@ def this_machine() -> Machine:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """CPU time of a service: of its parent process and of the fork that serves."""
+    """CPU seconds of a service, whose parent process and serving fork are counted."""
     times = [each.cpu_times() for each in (process, *process.children())]
     return float(sum(each.user + each.system for each in times))
 
@@ -64,7 +64,7 @@ def _commit() -> str | None:
         commit = _git("rev-parse", "HEAD")
         return commit + "+changes" if _git("status", "--porcelain") else commit
     except (OSError, subprocess.CalledProcessError):
-        return None  # no repository here, or no git
+        return None  # there is no repository, or git is missing
 
 
 def _git(*args: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass
 class Trace:
-    """One request as its client saw it; times are seconds on one monotonic clock."""
+    """The times of a request at its client, in seconds of one monotonic clock."""
 
     prompt_tokens: int
     sent: float
@@ -27,13 +27,13 @@ class Trace:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first chunk, over their time."""
+        """The rate of the tokens after the first chunk."""
         (first, at_first), (last, _) = self.arrivals[0], self.arrivals[-1]
         return (self.output_tokens - at_first) / (last - first)
 
     def inter_token_latencies_s(self) -> list[float]:
-        """One latency per token after the first chunk: the k tokens of a chunk that came g seconds
-        after the previous one count as k times g/k."""
+        """One latency per token after the first chunk. If a chunk of k tokens came g seconds after
+        the previous chunk, it counts as k latencies of g/k."""
         latencies: list[float] = []
         for (before, _), (now, tokens) in zip(self.arrivals, self.arrivals[1:], strict=False):
             latencies += [(now - before) / tokens] * tokens
@@ -42,7 +42,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Metrics:
-    """A run's figures. Percentiles interpolate linearly; None where there is nothing to measure."""
+    """A run's figures. Percentiles interpolate linearly and are None if nothing was measured."""
 
     requests: int
     prompt_tokens: int

@@ -34,8 +34,8 @@ def write_plot(title: str, runs: Sequence[Run], path: Path) -> None:
 
 
 def write_load_plot(result: Mapping[str, Any], path: Path) -> None:
-    """Plots first tokens, gaps between tokens and requests answered over the load, of a run as its
-    JSON has it."""
+    """Plots times to first token, gaps between tokens and answered requests over the load. `result`
+    is the JSON of a run."""
     figure, (ttft, itl, rates) = _figure()
     loads = result["loads"]
     offered = [load["offered_rate"] for load in loads]

@@ -18,7 +18,8 @@ _START_S = 120.0
 
 
 class BenchProcess:
-    """`python -m MODULE --FLAG VALUE ...`, which ends with `stack`; a list is several values."""
+    """A process `python -m MODULE --FLAG VALUE ...`, which ends when `stack` closes. A list gives a
+    flag several values."""
 
     def __init__(
         self, stack: ExitStack | AsyncExitStack, log: Path, module: str, **flags: object
@@ -33,16 +34,17 @@ class BenchProcess:
         stack.callback(self._stop)
 
     def check(self) -> None:
-        """
+        """Checks that the process is running.
+
         Raises:
-            BenchError: it has ended; the message has the end of its log.
+            BenchError: the process has ended; the message has the end of its log.
         """
         if self._popen.poll() is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
             raise BenchError("\n".join([f"{self._module} ended:", *lines]))
 
     async def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Asks `is_ready`, in a thread, until it is true.
+        """Calls `is_ready`, in a thread, until it returns true.
 
         Raises:
             BenchError: the process has ended, or is not ready in time.
@@ -55,7 +57,7 @@ class BenchProcess:
             await asyncio.sleep(_POLL_S)
 
     def _stop(self) -> None:
-        self._popen.kill()  # neither has anything to lose
+        self._popen.kill()  # the process holds nothing that must be saved
         self._popen.wait()
 
 

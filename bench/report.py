@@ -1,4 +1,4 @@
-"""What the modes of `python -m bench` have in common: flags and tables."""
+"""Flags and tables that the modes of `python -m bench` have in common."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mode_parser(mode: str, description: str | None) -> argparse.ArgumentParser:
 def check_minimum(
     parser: argparse.ArgumentParser, options: argparse.Namespace, minimum: int, names: Sequence[str]
 ) -> None:
-    """Ends the program if one of these options, or one of its values, is below `minimum`."""
+    """Ends the program if an option of `names`, or one of its values, is below `minimum`."""
     for name in names:
         value = getattr(options, name)
         if min(value if isinstance(value, list) else [value]) < minimum:
@@ -38,7 +38,7 @@ def check_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 def print_table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> None:
-    """Prints rows of a label and numbers."""
+    """Prints a table; each row has a label and numbers."""
     table = Table(title=title)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")

@@ -1,8 +1,8 @@
-"""`python -m bench --mode routing`: where a frontend sends requests, against other ways to choose.
+"""`python -m bench --mode routing`: compares a frontend's choice of engines with other ways.
 
-Conversations of several turns, which share system prompts, go to engines whose workers are
-modelled: a step takes a given time, and more per token. Each way of choosing an engine has the same
-arrivals and the same engines, with empty caches. See docs/benchmarks.md.
+Conversations of several turns, which share system prompts, go to engines with modelled workers. A
+step of such a worker takes a given time, and more per token. Each way of choosing an engine gets
+equal arrivals and the same engines, with empty caches. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _WORDS = (
     *("river", "he", "asked", "her", "where", "do", "you", "go", "so", "early", "said"),
 )
 
-# Sends a prompt for so many tokens, and returns the time of the first.
+# Sends a prompt and the number of tokens to make; returns the time of the first token.
 Send = Callable[[str, int], Awaitable[float]]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A request: when it is sent, in seconds since the start, and its prompt."""
+    """A request: its time in seconds since the start, its prompt and its number of tokens."""
 
     at: float
     prompt: str
@@ -57,20 +57,20 @@ class Turn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One way's results; times in seconds."""
+    """The results of one way to choose engines; times are in seconds."""
 
     way: str
-    hit_rate: float  # of the prompts' tokens
+    hit_rate: float  # share of the prompts' tokens that were cached
     ttft_p50_s: float
     ttft_p99_s: float
     ttft_mean_s: float
     requests: int
-    share_of_busiest: float  # engine's, of the requests
+    share_of_busiest: float  # share of the requests that the busiest engine got
 
 
 def make_workload(options: argparse.Namespace) -> list[Turn]:
-    """Conversations begin as a Poisson process; each has one of the system prompts, the more
-    likely the lower its number (Zipf), and turns with pauses between them."""
+    """Makes the turns of conversations, which begin as a Poisson process. Each conversation has a
+    system prompt, drawn by Zipf's law, and turns with pauses between them."""
     rng = random.Random(options.seed)
     systems = [_text(rng, options.system_words) for _ in range(options.systems)]
     weights = [1 / (i + 1) for i in range(options.systems)]
@@ -104,13 +104,13 @@ class Engines:
                 raise BenchError("an engine does not come to rest")
 
     async def counters(self) -> list[tuple[int, int, int]]:
-        """Of each engine: admissions, prompts' tokens, and those of them that were cached."""
+        """For each engine: admissions, prompt tokens, and cached prompt tokens."""
         loads = [await each.load() for each in self._schedulers]
         return [(x.admissions, x.prompt_tokens, x.cached_prompt_tokens) for x in loads]
 
 
 class Frontend:
-    """A frontend's public address, to which requests are sent that name their engine."""
+    """Sends requests to a frontend's public address; each request names its engine."""
 
     def __init__(self, address: str, num_engines: int) -> None:
         self._address = address
@@ -121,7 +121,7 @@ class Frontend:
         return await self._to(random.randrange(self._num_engines), prompt, tokens)
 
     async def to_least_loaded(self, prompt: str, tokens: int) -> float:
-        """With the fewest requests in progress."""
+        """Sends a prompt to the engine with the fewest requests in progress."""
         engines = range(self._num_engines)
         return await self._to(min(engines, key=lambda e: self._open[e]), prompt, tokens)
 
@@ -134,7 +134,7 @@ class Frontend:
 
 
 async def run_way(way: str, send: Send, workload: Sequence[Turn], engines: Engines) -> Outcome:
-    """Sends the whole workload by `send`, at its times."""
+    """Sends each turn of the workload at its time, with `send`."""
     await engines.flush()
     before, start = await engines.counters(), time.perf_counter()
 
@@ -159,7 +159,8 @@ async def run_way(way: str, send: Send, workload: Sequence[Turn], engines: Engin
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """
+    """Measures all ways; returns the figures for the JSON.
+
     Raises:
         BenchError: something did not start, or a completion is shorter than requested.
     """
@@ -221,7 +222,7 @@ async def _measure_ways(options: argparse.Namespace, console: Console) -> list[O
 async def _start_frontend(
     stack: contextlib.AsyncExitStack, directory: Path, addresses: Sequence[str], **flags: object
 ) -> str:
-    """Returns its public address."""
+    """Starts a frontend; returns its public address."""
     port = free_port()
     process = BenchProcess(
         stack,
@@ -242,8 +243,8 @@ async def _start_frontend(
 async def _start_gateway(
     stack: contextlib.AsyncExitStack, directory: Path, addresses: Sequence[str]
 ) -> str:
-    """Starts a gateway with a frontend for each engine, whose events it gets; returns its HTTP
-    address."""
+    """Starts a gateway and a frontend for each engine, which sends the gateway the engine's events;
+    returns the gateway's HTTP address."""
     frontends = [f"{HOST}:{free_port()}" for _ in addresses]
     for address, frontend in zip(addresses, frontends, strict=True):
         await _start_frontend(stack, directory, [address], gateway_addresses=frontend)

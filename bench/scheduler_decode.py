@@ -21,7 +21,7 @@ from shared.pb import scheduler_pb2 as pb
 if TYPE_CHECKING:
     from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
-_UNIQUE = 16  # tokens at the end of each prompt that are its own
+_UNIQUE = 16  # tokens at the end of each prompt that no other prompt shares
 _MIN_ROOM = 5000  # steps
 _BLOCK_SIZE = 64
 
@@ -36,21 +36,21 @@ class Decode:
     steps_per_s: float
     tokens_per_s: float  # as they arrive at the client
     mean_batch: float
-    mean_context: float  # tokens, in the middle of the window
+    mean_context: float  # tokens in the middle of the window
     scheduler_cpu_ms: float  # per step
     worker_cpu_ms: float
     client_cpu_ms: float
 
 
 async def measure_decode(num_seqs: int, context: int, steps: int, rounds: int) -> list[Decode]:
-    """Measures windows of about `steps` steps, in the middle of which contexts are about `context`
-    tokens long. Each has sequences of its own, in the same two processes.
+    """Measures `rounds` windows of about `steps` steps. In the middle of a window, contexts are
+    about `context` tokens long. Each window has new sequences in the same two processes.
 
     Raises:
         BenchError: the scheduler failed, or a step was not a decode of all sequences.
     """
-    # The others already decode before the last one runs, and go on while this process waits for a
-    # core, so leave room for twice the window and more than a second.
+    # Sequences decode before the last one starts, and while this process waits for a core. So there
+    # is room for twice the window and for more than a second.
     max_tokens = context + max(2 * steps, _MIN_ROOM)
     sizes = Sizes(
         max_num_seqs=num_seqs,
@@ -69,12 +69,12 @@ async def measure_decode(num_seqs: int, context: int, steps: int, rounds: int) -
                 await _start(connection, prompts, max_tokens - prompt_len)
                 found.append(await _window(scheduler, connection, num_seqs, steps))
             while (await scheduler.load()).running:
-                pass  # the aborted sequences are still being removed
+                pass  # the scheduler is still removing the aborted sequences
     return found
 
 
 def _prompts(rng: np.random.Generator, num_seqs: int, prompt_len: int) -> npt.NDArray[np.int32]:
-    """Returns [num_seqs, prompt_len], equal except for the ends."""
+    """Makes prompts [num_seqs, prompt_len] that differ only in their ends."""
     prompts = rng.integers(VOCAB_SIZE, size=(num_seqs, prompt_len), dtype=np.int32)
     prompts[:, :-_UNIQUE] = prompts[0, :-_UNIQUE]
     return prompts
@@ -83,8 +83,9 @@ def _prompts(rng: np.random.Generator, num_seqs: int, prompt_len: int) -> npt.ND
 async def _start(
     connection: SchedulerConnection, prompts: npt.NDArray[np.int32], max_tokens: int
 ) -> None:
-    """Returns once all sequences decode. The first goes ahead, so that the others find their prompt
-    in the cache and start together; else contexts in a window would differ by its length."""
+    """Submits all sequences and returns once they all decode. The first starts alone, so that the
+    others find their prompt in the cache and start together. Otherwise contexts in a window would
+    differ by a prompt's length."""
     await connection.submit(prompts[0], max_tokens)
     await connection.read()
     for prompt in prompts[1:]:
@@ -120,7 +121,7 @@ class SchedulerConnection:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._prompt_lens: list[int] = []  # of all that were submitted
+        self._prompt_lens: list[int] = []  # of all submitted requests
         self.num_tokens = 0  # of all requests together
         self.num_started = 0  # requests with a token
 
@@ -161,7 +162,7 @@ class SchedulerConnection:
 
 @contextlib.asynccontextmanager
 async def connect(stub: SchedulerServiceAsyncStub) -> AsyncIterator[SchedulerConnection]:
-    """Opens a stream; everything submitted on it is aborted when it ends."""
+    """Opens a stream; the scheduler aborts the stream's requests when it ends."""
     call = stub.Connect()
     try:
         await call.read()  # EngineInfo

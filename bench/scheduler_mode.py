@@ -1,4 +1,4 @@
-"""`python -m bench --mode scheduler`: the scheduler's own time, with a worker that takes none.
+"""`python -m bench --mode scheduler`: measures the scheduler's time, with an instant worker.
 
 The scheduler reads its other settings from NANO_<NAME>. See docs/benchmarks.md.
 """
@@ -55,9 +55,10 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """
+    """Measures decoding and planning; returns the figures for the JSON.
+
     Raises:
-        BenchError: what was asked cannot be measured.
+        BenchError: a figure cannot be measured with these options.
         AioRpcError: the scheduler was lost.
     """
     decode = []
@@ -91,6 +92,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _median_round(rounds: Seq[Decode]) -> Decode:
-    """The round with the lower median rate, so that all figures come from one round."""
+    """The round with the median rate, the lower of two, so that all figures are of one round."""
     rate = statistics.median_low(each.steps_per_s for each in rounds)
     return next(each for each in rounds if each.steps_per_s == rate)

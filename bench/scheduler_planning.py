@@ -36,17 +36,17 @@ class Planning:
     context: int  # tokens, halfway through the measurement
     plan_ms_p50: float
     apply_ms_p50: float
-    plan_and_apply_ms_p50: float  # of the sums
+    plan_and_apply_ms_p50: float  # of each step's sum of both times
     plan_and_apply_ms_p99: float
     encode_ms_p50: float
-    step_bytes: int  # of the last one's message
+    step_bytes: int  # size of the last step's message
 
 
 def measure_planning(
     cases: Seq[tuple[int, int]], num_seqs: int, steps: int, rounds: int
 ) -> list[Planning]:
     """Measures `rounds` times `steps` steps of each case (waiting sequences, context). The cases
-    take turns, so that whatever else the machine does affects all of them."""
+    take turns, so that other work on the machine affects all of them."""
     samples: list[list[tuple[float, float, float]]] = [[] for _ in cases]
     sizes = [0 for _ in cases]
     for _ in range(rounds):
@@ -65,7 +65,7 @@ class _DecodingBatch:
 
     def __init__(self, num_seqs: int, waiting: int, context: int, steps: int) -> None:
         prompt_len = max(context - steps // 2, 1)
-        max_tokens = 2 * steps + prompt_len + 10 * _WARM_UP  # more than will be made
+        max_tokens = 2 * steps + prompt_len + 10 * _WARM_UP  # more than a run makes
         blocks_each = (prompt_len + max_tokens) // _BLOCK_SIZE + 1
         limits = Limits(
             max_num_seqs=num_seqs,
@@ -81,7 +81,7 @@ class _DecodingBatch:
         rng = np.random.default_rng(0)
         shared = rng.integers(VOCAB_SIZE, size=prompt_len - 1)
         for number in range(num_seqs):
-            # Only one token is its own: the rest is in the cache, so that all start together.
+            # Prompts differ in one token. The rest is in the cache, so that all start together.
             prompt = [*shared.tolist(), number % VOCAB_SIZE]
             self._add(number, prompt, max_tokens)
             if number == 0:
@@ -99,7 +99,7 @@ class _DecodingBatch:
         """Returns the seconds to plan, encode and apply each step.
 
         Raises:
-            BenchError: a step had more than decodes.
+            BenchError: a step was not a decode of all sequences.
         """
         gc.collect()
         before = self._scheduler.stats.step_tokens
@@ -138,7 +138,7 @@ class _DecodingBatch:
 def _summary(
     num_seqs: int, waiting: int, context: int, step_bytes: int, seconds: npt.NDArray[np.float64]
 ) -> Planning:
-    """`seconds`: [steps, 3], to plan, encode and apply."""
+    """Computes the figures from `seconds` [steps, 3], the times to plan, encode and apply."""
     plan, encode, apply = 1e3 * seconds.T
     both_p50, both_p99 = np.percentile(plan + apply, (50, 99)).tolist()
     return Planning(

@@ -1,4 +1,4 @@
-"""Runs a scheduler and an instant worker as processes, on Unix sockets of their own."""
+"""Runs a scheduler and an instant worker as processes, on temporary Unix sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ANY_SIZE = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_le
 
 @dataclass(frozen=True)
 class Sizes:
-    """Settings for both processes: sizes in tokens, microseconds of a simulated step."""
+    """Settings of both processes: sizes in tokens, and microseconds of a simulated step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -56,7 +56,7 @@ async def running_scheduler(
     """Starts both processes, and stops them at the end.
 
     Raises:
-        BenchError: one ended (the message has the end of its log), or they were not ready in time.
+        BenchError: a process ended (the message has the end of its log) or was not ready in time.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as directory, contextlib.ExitStack() as stack:
         worker_address = f"unix:{directory}/worker.sock"

@@ -1,4 +1,4 @@
-"""Runs requests through the public gRPC API: the workload, all at once, or one at a time."""
+"""Runs requests through the public gRPC API, as the whole workload at once or one at a time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from bench.workload import (
 )
 from nano_vllm_grpc import AsyncLLM, ModelInfo, PrivateStack, SamplingParams
 
-# Adds nothing to a temperature, whatever the model's own defaults are.
+# Parameters without effect, which replace a model's own defaults. Only the temperature remains.
 PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 Received = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One way of running the workload, as seen by its clients and by the engine."""
+    """The results of a run of the workload, measured at its clients and in the engine."""
 
     name: str
     traces: Sequence[Trace]
@@ -55,14 +55,14 @@ class Run:
 
 @dataclass(frozen=True)
 class SingleStream:
-    """Medians; None where nothing was measured."""
+    """Medians of requests that run one at a time; None if nothing was measured."""
 
     single_stream_tokens_per_s: float | None  # after the first token
     ttft_1024_s: float | None
 
 
 def private_stack(model: str | Path, console: Console, **options: Any) -> PrivateStack:
-    """Starts a stack, with `options` of `PrivateStack`, and says so while it does."""
+    """Starts a `PrivateStack` with `options`, and shows a status line meanwhile."""
     with console.status(f"starting a private stack with {model}"):
         return PrivateStack(model, **options)
 
@@ -74,7 +74,7 @@ async def run_stack(
     read_stats: ReadStats,
     received: Received,
 ) -> Run:
-    """Runs `warm_up`, then measures `requests`; `received` is told each chunk's number of tokens.
+    """Runs `warm_up`, then measures `requests`; calls `received` with each chunk's token count.
 
     Raises:
         BenchError: a completion is not as long as requested.
@@ -94,10 +94,10 @@ async def run_request(
     received: Received = lambda tokens: None,
     fields: Mapping[str, Any] | None = None,
 ) -> Trace:
-    """Runs one request, timed at the client.
+    """Runs one request; returns its times at the client.
 
     Args:
-        fields: sampling parameters other than the workload's.
+        fields: sampling parameters that replace the workload's.
 
     Raises:
         BenchError: the completion ignores ends and is not as long as requested.
@@ -125,7 +125,8 @@ async def run_request(
 async def measure_single_stream(
     llm: AsyncLLM, model: ModelInfo, repeats: int = REPEATS
 ) -> SingleStream:
-    """
+    """Measures requests one at a time.
+
     Raises:
         BenchError: the long prompt does not fit the model.
         LLMError: the server refused or failed.

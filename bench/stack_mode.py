@@ -1,7 +1,7 @@
-"""`python -m bench`: the workload on a running server or a private stack, and in this process.
+"""`python -m bench`: runs the workload on a running server or a private stack, and in this process.
 
-`--mode` measures something else: the scheduler or the frontend alone, the cost of sampling
-features, latency against load, the cost of the HTTP gateway, or the choice among engines. See
+With `--mode` it measures the scheduler or the frontend alone, the cost of sampling features,
+latency against load, the cost of the HTTP gateway, or the choice among engines. See
 docs/benchmarks.md.
 """
 
@@ -89,10 +89,11 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """
+    """Measures the workload; returns the figures for the JSON.
+
     Raises:
-        BenchError: what was asked cannot be measured.
-        LLMError: the server, or the private stack, failed.
+        BenchError: a figure cannot be measured with these options.
+        LLMError: the server or the private stack failed.
     """
     shape = Shape(*(getattr(options, field.name) for field in dataclasses.fields(Shape)))
     with _server(options, console) as (address, scheduler_address):
@@ -132,7 +133,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 @contextmanager
 def _server(options: argparse.Namespace, console: Console) -> Iterator[tuple[str, str | None]]:
-    """Yields the address to measure and its scheduler's: those given, or a private stack's."""
+    """Yields the addresses of a frontend and its scheduler, from `options` or a private stack."""
     if options.address:
         yield options.address, options.scheduler_address
         return
@@ -149,8 +150,8 @@ async def _measure_stack(
     scheduler_address: str | None,
     console: Console,
 ) -> tuple[ModelInfo, Run, SingleStream]:
-    """Runs the workload, after a check that it can be run here, too, if that is wanted; decides
-    whether it is where `options` do not."""
+    """Runs the workload on the stack. If it shall also run in this process, checks first that it
+    can. Decides that question if `options` leave it open."""
     async with AsyncLLM(address) as llm:
         model = await llm.get_model()
         requests = reference_workload(shape, model.vocab_size)
@@ -177,7 +178,7 @@ def _check_same_model(directory: str, served: ModelInfo) -> None:
 
 
 def _measure_in_process(directory: str, shape: Shape, model: ModelInfo, console: Console) -> Run:
-    # Before torch is imported, as in the worker's own process.
+    # This must be set before torch is imported, as in a worker process.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from bench.in_process import load_engine
 
@@ -195,7 +196,7 @@ class _Rate(ProgressColumn):
 
 @contextmanager
 def _progress(name: str, requests: Sequence[Request], console: Console) -> Iterator[Received]:
-    """Shows a bar of output tokens; yields a function that takes each chunk's number of tokens."""
+    """Shows a progress bar; yields a function to call with each chunk's number of tokens."""
     columns = (TextColumn("{task.description}"), BarColumn(), _Rate(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bars:
         task = bars.add_task(name, total=sum(request.output_len for request in requests))

@@ -1,9 +1,9 @@
-"""Shows how long a start takes: `python -m bench.start --model DIR [--runs 5]`.
+"""Measures how long a start takes: `python -m bench.start --model DIR [--runs 5]`.
 
-Starts private stacks one after another, as `make up` does. Prints medians: seconds from the
-launcher's start until the stack serves, and until a first token, and the CPU seconds that each
-process had used by then. On a busy machine compare those. Which imports they went to:
-`python -X importtime -c 'import worker_svc.__main__'`.
+It starts private stacks one after another, as `make up` does, and prints medians. The times are
+seconds from the launcher's start until the stack serves, and until the first token. The CPU seconds
+are those of each process up to the first token. On a busy machine, compare the CPU seconds. The
+command `python -X importtime -c 'import worker_svc.__main__'` shows the time of each import.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def measure(model: Path) -> dict[str, float]:
 
 
 def _name(process: psutil.Process) -> str:
-    """The module that it runs."""
+    """The name of the module that a process runs."""
     words = process.cmdline()
     return words[words.index("-m") + 1] if "-m" in words else process.name()
 

@@ -12,7 +12,7 @@ _TIME_BYTES = 8
 class StepClock:
     """A ring of times from `time.monotonic`, a clock that all processes of a machine share.
 
-    A step's tokens all have the same id, the index of its time in the ring.
+    All tokens of a step have one id, which is the index of the step's time in the ring.
     """
 
     def __init__(self, path: Path, slots: int) -> None:
@@ -31,5 +31,5 @@ class StepClock:
         return token_id
 
     def age_s(self, token_id: int, now: float) -> float:
-        """Seconds from the sending of a token to `now`; wrong once the ring has wrapped around."""
+        """Seconds from the sending of a token to `now`, valid until the ring has wrapped around."""
         return now - self._times[token_id]

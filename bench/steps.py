@@ -3,8 +3,8 @@
     python -m bench.steps --model DIR [--threads N] [--quantization int8] [--kv-dtype int8]
         [--out FILE.json]
 
-A running stack can be profiled, which shows where a step's time goes: docs/operations.md. Run it on
-an otherwise idle machine.
+Run it on an otherwise idle machine. docs/operations.md describes how to profile a running stack,
+which shows where a step's time goes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings
 
 CONTEXT = 280
-# Sequences of one token at `CONTEXT`, and the length of a new prompt beside them.
+# The number of decoding sequences at `CONTEXT`, and the length of a new prompt beside them.
 STEPS = ((1, 0), (8, 0), (32, 0), (256, 0), (0, 128), (0, 1024), (31, 128), (8, 512))
 _MIN_S, _MIN_RUNS = 1.0, 3
 
 
 def measure(runner: ModelRunner, decodes: int, prompt: int) -> float:
-    """The median seconds of a step, from runs of at least a second together."""
+    """The median seconds of a step, from runs that together take at least a second."""
     prompts = [prompt] if prompt else []
     info = runner.info
     step = make_step(

@@ -1,4 +1,4 @@
-"""`python -m bench.stream_client`: a process that holds streams open and times their chunks."""
+"""`python -m bench.stream_client`: holds streams open and records the times of their chunks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PROMPT_TOKENS = 32
 
 @dataclass
 class Received:
-    """Everything that a process's streams received; times are from `time.monotonic`."""
+    """The totals of a process's streams; times are from `time.monotonic`."""
 
     tokens: int = 0
     chunks: int = 0
     first_at: float = float("inf")
     last_at: float = 0.0
-    cpu_s: float = 0.0  # that the process spent on it
-    latencies_s: list[float] = field(default_factory=list)  # of each token, since it was sent
+    cpu_s: float = 0.0  # CPU time of the process
+    latencies_s: list[float] = field(default_factory=list)  # from each token's sending
 
     def to_json(self) -> str:
         return json.dumps(vars(self))

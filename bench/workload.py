@@ -1,4 +1,4 @@
-"""The reference workload: random prompts and fixed output lengths, the same for every server."""
+"""The reference workload: random prompts and fixed output lengths, equal for every server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ID_RANGE = 10_000
 
 @dataclass(frozen=True)
 class Shape:
-    """The number of requests and their lengths in tokens, bounds included."""
+    """The number of requests and the bounds of their lengths in tokens, both included."""
 
     num_seqs: int = 256
     min_input: int = 100
@@ -34,9 +34,9 @@ class Request:
 
 
 def reference_workload(shape: Shape, vocab_size: int) -> list[Request]:
-    """The requests of nano-vLLM's bench.py: the same random calls in the same order, so that seed 0
-    gives the same lengths and, with a vocabulary over 10,000, the same ids. Smaller vocabularies
-    fold the ids, but keep the lengths."""
+    """The requests of nano-vLLM's bench.py, from the same random calls in the same order. Seed 0
+    gives nano-vLLM's lengths and, with a vocabulary over 10,000, its ids. Smaller vocabularies fold
+    the ids, but keep the lengths."""
     rng = random.Random(shape.seed)
     prompts = [
         [
@@ -52,20 +52,20 @@ def reference_workload(shape: Shape, vocab_size: int) -> list[Request]:
 
 
 def warm_up_request(shape: Shape, vocab_size: int) -> Request:
-    """A request that shares no prefix with the workload's."""
+    """A request that shares no prefix with the requests of the workload."""
     rng = random.Random(f"warm-up {shape.seed}")
     prompt = [rng.randrange(vocab_size) for _ in range(shape.min_input)]
     return Request(prompt, min(shape.min_output, 16), seed=0)
 
 
 def random_request(vocab_size: int, prompt_len: int, output_len: int) -> Request:
-    """A request that no server has seen: deliberately unseeded, since a prompt seen before would be
-    in the prefix cache."""
+    """A request with a new prompt on every call, which no prefix cache holds. So it has no seed."""
     return Request(random.choices(range(vocab_size), k=prompt_len), output_len, seed=0)
 
 
 def check_fits(requests: list[Request], max_model_len: int) -> None:
-    """
+    """Checks that all requests fit the model.
+
     Raises:
         BenchError: a request is too long for the model.
     """

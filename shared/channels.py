@@ -19,11 +19,12 @@ def internal_options(keepalive_s: float) -> Options:
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # A service that starts is found soon after it listens.
+        # The client finds a starting service soon after it listens.
         ("grpc.max_reconnect_backoff_ms", 250),
-        # Despite its name it also limits an attempt, whose packets may be lost; 20 s by default.
+        # Despite its name this option also limits an attempt, whose packets may be lost. gRPC's
+        # default is 20 s.
         ("grpc.min_reconnect_backoff_ms", round(1000 * _CONNECT_TIMEOUT_S)),
-        # Each channel has its own connection: a new one must not wait for an old one's backoff.
+        # Each channel has its own connection, so a new channel waits for no other one's backoff.
         ("grpc.use_local_subchannel_pool", 1),
     )
 
@@ -36,7 +37,7 @@ class Dialer:
     keepalive_s: float = KEEPALIVE_S
 
     def open(self, address: str) -> aio.Channel:
-        """Opens a channel with the certificates that the files hold now.
+        """Opens a channel with the present contents of the certificate files.
 
         Raises:
             FileError: a file cannot be used.
@@ -44,7 +45,7 @@ class Dialer:
         return open_channel(address, self.tls, internal_options(self.keepalive_s))
 
     def stamp(self) -> object:
-        """A value that changes when the files do."""
+        """Returns a value that changes when the certificate files change."""
         return self.tls and self.tls.stamp()
 
 

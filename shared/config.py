@@ -2,8 +2,8 @@
 
 A value comes from a flag (`--max-num-seqs 64`), else the environment (`NANO_MAX_NUM_SEQS=64`), else
 a TOML file (`NANO_CONFIG_FILE=nano.toml`, `max_num_seqs = 64`), else the default. All services of a
-stack can share one environment and one file: a service ignores other services' settings, but does
-not start if one is unknown to all of them.
+stack can share one environment and one file, because a service ignores other services' settings.
+A service does not start if it is given a setting that no service has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EngineName = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$"
 
 
 class SettingsError(ValueError):
-    """A setting is unknown or impossible; the message names it."""
+    """A setting is unknown or its value is impossible; the message names the setting."""
 
 
 class ServiceSettings(SecuritySettings):
@@ -65,8 +65,8 @@ class ServiceSettings(SecuritySettings):
 
 
 Settings = TypeVar("Settings", bound=ServiceSettings)
-# The settings of single services. A service must tell the other services' settings from misspelt
-# ones, but imports no other service, and an image may hold one alone. So they are named here, too.
+# The settings that only some services have. A service must tell other services' settings from
+# misspelt ones. It cannot import the other services, because an image may hold only one service.
 _NAMES_OF_SERVICES = """
     allow_public_plaintext attention auth_tokens_file block_size device dtype
     enforce_eager gateway_addresses engine_name engines_on_host gateway_policy host http_port index
@@ -78,19 +78,19 @@ _NAMES_OF_SERVICES = """
     ui_port worker_addresses
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))
-# Names that PyTorch's launchers and clusters set, without our prefix.
+# Variables that PyTorch's launchers and clusters set without the prefix.
 _PYTORCH_NAMES = ("master_addr", "master_port")
-# Settings of a stack's clients, including the launcher, which may share the services' environment.
+# Settings of clients and of the launcher, which may share the services' environment.
 _CLIENT_NAMES = ("token", "tls_ca", "tls_server_name", "client_cert", "client_key")
 
 
 def load_settings(
     cls: type[Settings], args: list[str], environment: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Reads flags, environment and file.
+    """Reads a service's settings from flags, environment and file.
 
     Raises:
-        SettingsError: settings are unknown or impossible; the message names each.
+        SettingsError: settings are unknown or have impossible values; the message names each.
     """
     names = (*KNOWN_NAMES, *_CLIENT_NAMES, "config_file")
     variables = {PREFIX + name.upper(): name for name in names}
@@ -111,8 +111,7 @@ def load_settings(
 
 
 def settings_or_exit(cls: type[Settings], args: list[str]) -> Settings:
-    """Calls `load_settings` as a program starts; an error becomes a line on stderr and exit status
-    2."""
+    """Calls `load_settings`; on an error, prints a line to stderr and exits with status 2."""
     try:
         return load_settings(cls, args)
     except SettingsError as error:
@@ -121,7 +120,7 @@ def settings_or_exit(cls: type[Settings], args: list[str]) -> Settings:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    """Reads the settings in a TOML file; `{}` if there is no file."""
+    """Reads the settings in a TOML file; returns `{}` if `path` is empty."""
     if not path:
         return {}
     try:
@@ -140,7 +139,7 @@ def _describe(error: Any) -> str:
 
 
 def split_commas(value: object) -> object:
-    """Splits `a,b` into a tuple, for settings that are lists; returns anything else as it is."""
+    """Splits a string `a,b` into a tuple, for settings that are lists; returns others unchanged."""
     return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 
 
@@ -148,7 +147,7 @@ def check_step_limits(max_num_seqs: int, max_num_batched_tokens: int | Literal["
     """Checks that a step has room for a token of each sequence.
 
     Raises:
-        ValueError: it has not.
+        ValueError: a step has no such room.
     """
     if max_num_batched_tokens != "auto" and max_num_seqs > max_num_batched_tokens:
         raise ValueError(

@@ -2,20 +2,20 @@
 
     ServiceError
     ├── InvalidArgumentError     INVALID_ARGUMENT     names the field and the limit (BadRequest)
-    ├── NotFoundError            NOT_FOUND            health of a service that is not here
+    ├── NotFoundError            NOT_FOUND            this server lacks the service (health)
     ├── FailedPreconditionError  FAILED_PRECONDITION  a stale or misplaced step
     ├── QueueFullError           RESOURCE_EXHAUSTED   says when to retry (RetryInfo)
     ├── UnauthenticatedError     UNAUTHENTICATED      no valid token came with the call
-    ├── PermissionDeniedError    PERMISSION_DENIED    the caller's certificate is for something else
-    ├── OutOfRangeError          OUT_OF_RANGE         a place in a stream that is not there any more
+    ├── PermissionDeniedError    PERMISSION_DENIED    the caller's certificate lacks the role
+    ├── OutOfRangeError          OUT_OF_RANGE         a position in a stream that is no longer kept
     ├── DataLossError            DATA_LOSS            a stream's reader fell behind; begin again
     ├── StreamEndedError         ABORTED              this process ends a stream; open another
-    ├── UnimplementedError       UNIMPLEMENTED        a method that this model or stack is without
+    ├── UnimplementedError       UNIMPLEMENTED        this model or stack lacks the method
     ├── UnavailableError         UNAVAILABLE          no engine is ready (RetryInfo if soon)
     ├── DeadlineError            DEADLINE_EXCEEDED
     └── InternalError            INTERNAL             what happened is in the log, not in the reply
 
-Raise them where the fault is known; `rpc.interceptors` is the one place that translates them.
+Raise an error where the fault is known. Only `rpc.interceptors` translates errors to statuses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpc import aio
 Metadata = tuple[tuple[str, str | bytes], ...]
 Detail = TypeVar("Detail", bound=Message)
 _DETAILS = "grpc-status-details-bin"  # the standard trailer
-RETRY_AFTER_S = 1.0  # where nobody can tell when there will be room
+RETRY_AFTER_S = 1.0  # if no service knows when there will be room
 
 
 class ServiceError(Exception):
@@ -112,8 +112,8 @@ class DataLossError(ServiceError):
 
 
 class StreamEndedError(ServiceError):
-    """This process ends a stream, whose caller is to open another. gRPC itself ends no call with
-    this code, so that the caller knows that the process has not died."""
+    """This process ends a stream, and the caller should open another. gRPC itself ends no call with
+    this code, so the caller knows that the process has not died."""
 
     code = grpc.StatusCode.ABORTED
 
@@ -123,7 +123,7 @@ class UnimplementedError(ServiceError):
 
 
 class UnavailableError(ServiceError):
-    """The request cannot be served now; `retry_after_s` is set if it is known when to retry."""
+    """The request cannot be served now; `retry_after_s` is None if no time to retry is known."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
@@ -144,8 +144,8 @@ class InternalError(ServiceError):
 
 
 def passed_on(error: aio.AioRpcError, otherwise: ServiceError) -> ServiceError:
-    """The refusal with which another service ended a call, for the caller of this one; `otherwise`
-    if the call ended for another reason."""
+    """Translates another service's rejection of a call into an error for this service's caller.
+    Returns `otherwise` if the call ended for another reason."""
     message = error.details() or ""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         violations = _detail(error, error_details_pb2.BadRequest()).field_violations
@@ -163,7 +163,8 @@ def passed_on(error: aio.AioRpcError, otherwise: ServiceError) -> ServiceError:
 
 
 def _detail(error: aio.AioRpcError, detail: Detail) -> Detail:
-    """Fills in the google.rpc detail of this type that a call ended with, if there is one."""
+    """Fills in `detail` from the call's trailer, if the trailer has a google.rpc detail of its
+    type."""
     for key, value in error.trailing_metadata() or ():
         if key == _DETAILS and isinstance(value, bytes):
             for packed in status_pb2.Status.FromString(value).details:

@@ -1,7 +1,7 @@
-"""Limits on the files of a model directory, which are as whoever made the model wants them.
+"""Checks on the files of a model directory, because the model's author decides what they contain.
 
-Links are followed: Hugging Face's cache consists of them. Whoever can put one into the directory
-decides what is read as configuration, tokenizer or weights, and could have copied it there.
+Links are followed, because Hugging Face's cache consists of them. They add no risk: anybody who can
+put a link into the directory could also put the file itself there.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ MAX_TOKENIZER_BYTES = 128 << 20  # four times the largest tokenizers
 
 
 class ModelFileError(ValueError):
-    """A file of a model directory cannot be what it should be; the message names it."""
+    """A file of a model directory is irregular, too large or invalid; the message names it."""
 
 
 def check_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> None:
-    """Checks that a file, or what a link leads to, is an ordinary one of bounded size.
+    """Checks that a file, or a link's target, is a regular file of at most `max_bytes`.
 
     Raises:
-        ModelFileError: it is not.
-        OSError: it is not there.
+        ModelFileError: the file is not regular or is too large.
+        OSError: the file does not exist.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -32,18 +32,18 @@ def check_file(path: Path, max_bytes: int = MAX_JSON_BYTES) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The text of a configuration file.
+    """Reads the text of a configuration file.
 
     Raises:
-        ModelFileError: as `check_file`.
-        OSError, UnicodeDecodeError: it cannot be read.
+        ModelFileError: the file is not regular or is too large.
+        OSError, UnicodeDecodeError: the file cannot be read.
     """
     check_file(path)
     return path.read_text(encoding="utf-8")
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether `name`, found in a model's file, can only mean a file beside it."""
+    """Whether `name`, found in a model's file, can only mean a file in that file's directory."""
     return (
         isinstance(name, str)
         and PurePath(name).name == name

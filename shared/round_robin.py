@@ -1,5 +1,5 @@
 """Waiting items, taken in turn among their owners (Nagle, RFC 970), each owner's oldest first.
-However many items an owner has, another owner waits for one of them at a time."""
+However many items the other owners have, an owner waits for only one item of each at a time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class RoundRobin(Generic[Owner, Item]):
-    """Takes constant time for all but `heads`. Items are compared by identity or as they say."""
+    """A queue of items for each owner; an owner's equal items count as one.
+
+    `heads` and `clear` take linear time, the other methods constant time.
+    """
 
     def __init__(self) -> None:
-        # By owner, the next one first; none is empty.
+        # By owner, the next owner first. No queue is empty.
         self._queues: OrderedDict[Owner, OrderedDict[Item, None]] = OrderedDict()
 
     def __bool__(self) -> bool:
@@ -25,7 +28,7 @@ class RoundRobin(Generic[Owner, Item]):
         self._queues.setdefault(owner, OrderedDict())[item] = None
 
     def remove(self, owner: Owner, item: Item) -> None:
-        """Takes an item out, if it is there."""
+        """Removes an item, if it is in the queue."""
         queue = self._queues.get(owner)
         if queue is not None:
             queue.pop(item, None)
@@ -33,16 +36,16 @@ class RoundRobin(Generic[Owner, Item]):
                 del self._queues[owner]
 
     def heads(self) -> Iterator[tuple[Owner, Item]]:
-        """Each owner's oldest item, the next owner's first."""
+        """Yields each owner and its oldest item, the next owner first."""
         for owner, queue in self._queues.items():
             yield owner, next(iter(queue))
 
     def pop(self) -> Item:
-        """Takes the next owner's oldest item."""
+        """Removes and returns the next owner's oldest item."""
         return self.pop_of(next(iter(self._queues)))
 
     def pop_of(self, owner: Owner) -> Item:
-        """Takes this owner's oldest item. The owner then goes behind the others."""
+        """Removes and returns this owner's oldest item; the owner then comes after the others."""
         queue = self._queues[owner]
         item, _ = queue.popitem(last=False)
         if queue:
@@ -52,7 +55,7 @@ class RoundRobin(Generic[Owner, Item]):
         return item
 
     def clear(self) -> list[Item]:
-        """Takes out all, and returns them."""
+        """Removes and returns all items."""
         items = [item for queue in self._queues.values() for item in queue]
         self._queues.clear()
         return items

@@ -1,10 +1,10 @@
 """The sampling parameters, each defined once: name, default, ranges, column of a step.
 
 A field of `SamplingNumbers` is a numeric parameter. It has the same name in `SamplingParams` of
-frontend.proto and in `TokenSampling` of scheduler.proto; its column is one of `SamplingFeatures` in
-worker.proto. The frontend takes its defaults and checks from these definitions, the scheduler its
-checks and columns, and the workers their checks: each checks what it is sent, and nothing behind
-that checks it again.
+frontend.proto and in `TokenSampling` of scheduler.proto. Its column is one of `SamplingFeatures` in
+worker.proto. The frontend takes its defaults and checks from these definitions. The scheduler takes
+its checks and columns from them, and the workers take their checks. Each service checks the values
+that it receives once, at its interface.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Range:
 class Bounds:
     """The values that a parameter may have."""
 
-    public: Range  # what the frontend takes from clients
-    engine: Range  # what the scheduler and the workers can run; contains `public`
-    with_beams: float | None = None  # the only value that goes with beam search; None: none does
+    public: Range  # values that the frontend accepts from clients
+    engine: Range  # values that the scheduler and the workers can run; contains `public`
+    with_beams: float | None = None  # the only value allowed with beam search; None: no value is
 
 
 class Effect(enum.Enum):
@@ -61,8 +61,8 @@ class Effect(enum.Enum):
 class Parameter(Bounds):
     """A number that shapes the distribution of the next token."""
 
-    default: float  # has no effect
-    column: str  # of SamplingFeatures: int32 where the default is an int, else float32; empty: none
+    default: float  # this value leaves the distribution unchanged
+    column: str  # of SamplingFeatures, int32 if the default is an int, else float32; empty: none
     effect: Effect | None  # how the column changes logits
     from_model: bool  # generation_config.json may set another default
 
@@ -72,7 +72,7 @@ class Parameter(Bounds):
 
     @property
     def zero(self) -> float:
-        """The meaning of a zero in TokenSampling, where an unset field reads as zero, too."""
+        """The value that a zero in TokenSampling stands for; an unset field also reads as zero."""
         return 0 if 0 in self.engine else self.default
 
 
@@ -100,7 +100,7 @@ def _number(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingNumbers:
-    """Values of the numeric parameters."""
+    """Values of the numeric sampling parameters."""
 
     temperature: float = _number(  # 0 is greedy
         1.0, Range(0, 2), engine=Range(0, _MAX_FLOAT32), from_model=True, with_beams=0
@@ -149,7 +149,7 @@ COLUMNS: Mapping[str, Parameter] = {name: each for name, each in NUMBERS.items()
 FILTERS = tuple(name for name, each in COLUMNS.items() if each.effect is Effect.FILTER)
 PENALTIES = tuple(name for name, each in COLUMNS.items() if each.effect is Effect.PENALTY)
 
-# Also covers the parameters that say how much to compute and to return.
+# Includes the parameters that say how much to compute and to return.
 BOUNDS: Mapping[str, Bounds] = {
     **NUMBERS,
     "max_tokens": Bounds(public=Range(1), engine=Range(1, _MAX_INT32)),
@@ -157,13 +157,13 @@ BOUNDS: Mapping[str, Bounds] = {
     "prompt_logprobs": Bounds(public=Range(0, 20), engine=Range(0, 1000)),
     "n": Bounds(public=Range(1, 16), engine=Range(1, 64), with_beams=1),
     "beam_width": Bounds(public=Range(0, 16), engine=Range(0, 64)),
-    # Keeps lengths raised to its power finite.
+    # Within this range, a length raised to the power of `length_penalty` is finite.
     "length_penalty": Bounds(public=Range(-10, 10), engine=Range(-10, 10)),
 }
-# Of these, beam search takes any value.
+# Beam search accepts any value of these parameters.
 WITH_BEAMS = ("max_tokens", "beam_width", "length_penalty")
 
-# Of the parameters that are lists or maps.
+# The maximum number of items in parameters that are lists or maps.
 MAX_ITEMS: Mapping[str, int] = {"stop": 16, "stop_token_ids": 64, "logit_bias": 1024}
 MAX_STOP_LENGTH = 1024  # characters
 LOGIT_BIAS = Range(-100, 100)

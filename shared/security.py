@@ -17,7 +17,7 @@ class SecuritySettings(BaseSettings):
     """Settings of TLS between services, which trust each other: mutual TLS or none."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid")
-    # Of the settings that `server_tls` is made of, and the one that lets a server do without.
+    # The prefix of the settings of `server_tls`, and the setting that permits plaintext.
     _tls_prefix: ClassVar[str] = "internal_tls"
     _plaintext: ClassVar[str] = "allow_plaintext"
 
@@ -41,7 +41,8 @@ class SecuritySettings(BaseSettings):
         *_: PydanticBaseSettingsSource,
         **__: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Takes flags and what it is given; `load_settings` reads the environment and files."""
+        """Limits the sources to flags and arguments, because `load_settings` reads the environment
+        and the file."""
         return (init_settings,)
 
     @model_validator(mode="after")
@@ -71,7 +72,7 @@ class SecuritySettings(BaseSettings):
 
     @property
     def reflected(self) -> bool:
-        """Whether anybody allowed to call may list the methods."""
+        """Whether every client that may call this service may list its methods."""
         return self.reflection != "off"
 
     @property
@@ -81,12 +82,12 @@ class SecuritySettings(BaseSettings):
         return Dialer(ClientTls(*files) if all(files) else None, self.keepalive_s)
 
     def _check_listening(self, name: str, address: str) -> None:
-        """Refuses to listen in plaintext that others may read."""
+        """Rejects a listening address at which others could read plaintext traffic."""
         if self.server_tls is None and not getattr(self, self._plaintext):
             _check_stays(name, address, "listen", self._tls_prefix, self._plaintext)
 
     def _check_calling(self, name: str, *addresses: str) -> None:
-        """Refuses to call other services in plaintext that others may read or answer."""
+        """Rejects addresses of services to which others could read or answer plaintext calls."""
         if self.internal_tls is None and not self.allow_plaintext:
             for address in addresses:
                 _check_stays(name, address, "be called", "internal_tls", "allow_plaintext")

@@ -1,14 +1,14 @@
-"""Which of several candidates is to blame for deaths: group testing (Dorfman 1943; Hwang, "A method
-for detecting all defective members").
+"""Finds the candidate that kills a process, by group testing (Dorfman 1943; Hwang, "A method for
+detecting all defective members").
 
-A process dies for many reasons, mostly not for what it was asked to compute. So after a first death
-everything is computed again as if nothing had happened, and whatever makes progress is no candidate
-any more. What was in two deaths in a row is a suspect. Suspects are tried in halves: a half that
-gets through is innocent, one that is in another death is halved again, down to the suspect that
+A process dies for many reasons, and the work that it was given is rarely the reason. So after a
+first death all candidates run again. A candidate that makes progress is no longer under suspicion.
+A candidate that was in two deaths in a row is a suspect. Suspects are then tried in halves. A half
+that makes progress is innocent. A half that is in another death is halved again, until one suspect
 dies alone.
 
-With n suspects one culprit costs at most 3 + ceil(log2 n) deaths, and k culprits at most k times
-that.
+With n suspects, one culprit costs at most 3 + ceil(log2 n) deaths, and k culprits cost at most k
+times as many.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 _MIN_LOSSES_OF_SUSPECTS = 2
-# A culprit was in that many deaths without making progress, ...
+# A culprit was in at least this many deaths without making progress.
 MIN_LOSSES = 3
-# ... that many of them with nothing else there: processes are killed for other reasons, too.
+# A culprit was alone in at least this many of them; a single one may have had another reason.
 MIN_LOSSES_ALONE = 2
 
 Candidate = TypeVar("Candidate")
@@ -32,10 +32,10 @@ class Record:
 
     losses: int = 0
     losses_alone: int = 0
-    goal: int = 0  # tokens with which it will have made progress
+    goal: int = 0  # the candidate makes progress when it has this many tokens
 
     def lost(self, goal: int, *, alone: bool) -> None:
-        """Counts a death; `alone`: nothing else can be the reason."""
+        """Counts a death; `alone`: no other candidate can be the reason."""
         self.losses += 1
         self.losses_alone += alone
         self.goal = max(self.goal, goal)
@@ -50,10 +50,10 @@ class Record:
 
 
 def next_groups(losses: Mapping[Candidate, int]) -> list[list[Candidate]]:
-    """The suspects to try next, one group after the other, given the losses of all.
+    """The groups of suspects to try next, one after the other, given the losses of all suspects.
 
-    Those with the most losses were in the group that was tried last. Each half of them is a group:
-    no more than half of them are in the next death, and then have one more than the others.
+    The suspects with the most losses were in the group that was tried last. Each half of that group
+    is a new group. So at most half of them are in the next death and then have the most losses.
     """
     most = max(losses.values(), default=0)
     last_tried = [candidate for candidate, count in losses.items() if count == most]

@@ -1,4 +1,4 @@
-"""The certificates that servers present, and whom they admit, from PEM files."""
+"""The certificates that servers present and the clients that they admit, from PEM files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from nano_vllm_grpc.tls import FileError, Stamp, load_files, read_file, stamp_of
 
 @dataclass(frozen=True)
 class ServerTls:
-    """The certificate that a server presents, and which clients it admits.
+    """The certificate that a server presents, and the authorities of the clients that it admits.
 
-    `client_ca`: clients must have a certificate signed by one of these; empty: anybody may connect.
+    `client_ca`: a client's certificate must be signed by one of these; empty: anybody may connect.
     `setting`: the prefix of the settings' names. `apart_from`: internal_tls_ca, if no certificate
     in that file may also be in `client_ca`.
     """
@@ -29,13 +29,14 @@ class ServerTls:
     apart_from: str = ""
 
     def stamp(self) -> Stamp:
-        """A value that changes when a file does; empty while one is missing."""
+        """Returns a value that changes when a file changes; empty while a file is missing."""
         return stamp_of(self.cert, self.key, self.client_ca, self.apart_from)
 
 
 def server_credentials(tls: ServerTls, warn: Callable[[str], None]) -> grpc.ServerCredentials:
-    """Credentials that follow the files: each new connection gets what they hold at the time. Files
-    that do not fit together, such as half-replaced ones, change nothing; `warn` gets the reason.
+    """Credentials that follow the files: each new connection gets their present contents. If the
+    files do not fit together, as in a half-finished replacement, the last usable ones stay in use
+    and `warn` receives the reason.
 
     Raises:
         FileError: a file cannot be used.
@@ -49,12 +50,12 @@ def server_credentials(tls: ServerTls, warn: Callable[[str], None]) -> grpc.Serv
 
 
 def check_apart(client_ca: str, internal_ca: str) -> None:
-    """Checks that no authority signs the certificates of both clients and services: whoever has one
-    for a client could pass for a service. Only equal certificates are found, not one authority that
-    has signed another.
+    """Checks that no authority signs the certificates of both clients and services. Otherwise a
+    client could pass for a service. The check finds equal certificates in the files, but not an
+    authority that has signed another.
 
     Raises:
-        FileError: one does, or a file cannot be read.
+        FileError: both files hold a certificate, or a file cannot be read.
     """
     if client_ca and internal_ca and _certificates(client_ca) & _certificates(internal_ca):
         raise FileError(
@@ -71,7 +72,7 @@ def _certificates(path: str) -> set[bytes]:
 
 
 class _Follower:
-    """The latest usable certificate of a server."""
+    """Reads a server's certificate again when its files change."""
 
     def __init__(self, tls: ServerTls, warn: Callable[[str], None]) -> None:
         self._tls = tls
@@ -80,8 +81,8 @@ class _Follower:
         self.first = self._read()
 
     def reread(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns what the files hold, or None if nothing has changed or they cannot be used. gRPC
-        calls it at the start of each connection."""
+        """Returns the contents of the files, or None if they have not changed or cannot be used.
+        gRPC calls this method at the start of each connection."""
         stamp = self._tls.stamp()
         if stamp == self._seen:
             return None
@@ -90,7 +91,7 @@ class _Follower:
         except FileError as error:
             self._warn(str(error))
             config = None
-        if self._tls.stamp() == stamp:  # else they changed while being read: try again next time
+        if self._tls.stamp() == stamp:  # else a file changed meanwhile: try again next time
             self._seen = stamp
             return config
         return None

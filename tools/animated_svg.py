@@ -1,4 +1,4 @@
-"""Turns terminal screens into one animated SVG, with CSS alone so that it plays inside an <img>."""
+"""Turns terminal screens into one animated SVG, which uses only CSS and so plays in an <img>."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BACKGROUND, _PANE, _TEXT = "#0d1117", "#161b22", "#c9d1d9"
 
 
 class Run(NamedTuple):
-    """Characters of one style. `colour` is CSS; an empty one is the terminal's own."""
+    """Characters of one style. `colour` is CSS; an empty one means the terminal's default."""
 
     text: str
     colour: str = ""
@@ -46,8 +46,8 @@ class _Span(NamedTuple):
 def render(frames: Sequence[Frame], panes: Sequence[Pane], columns: int, duration: float) -> str:
     """Draws the frames in an endless loop of `duration` seconds.
 
-    A row is drawn once for as long as it stays the same. Where animations are off, the last frame
-    shows.
+    A row is drawn once for as long as it does not change. Viewers without animations show the last
+    frame.
 
     Raises:
         ValueError: the panes' rows do not match a frame's, or the last frame begins after the end.

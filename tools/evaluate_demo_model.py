@@ -1,4 +1,4 @@
-"""Measures what the demo model can do, on text that it has not seen.
+"""Measures the demo model's abilities on text that it has not seen.
 
 `python -m tools.evaluate_demo_model models/demo` takes a few minutes.
 """
@@ -39,14 +39,14 @@ Chat = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Reply:
-    """The model's text, and whether it stopped by itself."""
+    """The text of a reply, and whether the model ended it by itself."""
 
     text: str
     ended: bool
 
 
 class DemoModel:
-    """The model in a directory, behind one method: prompts in, replies out."""
+    """The model in a directory, with one method that turns prompts into replies."""
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -68,7 +68,7 @@ class DemoModel:
     ) -> list[Reply]:
         """Replies to chats or continues plain texts; if not greedy, at the default temperature.
 
-        `schemas` are what each reply must match.
+        Each reply must match the JSON schema in its place in `schemas`.
         """
         texts = [
             prompt
@@ -122,7 +122,7 @@ def _assistant(content: str) -> dict[str, str]:
 def sum_prompts(
     pairs: list[tuple[int, int]], rng: random.Random, before: list[Chat] | None = None
 ) -> list[Chat]:
-    """Asks for each pair's sum, in a random phrasing, after one of the chats `before`."""
+    """Makes a prompt for each pair's sum, in a random phrasing, after one of the chats `before`."""
     return [
         [
             *(rng.choice(before) if before else []),
@@ -163,7 +163,7 @@ def _share(flags: list[bool]) -> float:
 
 
 class Evaluation:
-    """The measurements, and all replies given along the way."""
+    """The measurements of a model, and all of its replies to them."""
 
     def __init__(self, directory: Path, seed: int, sample: int | None) -> None:
         self.model = DemoModel(directory)
@@ -178,7 +178,7 @@ class Evaluation:
         return [reply.text for reply in replies]
 
     def sums(self) -> dict[str, float]:
-        """The shares of held-out sums that are right to the last character."""
+        """The shares of held-out sums with no wrong character."""
         pairs = sorted(held_out_pairs())
         self.rng.shuffle(pairs)
 
@@ -202,7 +202,8 @@ class Evaluation:
         return _share([x == sum_answer(*pair) for x, pair in zip(answers, pairs, strict=True)])
 
     def objects(self) -> dict[str, float]:
-        """The shares of held-out sums that are right in an object of which no prompt tells."""
+        """The shares of held-out sums that are right in an object that the prompt does not
+        describe."""
         pairs = sorted(held_out_pairs())
 
         def share_right(keys: list[str], shapes: list[str], asked: bool) -> tuple[float, float]:
@@ -232,8 +233,8 @@ class Evaluation:
         return figures
 
     def calls(self) -> dict[str, float]:
-        """The shares of questions for which the right one of two functions is called rightly: in
-        the model's own format, or as the gateway holds it to a list of calls."""
+        """The shares of questions for which the model calls the right one of two functions with the
+        right arguments, in its own format or in the list of calls that the gateway enforces."""
 
         def share_right(unseen: bool, required: bool) -> float:
             prompts: list[str] = []
@@ -267,7 +268,7 @@ class Evaluation:
         }
 
     def facts(self) -> dict[str, float]:
-        """The share of questions, as they are in FACTS, that get their answer word for word."""
+        """The share of the questions in FACTS that the model answers word for word."""
         questions = [(question, answer) for phrasings, answer in FACTS for question in phrasings]
         questions = questions[: self.sample]
         answers = self.ask([[_user(question)] for question, _ in questions])
@@ -275,7 +276,7 @@ class Evaluation:
         return {"facts": _share(right)}
 
     def stories(self) -> tuple[dict[str, float], list[str]]:
-        """Figures on stories sampled at the default temperature, and a few of the stories."""
+        """Figures about stories sampled at the default temperature, and a few of the stories."""
         torch.manual_seed(self.seed)
         animals = [self.rng.choice(ANIMALS) for _ in range(100)][: self.sample]
         told = self.ask([[_user(f"Tell me a story about a {a}.")] for a in animals], greedy=False)
@@ -299,7 +300,8 @@ class Evaluation:
 
 
 def evaluate(directory: Path, seed: int = 0, sample: int | None = None) -> str:
-    """Reports on the model in `directory`, with at most `sample` prompts for each figure."""
+    """Evaluates the model in `directory`, with at most `sample` prompts for each figure; returns
+    the report."""
     evaluation = Evaluation(directory, seed, sample)
     figures, samples = evaluation.stories()
     figures |= evaluation.sums() | evaluation.facts() | evaluation.objects() | evaluation.calls()

@@ -1,5 +1,5 @@
-"""`python -m tools.house`, of `make check`: fails if the code outgrows the limits of `[tool.house]`
-in pyproject.toml, where the exceptions are, with their reasons."""
+"""`python -m tools.house`, a part of `make check`: fails if the code exceeds the limits of
+`[tool.house]` in pyproject.toml. The exceptions and their reasons are there, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def problems(root: Path, house: dict[str, Any]) -> Iterator[str]:
-    """Yields a line for everything that is over a limit, and for each exception without a need."""
+    """Yields a line for each file, function or class over a limit and each needless exception."""
     unused = {(rule, name) for rule, names in house["exceptions"].items() for name in names}
 
     def excepted(rule: str, name: str) -> bool:
@@ -53,7 +53,7 @@ def problems(root: Path, house: dict[str, Any]) -> Iterator[str]:
 
 
 def _tracked(root: Path) -> list[Path]:
-    """The Python files of the checkout that exist, without generated stubs."""
+    """The tracked Python files that exist, without generated stubs."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         cwd=root,
@@ -74,7 +74,7 @@ def _functions(text: str) -> Iterator[tuple[int, str, int]]:
 
 
 def _num_fields(text: str, class_name: str) -> int:
-    """The number of attributes that the methods of a class assign, or of its annotated fields."""
+    """The number of attributes that a class's methods assign, or of its annotated fields."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef) and node.name == class_name:

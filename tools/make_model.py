@@ -3,8 +3,8 @@
     python -m tools.make_model --shape qwen3-0.6b --out /tmp/qwen3-0.6b
     python -m tools.make_model --shape tiny --out /tmp/tiny --set num_hidden_layers=3
 
-The tokenizer is the demo model's. A larger vocabulary has ids that it does not know, which are made
-unlikely, so that even random weights write text.
+The tokenizer is the demo model's. If the vocabulary is larger, the weights make ids that the
+tokenizer does not know unlikely, so that even random weights write text.
 """
 
 import argparse
@@ -23,10 +23,10 @@ DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_SHARD_BYTES = 2 << 30
-_UNKNOWN_SCALE = 0.1  # of the logits of ids that the tokenizer does not know
+_UNKNOWN_SCALE = 0.1  # scale of the logits of ids that the tokenizer does not know
 
-# Keys that the public Qwen3 configurations have in common; "rope_theta" is where both transformers
-# 4 and 5 look for it.
+# Keys that the public Qwen3 configurations have in common. Both transformers 4 and 5 find
+# "rope_theta" here.
 BASE_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -66,15 +66,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape(4096, 36, 32, 12288, tie_word_embeddings=False),
     "qwen3-14b": _shape(5120, 40, 40, 17408, tie_word_embeddings=False),
     "qwen3-32b": _shape(5120, 64, 64, 25600, tie_word_embeddings=False),
-    # Heads times head_dim is not the hidden size, as in Qwen3-0.6B and most of the others.
+    # Heads times head_dim differs from the hidden size, as in Qwen3-0.6B and most other shapes.
     "tiny": _shape(32, 2, 4, 64, num_key_value_heads=2, head_dim=16, max_position_embeddings=4096),
 }
 
 
 def model_config(shape: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of `shape`, with any keys replaced by `overrides`.
+    """The config.json of `shape`, in which `overrides` replace any keys.
 
-    Raises ValueError if there is no such shape.
+    Raises:
+        ValueError: there is no such shape.
     """
     if shape not in SHAPES:
         raise ValueError(f"shape: no {shape!r}, there are {', '.join(SHAPES)}")
@@ -123,9 +124,9 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def make_tensor(
     name: str, shape: tuple[int, ...], seed: int, std: float, dtype: torch.dtype
 ) -> Tensor:
-    """Makes random weights that depend only on the seed and the name, whatever file they end up in.
+    """Makes random weights that depend only on the seed and the name, not on their file.
 
-    Norms are ones plus a little noise, so that a norm left out or swapped shows.
+    Norms are ones plus a little noise, so that tests notice a missing or swapped norm.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
@@ -136,7 +137,7 @@ def make_tensor(
 def plan_shards(
     shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_shard_bytes: int
 ) -> list[list[str]]:
-    """Assigns tensor names to files; a tensor that is too big by itself gets its own file."""
+    """Assigns tensor names to files; a tensor above `max_shard_bytes` gets its own file."""
     shards: list[list[str]] = [[]]
     used = 0
     for name, shape in shapes.items():
@@ -158,7 +159,7 @@ def make_model(
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Path:
-    """Writes a model directory to `out` and returns it. Holds one file's weights in memory.
+    """Writes a model directory to `out` and returns it. Holds only one file's weights in memory.
 
     `overrides` are keys of config.json: `{"tie_word_embeddings": False, "attention_bias": True}`.
     """
@@ -180,7 +181,7 @@ def make_model(
         if output_layer in tensors:
             tensors[output_layer][known:] *= _UNKNOWN_SCALE
         save_file(tensors, out / file, metadata={"format": "pt"})
-        (out / file).chmod(0o644)  # a container reads it as another user
+        (out / file).chmod(0o644)  # a container reads the file as another user
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
@@ -197,7 +198,8 @@ def _file_names(count: int) -> Iterator[str]:
 
 
 def _write_tokenizer(out: Path, vocab_size: int) -> None:
-    """Copies the demo's tokenizer and generation defaults, less end tokens past the vocabulary."""
+    """Copies the demo model's tokenizer and its generation defaults, without end tokens that are
+    not in the vocabulary."""
     for file in TOKENIZER_FILES:
         shutil.copyfile(DEMO_MODEL / file, out / file)
     generation = _read_json(DEMO_MODEL / "generation_config.json")

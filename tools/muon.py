@@ -1,6 +1,6 @@
-"""Muon, an optimizer for matrices: momentum, made orthogonal before it is applied.
+"""Muon, an optimizer for matrices that makes the momentum orthogonal before it applies it.
 
-After Keller Jordan, https://kellerjordan.github.io/posts/muon. `torch.optim.Muon` iterates in
+Source: Keller Jordan, https://kellerjordan.github.io/posts/muon. `torch.optim.Muon` iterates in
 bfloat16, which takes about three times as long as float32 on a CPU without bfloat16 arithmetic.
 """
 
@@ -24,7 +24,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Scales its steps to the size that AdamW's would have, so that both share a learning rate."""
+    """The optimizer. Its steps have the size of AdamW's, so that both share a learning rate."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """`python -m tools.readme_lines`: writes the table of line counts into README.md.
 
-`--check`, of `make check`, writes nothing, and fails if a number is off by more than a tenth.
+`make check` uses `--check`, which writes nothing and fails if a number is off by more than a tenth.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- lines: python -m tools.readme_lines -->\n", "<!-- end of lines -->\n"
-# (name in the table, folder, subfolders to leave out)
+# (name in the table, folder, subfolders that are left out)
 PARTS = (
     ("frontend", "frontend", ()),
     ("scheduler", "scheduler_svc", ()),
@@ -26,7 +26,8 @@ PARTS = (
 
 
 def table(root: Path) -> str:
-    """A row per part and one for all: Python files, their lines, the median and largest file."""
+    """A table with a row per part and one for all of them: the number of Python files, their lines,
+    the median file's lines and the largest file's."""
     parts = {
         title: {path: _lines(path) for path in _files(root / folder, others)}
         for title, folder, others in PARTS
@@ -68,7 +69,7 @@ def replace_table(readme: str, new: str) -> str:
 
 
 def is_close(old: str, new: str) -> bool:
-    """Whether two tables have the same rows, with numbers that differ by a tenth at most."""
+    """Whether two tables have the same rows, with numbers that differ by at most a tenth."""
     olds, news = _numbers(old), _numbers(new)
     return len(olds) == len(news) and all(
         abs(a - b) <= max(a, b) / 10 for a, b in zip(olds, news, strict=True)

@@ -1,8 +1,8 @@
 """`python -m tools.record_demo`: records docs/recording.svg.
 
-Two terminals share a stack of their own on a free port. One runs `make up` and `make chat`; the
-other, `kill -9` of the worker while it answers. Then the same question again, undisturbed: the
-recording fails unless both answers are the same. It shows exactly what the commands printed.
+Two terminals share a stack on a free port. One runs `make up` and `make chat`. The other runs
+`kill -9` on the worker while it answers. Then the first asks the question again, undisturbed. The
+recording fails unless both answers are equal. It shows exactly what the commands printed.
 
 Only this script needs pyte, a terminal emulator:
 
@@ -35,8 +35,8 @@ from tools.animated_svg import Frame, Pane, Row, Run, render
 COLUMNS, TALL, SHORT = 88, 26, 6
 QUESTION = "Tell me a story about a fox"
 _KILL_AFTER = 120  # characters of the answer
-_SLOW_MOTION = 3.0  # the demo model is too fast to watch
-_FAST = 0.35  # for typing, and for a start
+_SLOW_MOTION = 3.0  # used for answers, because the demo model is too fast to watch
+_FAST = 0.35  # used for typing and for a start
 _LONGEST_PAUSE = 0.8  # in the recording, while nothing changes on the screens
 _FRAME_S = 0.03
 _COLOURS = {"green": "#7ee787", "red": "#ff7b72", "blue": "#79c0ff", "brown": "#e3b341"}
@@ -53,12 +53,12 @@ class Terminal:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFL"))}
-            # As if it were typed after each make.
+            # `make` reads this as if it were typed after each `make`.
             environment |= {"MAKEFLAGS": f" -- PORT={port}", "PS1": _PROMPT, "PROMPT_COMMAND": ""}
             environment["TERM"] = "xterm-256color"
             os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, COLUMNS, 0, 0))
-        # Programs ask where the cursor is and wait for the answer.
+        # Programs ask for the cursor's position and wait for the answer.
         self._screen.write_process_input = lambda answer: os.write(self.fd, answer.encode())
 
     def read(self) -> None:
@@ -90,7 +90,7 @@ class Recorder:
     Attributes:
         caption: text of the line below the terminals, from now on.
         speed: seconds of the recording per second, from now on.
-        duration: of the recording, seconds.
+        duration: seconds of the recording.
     """
 
     def __init__(self, *terminals: Terminal) -> None:
@@ -116,7 +116,7 @@ class Recorder:
             self._keep()
 
     def rest(self, seconds: float) -> None:
-        """Keeps the screens as they are for `seconds` of the recording."""
+        """Keeps the screens unchanged for `seconds` of the recording."""
         end = time.monotonic() + 0.3
         self.wait(lambda: time.monotonic() > end, "quiet")
         self.duration += seconds
@@ -158,7 +158,7 @@ def record(port: int) -> str:
     """Plays the scene and returns its SVG.
 
     Raises:
-        TimeoutError: a step of it did not come.
+        TimeoutError: a step of the scene did not happen in time.
         ValueError: the interrupted answer differs from the undisturbed one.
     """
     chat, shell = Terminal(TALL, port), Terminal(SHORT, port)
@@ -214,7 +214,7 @@ def _play(recorder: Recorder, chat: Terminal, shell: Terminal) -> None:
 
 
 def _longest_pause(recorder: Recorder, chat: Terminal) -> float:
-    """Records to the end of the answer -> the longest time, in seconds, that it did not grow."""
+    """Records until the answer ends -> the longest time, in seconds, in which it did not grow."""
     grown, heard, pause = time.monotonic(), "", 0.0
     while "tokens/s" not in chat.text:
         recorder.wait(partial(_has_grown, chat, heard), "answer")
@@ -234,7 +234,7 @@ def _worker(shell: Terminal) -> str:
 
 
 def _answers(chat: Terminal) -> list[str]:
-    """The text that follows the question on the screen, for each time it was asked."""
+    """The texts that follow the question on the screen, one for each time it was asked."""
     parts = chat.text.split(f"> {QUESTION}\n")[1:]
     return [part.partition("\n[")[0].strip() for part in parts] or [""]
 

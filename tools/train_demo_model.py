@@ -2,7 +2,8 @@
 
     python -m tools.train_demo_model --out /tmp/demo
 
-takes about half an hour on two CPU cores; with --quick, it takes a minute and learns nothing.
+The training takes about half an hour on two CPU cores. With --quick, it takes a minute and the
+model learns nothing.
 """
 
 import argparse
@@ -30,13 +31,13 @@ Example = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """The length and the intensity of the training."""
+    """Settings of a training: its length, its text and its batches."""
 
     steps: int = 3000
     minutes: float = 60
     documents: int = DOCUMENTS
     batch_tokens: int = 2048
-    # Attention costs less in short rows; only long ones have room for a prompt with functions.
+    # Attention costs less in short rows. Only long rows have room for a prompt with functions.
     row_lengths: tuple[int, ...] = (256, 256, 256, 512, 512, 1024, 1024, 1024)
     learning_rate: float = 3e-3
     warmup_steps: int = 60
@@ -47,7 +48,7 @@ QUICK = Recipe(steps=20, documents=300, batch_tokens=1024)
 
 
 def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen3ForCausalLM:
-    """Builds a model of two million parameters with all of a big Qwen3's parts, GQA included."""
+    """Builds a model of two million parameters with all parts of a large Qwen3, GQA included."""
     torch.manual_seed(seed)
     vocab = tokenizer.get_vocab()
     end_of_turn, end_of_text = vocab[IM_END], vocab[END_OF_TEXT]
@@ -76,7 +77,7 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen3ForCausalLM:
 
 
 def encode(documents: list[Document], tokenizer: Qwen2Tokenizer) -> list[Example]:
-    """Encodes the documents piece by piece, as the server will meet them."""
+    """Encodes the documents piece by piece, as the server will receive them."""
     pieces = [piece for document in documents for piece in document.pieces]
     encoded = iter(tokenizer([text for text, _ in pieces])["input_ids"])
     examples = []
@@ -95,8 +96,8 @@ def pack(examples: list[Example], row_length: int, padding: int) -> Iterator[tup
     """Packs whole examples into rows [row_length] of ids, and of whether they are learned.
 
     A row starts with the start of an example, as every prompt does. The examples in a row see each
-    other, like a long chat whose subject changes. First fit over a few open rows; examples longer
-    than a row are left out.
+    other, as in a long chat whose subject changes. An example goes into the first of a few open
+    rows that has room. Examples longer than a row are left out.
     """
     open_rows: list[list[Example]] = []
     for example in examples:
@@ -147,7 +148,7 @@ def batches(
 
 
 def loss_of(model: Qwen3ForCausalLM, ids: Tensor, learned: Tensor) -> Tensor:
-    """Mean cross entropy of the learned tokens; only their logits are computed."""
+    """Mean cross entropy of the learned tokens; computes only the logits of these tokens."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     targets = learned[:, 1:]
     return F.cross_entropy(model.lm_head(hidden[:, :-1][targets]), ids[:, 1:][targets])
@@ -156,7 +157,7 @@ def loss_of(model: Qwen3ForCausalLM, ids: Tensor, learned: Tensor) -> Tensor:
 def train(
     model: Qwen3ForCausalLM, examples: list[Example], recipe: Recipe, padding: int, seed: int
 ) -> None:
-    """Trains matrices with Muon, the rest with AdamW; the learning rate falls linearly to zero.
+    """Trains matrices with Muon and the rest with AdamW; the learning rate falls linearly to zero.
 
     Ends after `recipe.steps` steps or `recipe.minutes` minutes, whichever comes first.
     """
@@ -222,17 +223,17 @@ def main() -> None:
     examples = encode(documents, tokenizer)
     before = [weight.detach().clone() for weight in model.parameters()]
     train(model, examples, recipe, tokenizer.get_vocab()[END_OF_TEXT], args.seed)
-    # Averages keep more of what the model could do before (Model soups, arXiv 2203.05482).
+    # Averages keep more of the model's earlier abilities (Model soups, arXiv 2203.05482).
     for weight, old in zip(model.parameters(), before, strict=True):
         weight.data.lerp_(old, args.keep)
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, args.out)
     model.bfloat16().save_pretrained(args.out)
-    # Small in the repository, but run in float32, which gives the same tokens however they are
-    # computed.
+    # The file is small in bfloat16. The model runs in float32, in which all ways to compute a token
+    # give the same token.
     model.config.dtype = torch.float32
     model.config.save_pretrained(args.out)
-    (args.out / "model.safetensors").chmod(0o644)  # it was readable by its owner only
+    (args.out / "model.safetensors").chmod(0o644)  # only its owner could read the file
     print(f"trained in {(time.monotonic() - start) / 60:.1f} minutes, written to {args.out}")
     print(evaluate(args.out, args.seed, sample=20 if args.quick else None))
 

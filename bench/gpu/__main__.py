@@ -1,8 +1,8 @@
 """`python -m bench.gpu RUN ...` proves the worker's GPU path against references, and measures it.
 
-The runs are smoke (a little of both, in two minutes), prove, measure, sweeps, and any file of
-theirs by its name, such as decode or step. The exit status is 0 if everything passed, 1 if
-something failed or was not run, 2 if nothing could be run. See docs/gpu-check.md.
+The runs are smoke (parts of prove and measure, in two minutes), prove, measure, sweeps, and any of
+their files by its name, such as decode or step. The exit status is 0 if everything passed, 1 if
+something failed or was not run, and 2 if nothing could be run. See docs/gpu-check.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The least time that a model needs on this GPU: to read its bytes, or to do its products."""
+"""The minimum time that a model needs on this GPU to read its bytes or to do its products."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tools.make_model import tensor_shapes
 class ModelSize:
     layers: int
     heads: Heads
-    body: int  # weights of the layers
-    head: int  # weights of the logits
+    body: int  # number of weights in the layers
+    head: int  # number of weights of the logits
     itemsize: int
 
     @property
@@ -34,7 +34,7 @@ class ModelSize:
         return 2 * self.layers * self.heads.kv_heads * self.heads.head_dim * self.itemsize
 
     def flops(self, queries: Sequence[int], contexts: Sequence[int]) -> float:
-        """Operations of a step's sequences, each of which samples."""
+        """Floating-point operations of a step in which each sequence samples."""
         found = 2.0 * (self.body * sum(queries) + self.head * len(queries))
         attended = map(attention_flops, [self.heads] * len(queries), queries, contexts)
         return found + self.layers * sum(attended)
@@ -44,7 +44,7 @@ def model_size(setup: Setup) -> ModelSize:
     config = json.loads((setup.model / "config.json").read_text())
     shapes = tensor_shapes(config)
     head = math.prod(shapes.pop("model.embed_tokens.weight"))
-    shapes.pop("lm_head.weight", None)  # as large
+    shapes.pop("lm_head.weight", None)  # as large as the embedding
     heads = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     return ModelSize(
         config["num_hidden_layers"],
@@ -56,15 +56,15 @@ def model_size(setup: Setup) -> ModelSize:
 
 
 def workload_bound(setup: Setup, report: Report) -> float:
-    """Output tokens/s of the reference workload at the measured rates."""
+    """The maximum output tokens/s of the reference workload at the measured rates."""
     rates = bandwidth(setup, report), matmul_rate(setup, report)
     return bound(model_size(setup), setup.sizes.workload, *rates)
 
 
 def bound(size: ModelSize, shape: Shape, gb_per_s: float, tflops: float) -> float:
-    """Output tokens/s if decodes only read, and prompts only multiply.
+    """The maximum output tokens/s, if decodes only read and prompts only multiply.
 
-    Each output token reads the keys and values of its context, and the longest request's decodes
+    Each output token reads the keys and values of its context. The decodes of the longest request
     read the weights.
     """
     requests = reference_workload(shape, 1)

@@ -1,4 +1,4 @@
-"""The rates that this GPU's memory and tensor cores reach, with which others are compared."""
+"""The maximum rates of this GPU's memory and tensor cores, with which other rates are compared."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bench.gpu.setup import Setup
 
 BANDWIDTH = "bandwidth"
 MATMUL = "matrix product"
-# The numbers that a program reads, in total and at a time, and its warps.
+# The count of numbers that a program reads, the count that it reads at a time, and its warps.
 READS = ((2**14, 4096, 8), (2**15, 8192, 8), (2**16, 4096, 4))
 
 
 def bandwidth(setup: Setup, report: Report) -> float:
-    """GB/s of the best of several ways to move random bytes; measured once per run."""
+    """GB/s of the fastest of several ways to move random bytes; measured once per run."""
     rate = report.value(BANDWIDTH)
     if rate is None:
         ways = dict(_ways(setup))
@@ -64,7 +64,7 @@ def _ways(setup: Setup) -> Iterator[tuple[str, float]]:
 
         constants = {"STRETCH": stretch, "TILE": min(tile, stretch), "num_warps": warps}
         seconds = timer.in_graph([partial(_read[(len(maxima),)], source, maxima, **constants)])
-        assert torch.equal(maxima, source.view(-1, stretch).amax(1))  # it did read everything
+        assert torch.equal(maxima, source.view(-1, stretch).amax(1))  # the kernel read everything
         yield f"read, {stretch} x 4 bytes a program", 1e-9 * size / seconds
 
 

@@ -1,4 +1,4 @@
-"""Measures the ceilings, before anything else."""
+"""Measures the GPU's maximum rates, before all other measurements."""
 
 from __future__ import annotations
 

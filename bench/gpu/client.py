@@ -1,8 +1,8 @@
 """`python -m bench.gpu.client JSON`: the reference workload's clients, each in its own process.
 
-It prints a line of JSON for each round, and one for the lone streams, with the CPU time that the
-clients and each service used meanwhile. The services are descendants of the process that started
-this one.
+It prints a line of JSON for each round and one for the single streams. Each line has the CPU time
+that the clients and each service used meanwhile. The services are descendants of the process that
+started this one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Orders:
     address: str
     scheduler_address: str
     shape: dict[str, int]  # `Shape`
-    clients: int  # processes: one would be slower than the stack
+    clients: int  # processes; a single one would be slower than the stack
     rounds: int
     stream_repeats: int
 
@@ -44,7 +44,7 @@ async def run(orders: Orders, tell: Callable[[dict[str, Any]], None]) -> None:
     read_stats = stats_reader(orders.address, orders.scheduler_address)
     clients = [_start(orders, number) for number in range(orders.clients)]
     for client in clients:
-        client.recv()  # it is ready
+        client.recv()  # the client is ready
     for number in range(orders.rounds):
         before, stats_before = cpu_seconds(), await read_stats()
         for client in clients:
@@ -56,7 +56,7 @@ async def run(orders: Orders, tell: Callable[[dict[str, Any]], None]) -> None:
         found = asdict(summarize(traces)) | asdict(stats.since(stats_before))
         tell({"round": number, **found, "cpu_s": cpu_since(before)})
     for process in multiprocessing.active_children():
-        process.join()  # its CPU time no longer counts
+        process.join()  # so that its CPU time no longer counts
     async with AsyncLLM(orders.address) as llm:
         before = cpu_seconds()
         single = await measure_single_stream(llm, await llm.get_model(), orders.stream_repeats)
@@ -64,8 +64,8 @@ async def run(orders: Orders, tell: Callable[[dict[str, Any]], None]) -> None:
 
 
 def _start(orders: Orders, number: int) -> Connection:
-    """Starts a client -> a pipe, which yields None once it is ready, then the traces of each round
-    whose number it is sent. It ends with an EOFError if the client fails."""
+    """Starts a client -> a pipe. The client sends None once it is ready. It then receives the
+    numbers of rounds and sends each round's traces. If it fails, the pipe raises EOFError."""
     context = multiprocessing.get_context("spawn")  # gRPC must not be forked
     ours, theirs = context.Pipe()
     context.Process(target=_client, args=(orders, number, theirs), daemon=True).start()
@@ -91,15 +91,15 @@ async def _serve_rounds(orders: Orders, number: int, pipe: Connection) -> None:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """The CPU time used so far by each service and by the clients, and by children of theirs that
-    have ended, such as forks that waited to take over."""
+    """The CPU seconds used so far by each service and by the clients. Their ended children count,
+    such as forks that waited to take over."""
     found: dict[str, float] = defaultdict(float)
     own = psutil.Process()
     clients = {own.pid, *(child.pid for child in own.children())}
     for process in psutil.Process(os.getppid()).children(recursive=True):
         try:
             command, used = _command(process), process.cpu_times()
-        except psutil.Error:  # it has just ended
+        except psutil.Error:  # the process has just ended
             continue
         names = ["client"] if process.pid in clients else [s for s in SERVICES if s in command]
         for name in names:
@@ -108,7 +108,8 @@ def cpu_seconds() -> dict[str, float]:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """The command line; of a fork that has ended and is not waited for yet, its parent's."""
+    """The command line of a process; for a fork that has ended and was not waited for, its
+    parent's."""
     try:
         return process.cmdline()
     except psutil.ZombieProcess:
@@ -117,7 +118,8 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def cpu_since(before: dict[str, float]) -> dict[str, float]:
-    """Not below 0, where a fork has ended between the readings of its parent and its own."""
+    """The CPU seconds since `before`. They are at least 0, even if a fork ended between the reading
+    of its parent's time and of its own."""
     now = cpu_seconds()
     return {name: max(used - before.get(name, 0.0), 0.0) for name, used in now.items()}
 

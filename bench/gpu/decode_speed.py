@@ -1,4 +1,4 @@
-"""Measures decode attention: bytes of keys and values per second, against memory bandwidth."""
+"""Measures decode attention in bytes of keys and values per second, against the bandwidth."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from worker_svc.kernels.triton.decode_attention import decode_attention, decode_
 from worker_svc.kernels.triton.paged_attention import Tiling
 from worker_svc.step.tensors import StepTensors, upload_step
 
-TARGET = 0.85  # of the bandwidth, at the largest batch
+TARGET = 0.85  # share of the bandwidth, at the largest batch
 
 
 @dataclass(frozen=True)
 class Load:
-    """Decodes in enough layers to exceed the L2 cache."""
+    """Decodes in so many layers that the L2 cache cannot hold their keys and values."""
 
     setup: Setup
     backend: PagedBackend[Any]
@@ -46,7 +46,7 @@ class Load:
         return self.backend.attend(self.q, cache, self.metadata)
 
     def kernel(self, splits: int, tiling: Tiling | None = None) -> Callable[[torch.Tensor], object]:
-        """Returns an `attend` that runs our kernel alone."""
+        """Returns an `attend` that runs only this project's kernel."""
         shape, tensors = self.backend.shape, self.tensors
         size = len(self.contexts), shape.num_heads, shape.head_dim
         workspace = decode_workspace(*size, splits, self.q.device)
@@ -92,7 +92,7 @@ def make_load(
         setup,
         backend,
         contexts,
-        # Codes and scales of any value take the same time.
+        # The values of codes and scales do not change the time.
         caches=[
             (cache.random_ if cache.dtype.itemsize == 1 else cache.normal_)(generator=generator)
             for cache in caches
@@ -119,7 +119,7 @@ def measure_equal_lengths(setup: Setup, report: Report) -> None:
 
 
 def measure_mixed_lengths(setup: Setup, report: Report) -> None:
-    """Measures the contexts of the reference workload, halfway through."""
+    """Measures the contexts in the middle of the reference workload."""
     contexts = snapshot(setup.sizes.workload)
     for label, heads in setup.sizes.heads:
         load = make_load(setup, "triton", heads, contexts)

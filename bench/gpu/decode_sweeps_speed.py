@@ -1,4 +1,4 @@
-"""Measures decode attention with tilings, splits and block sizes other than the kernel's own."""
+"""Measures decode attention with tilings, splits and block sizes other than the defaults."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def measure_splits(setup: Setup, report: Report) -> None:
     for contexts in [*cases, snapshot(sizes.workload)]:
         load = make_load(setup, "triton", heads, contexts)
         rows, chosen = len(contexts), load.metadata.splits
-        # More programs than this would only add to the combining.
+        # More programs than this would only take more time to combine.
         counts = sorted(
             {chosen, *(n for n in SPLITS[: sizes.swept] if n * rows <= 32 * max(32, rows))}
         )

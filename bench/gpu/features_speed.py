@@ -1,4 +1,4 @@
-"""Measures the cost of sampling features in a step where all sequences use them."""
+"""Measures the cost of sampling features in a step in which all sequences use them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FILTERS = {
 
 
 class Batch:
-    """The logits of the largest batch, and a token of each of its sequences.
+    """The logits of the largest batch, and the inputs of sampling features.
 
-    Figures are compared with one pass that reads and writes the logits in float32.
+    Figures are compared with a pass that reads and writes the logits in float32.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -48,7 +48,7 @@ class Batch:
         return torch.randint(below, size, generator=self.generator, device=device).int()
 
     def figure(self, report: Report, name: str, seconds: float) -> None:
-        one_pass = 1e-3 * 2 * self.logits.nbytes / bandwidth(self.setup, report)  # us, of GB/s
+        one_pass = 1e-3 * 2 * self.logits.nbytes / bandwidth(self.setup, report)  # us, from GB/s
         report.figure(f"{name}, batch {self.rows}", 1e6 * seconds, "us", one_pass)
 
 
@@ -58,7 +58,7 @@ def batch(setup: Setup) -> Batch:
 
 
 def measure_history(batch: Batch, report: Report) -> None:
-    """Uses contexts of one length whose tokens repeat; half of each is the prompt."""
+    """Measures contexts of one length whose tokens repeat; half of each is the prompt."""
     context, in_graph = batch.setup.sizes.contexts[0], batch.setup.timer.in_graph
     blocks = -(-context // BLOCK_SIZE)
     tokens = batch.integers(batch.vocab.vocab_size, batch.rows * blocks * BLOCK_SIZE) // 9 * 9
@@ -90,7 +90,7 @@ def measure_masks(batch: Batch, report: Report) -> None:
 
 @pytest.mark.parametrize("name", FILTERS)
 def measure_filters(batch: Batch, report: Report, name: str) -> None:
-    """Filters fresh logits each time, launch by launch as when serving."""
+    """Filters new logits each time, with single launches as in serving."""
     work = batch.logits.clone()
     copied = batch.setup.timer.eager(lambda: work.copy_(batch.logits))
     seconds = batch.setup.timer.eager(_filtering(batch, work, *FILTERS[name]))

@@ -1,4 +1,4 @@
-"""The attention heads of the models under measurement and test."""
+"""The attention heads of the models that are measured and tested."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ class StepLog:
         return LoggedStep(pending, found)
 
     def kinds(self) -> dict[str, dict[str, float]]:
-        """Totals by kind, once all steps are over. GPU time is by the steps' own clocks; idle is
-        the time on the stream between the end of one and the start of the next."""
+        """Totals by kind of step, once all steps are over. GPU time comes from the steps' clocks.
+        Idle time is the stream's time between the end of a step and the start of the next."""
         for (_, _, end), (kind, begin, _) in zip(self._marks, self._marks[1:], strict=False):
             self._kinds[kind]["idle_s"] += max(self._timer.between(end, begin), 0.0)
         return {kind: dict(found) for kind, found in self._kinds.items()}
@@ -84,7 +84,7 @@ class LoggedStep:
 
 @pytest.fixture
 def freed(setup: Setup) -> Iterator[None]:
-    """Frees the GPU's memory for the next model, whatever becomes of this one."""
+    """Frees the GPU's memory for the next model, even if the test fails."""
     yield
     gc.collect()
     if setup.device.type == "cuda":
@@ -94,10 +94,11 @@ def freed(setup: Setup) -> Iterator[None]:
 @pytest.mark.usefixtures("freed")
 @pytest.mark.parametrize("name", BACKENDS)
 def measure_budgets(setup: Setup, report: Report, name: str) -> None:
-    """Measures budgets on one loaded model: to a worker, a budget is only the largest step. Runs as
-    many budgets, and rounds of each, as the backend's share of the time allows, at least one."""
+    """Measures budgets of prompt tokens on one loaded model, because to a worker a budget is only
+    the size of the largest step. Runs as many budgets, and rounds of each, as the backend's share
+    of the time allows, and at least one."""
     sizes = setup.sizes
-    setup.backend(name, sizes.heads[0][1])  # skips, before a model is loaded
+    setup.backend(name, sizes.heads[0][1])  # skips the test before a model is loaded
     share_s = sizes.in_process_s / sum(map(setup.has_backend, BACKENDS))
     settings = setup.settings(
         attention=name,
@@ -133,7 +134,7 @@ def measure_budgets(setup: Setup, report: Report, name: str) -> None:
 
 
 def round_robin(budgets: Iterable[int], rounds: int) -> Iterator[int]:
-    """Yields each budget once, then each again, so that a lack of time costs only repetitions."""
+    """Yields all budgets, `rounds` times, so that a lack of time costs repetitions first."""
     for _ in range(rounds):
         yield from budgets
 
@@ -146,7 +147,7 @@ def measure_best(setup: Setup, report: Report) -> None:
 
 
 def best_case(setup: Setup, report: Report) -> str | None:
-    """The measured backend and budget that served fastest."""
+    """The name of the measured backend and budget that served fastest; None if none did."""
     cases = [case_name(name, budget) for name in BACKENDS for budget in setup.sizes.prefill_budgets]
     rates = {case: rate for case in cases if (rate := report.value(f"{FIGURE}, {case}"))}
     return max(rates, key=lambda case: rates[case]) if rates else None

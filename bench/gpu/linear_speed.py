@@ -1,4 +1,4 @@
-"""Measures the model's matrix products, against what memory and tensor cores allow."""
+"""Measures the model's matrix products, against the maximum of memory and tensor cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.gpu.setup import Product, Setup, Sizes
 
 @pytest.mark.parametrize("product", Sizes().products, ids=lambda product: product.name)
 def measure_product(setup: Setup, report: Report, product: Product) -> None:
-    """Multiplies layer after layer, so that no weight is in the cache yet."""
+    """Multiplies by one layer after another, so that no weight is in the cache."""
     sizes = setup.sizes
     if setup.rehearse:
         product = sizes.products[0]._replace(name=product.name)

@@ -1,4 +1,4 @@
-"""The files that prove and measure, and the runs that consist of several."""
+"""The files that prove and measure, and the runs that consist of several files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PROVE = (
     "tests/gpu/test_processes.py",
     "tests/gpu/test_sanitizer.py",
 )
-# Measurements run in this order: bandwidth first, since others are compared with it; last, whatever
-# only helps to choose constants.
+# Measurements run in this order. The bandwidth comes first, because others are compared with it.
+# Measurements that only help to choose constants come last.
 SWEEPS = (f"{_MEASUREMENTS}decode_sweeps_speed.py", f"{_MEASUREMENTS}prompt_sweeps_speed.py")
 MEASURE = (
     f"{_MEASUREMENTS}ceilings_speed.py",
@@ -47,7 +47,7 @@ MEASURE = (
     f"{_MEASUREMENTS}features_speed.py",
     *SWEEPS,
 )
-# First what is needed to understand why a later part fails.
+# The first parts help to understand why a later part fails.
 SMOKE = (
     f"{_MEASUREMENTS}smoke_device_speed.py",
     f"{_MEASUREMENTS}smoke_model_speed.py",
@@ -55,7 +55,7 @@ SMOKE = (
 )
 GROUPS = {"smoke": SMOKE, "prove": PROVE, "measure": MEASURE, "sweeps": SWEEPS}
 
-# Those that need a model, of the shape above with random weights or `--model`.
+# The files that need a model: `--model`, or one of the above shape with random weights.
 WITH_MODEL = {"smoke_model", "step", "in_process", "stack"}
 
 
@@ -67,5 +67,5 @@ RUNS = GROUPS | {module_name(path): (path,) for path in (*PROVE, *MEASURE)}
 
 
 def measures(path: str) -> bool:
-    """Whether a file measures, alone on the GPU; the others prove, several at a time."""
+    """Whether a file measures. Such a file runs alone on the GPU; other files run side by side."""
     return path.startswith(_MEASUREMENTS)

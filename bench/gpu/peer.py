@@ -1,5 +1,5 @@
 """Runs the reference workload on nano-vLLM (github.com/GeeeekExplorer/nano-vllm), as its bench.py
-does: `python -m bench.gpu.peer CHECKOUT MODEL ROUNDS` prints each round's output tokens/s.
+does. `python -m bench.gpu.peer CHECKOUT MODEL ROUNDS` prints each round's output tokens/s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.workload import TEMPERATURE, Request, Shape, reference_workload
 
 
 def round_of(requests: Sequence[Request], number: int, vocab_size: int) -> list[Request]:
-    """The same lengths with other ids, so that nothing is in the cache from the previous round."""
+    """Requests of equal lengths with other ids, so that earlier rounds put none into the cache."""
     return [
         replace(request, prompt=[(token + number) % vocab_size for token in request.prompt])
         for request in requests
@@ -23,7 +23,7 @@ def round_of(requests: Sequence[Request], number: int, vocab_size: int) -> list[
 
 
 def main(checkout: str, model: str, rounds: int) -> None:
-    sys.path.append(checkout)  # last: it has a `bench` module too
+    sys.path.append(checkout)  # at the end, because it also has a `bench` module
     nanovllm = importlib.import_module("nanovllm")
     llm = nanovllm.LLM(model, enforce_eager=False, max_model_len=4096)
     vocab_size = llm.model_runner.config.hf_config.vocab_size

@@ -1,4 +1,4 @@
-"""The pytest plugin of a run: records what happens, and provides the measurements' fixtures.
+"""The pytest plugin of a run: records results, and provides the measurements' fixtures.
 
 pytest-xdist runs tests in workers. A worker records the start and the figures of a test. The
 process that started the workers records how the test ended, because it sees a worker crash. Only
@@ -33,14 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
     end_with_parent(os.getppid())
     path = Path(_given()["records"])
     if hasattr(config, "workerinput"):
-        os.dup2(2, 1)  # pytest-xdist discards what a worker prints; stderr is the log
+        os.dup2(2, 1)  # pytest-xdist discards a worker's stdout; stderr is the log
         config.pluginmanager.register(Worker(path))
     else:
         config.pluginmanager.register(Controller(path))
 
 
 class Controller:
-    """Records the tests that there are, and how each ended."""
+    """Records the collected tests, and how each ended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,7 +49,7 @@ class Controller:
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         for test in ids:
-            if test not in self._planned:  # by another worker
+            if test not in self._planned:  # else another worker has reported it
                 self._planned.add(test)
                 append(self._path, test, "planned")
 
@@ -79,8 +79,8 @@ class Controller:
 
 
 class Worker:
-    """Records starts, and ends this process once it has lost the GPU: every later test would fail,
-    and pytest-xdist goes on with another process."""
+    """Records starts of tests, and ends this process once it has lost the GPU. Every later test in
+    this process would fail, so pytest-xdist continues with another process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -89,7 +89,7 @@ class Worker:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        if item.nodeid in self._before:  # it took a process down, and pytest-xdist tries it again
+        if item.nodeid in self._before:  # the test killed a process, and pytest-xdist repeats it
             return True
         append(self._path, item.nodeid, "started")
         return None
@@ -100,7 +100,7 @@ class Worker:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
-        """Leaves no GPU memory of a file's tests to the tests of others."""
+        """Frees the GPU memory of a file's tests before the tests of another file."""
         torch = sys.modules.get("torch")
         ends = nextitem is None or nextitem.path != item.path
         if ends and torch is not None and torch.cuda.is_initialized() and not self._lost:
@@ -120,7 +120,7 @@ def _given() -> dict[str, Any]:
 
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Report:
-    """Receives the test's measurements."""
+    """Writes the test's measurements."""
     return Report(Path(_given()["records"]), request.node.nodeid)
 
 

@@ -1,5 +1,5 @@
-"""`python -m bench.gpu.preflight` prints, as JSON, what this machine lacks for `bench.gpu`, and
-which GPU it has. It is a process of its own because imports may crash."""
+"""`python -m bench.gpu.preflight` prints, as JSON, this machine's GPU and the obstacles to
+`bench.gpu`. It runs as a separate process because imports may crash."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 from worker_svc.devices.driver import driver_version
 
-# Nothing can run without these.
+# The modules without which nothing can run.
 TOOLS = ("psutil", "pytest", "xdist", "pytest_timeout", "torch")
-# Each imports what its part of the stack needs, in the version that generated code demands.
+# Each module imports the packages of its part of the stack, in the versions that generated code
+# needs.
 PARTS = (
     "nano_vllm_grpc",
     "cli.app",
@@ -29,7 +30,7 @@ LIMIT_S = 120.0
 
 
 def look() -> dict[str, Any]:
-    """Returns `facts()` of another process."""
+    """Calls `facts` in another process and returns its result."""
     command = [sys.executable, "-m", "bench.gpu.preflight"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
@@ -42,8 +43,8 @@ def look() -> dict[str, Any]:
 
 
 def facts() -> dict[str, Any]:
-    """The GPU and its software: with `obstacles`, without which nothing can run, and `no_gpu`, why
-    there is none to run on, and `missing`, without which some tests fail."""
+    """The GPU and its software. `obstacles` prevent every run. Modules that are `missing` make some
+    tests fail. `no_gpu` is the reason if no GPU can be used."""
     found: dict[str, Any] = {"obstacles": _failures(TOOLS), "missing": [], "no_gpu": ""}
     if found["obstacles"]:
         return found

@@ -1,4 +1,4 @@
-"""Measures prompt attention: floating-point operations per second, against a matrix product."""
+"""Measures prompt attention in floating-point operations per second, against a matrix product."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from worker_svc.step.tensors import upload_step
 
 
 def attention_flops(heads: Heads, queries: int, context: int) -> float:
-    """Operations for a sequence's last `queries` positions, each of which sees all up to itself."""
+    """Operations for a sequence's last `queries` positions. Each position sees all positions up to
+    itself."""
     seen = queries * (context - queries) + queries * (queries + 1) / 2
     return 4 * heads.heads * heads.head_dim * seen
 
@@ -45,7 +46,7 @@ class Prompts:
         self._metadata: Any = backend.plan(step, self._tensors, context)
 
     def rate(self, tiling: Tiling | None = None) -> float:
-        """Measures TFLOP/s; given a tiling, those of our kernel alone."""
+        """Measures TFLOP/s; with a tiling, measures only this project's kernel."""
         if tiling is None:
             attend = partial(self._backend.attend, self._q, self._cache, self._metadata)
             return self._flops / self._timer.in_graph([attend]) / 1e12

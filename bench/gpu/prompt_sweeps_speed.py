@@ -1,4 +1,4 @@
-"""Measures prompt attention with tilings other than the kernel's own."""
+"""Measures prompt attention with tilings other than the default."""
 
 from __future__ import annotations
 

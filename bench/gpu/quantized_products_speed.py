@@ -1,4 +1,4 @@
-"""Measures products with quantized weights: bytes per second, against memory bandwidth."""
+"""Measures products with quantized weights in bytes per second, against the bandwidth."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def measure_quantized_product(setup: Setup, report: Report, kind: Kind) -> None:
-    """Multiplies layer after layer, so that no weight is in the cache yet. Counts the bytes of
-    codes, scales, x and results, all once; x is quantized where the product needs it."""
+    """Multiplies by one layer after another, so that no weight is in the cache. The bytes of codes,
+    scales, x and results count once each. x is quantized if the product needs that."""
     sizes = setup.sizes
     generator = setup.generator(kind.name)
     for name, rows, columns in sizes.quantized_products:
@@ -58,7 +58,7 @@ def measure_quantized_product(setup: Setup, report: Report, kind: Kind) -> None:
 def random_weight(setup: Setup, kind: Kind, name: str, rows: int, columns: int) -> QuantizedWeight:
     generator = setup.generator(f"{kind.name} {name}")
     size = rows, columns // 2 if kind.format == "int4" else columns
-    # As FP8: finite, since an exponent of ones is not reached.
+    # These codes are finite as FP8, because their exponents are not all ones.
     codes = torch.randint(0, 112, size, dtype=torch.uint8, device=setup.device, generator=generator)
     if kind.format != "int4":
         codes = codes.view(torch.int8 if kind.format == "int8" else torch.float8_e4m3fn)

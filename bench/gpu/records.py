@@ -1,5 +1,5 @@
-"""The records of a run: lines of JSON in one file, to which all of its processes append. A process
-that crashes or hangs leaves its results there."""
+"""The records of a run: lines of JSON in one file, to which all processes of the run append. The
+file keeps the results of processes that crash or hang."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 Outcome = Literal["not run", "running", "passed", "failed", "skipped", "crashed"]
 
-# Units in which less is better.
+# Units of which smaller values are better.
 TIMES = ("s", "ms", "us")
 
 
@@ -21,12 +21,12 @@ class Figure:
     name: str
     value: float
     unit: str
-    against: float | None = None  # in the same unit, what `ratio` compares with
-    target: float | None = None  # of the ratio
+    against: float | None = None  # the value that `ratio` compares with, in the figure's unit
+    target: float | None = None  # the ratio to reach
 
     @property
     def ratio(self) -> float | None:
-        """The ratio to `against`: 1 is as good, more is better."""
+        """The ratio to `against`. 1 means equally good; larger is better, for times too."""
         if not self.against or not self.value or math.isnan(self.value):
             return None
         return self.against / self.value if self.unit in TIMES else self.value / self.against
@@ -46,12 +46,12 @@ class Figure:
 
 @dataclass
 class Result:
-    """One test or measurement, as far as it is known."""
+    """The results so far of a test or measurement."""
 
     name: str
     outcome: Outcome = "not run"
     ended: bool = False
-    message: str = ""  # why it failed or was skipped
+    message: str = ""  # why the test failed or was skipped
     seconds: float = 0.0
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Result:
         return "\n".join([*lines, *self.notes, *self.message.splitlines()])
 
     def add(self, kind: str, value: Any) -> None:
-        """Takes in a record."""
+        """Adds a record to the result."""
         if kind == "started":
             self.outcome = "running"
         elif kind == "figure":
@@ -86,8 +86,8 @@ class Result:
             self._add_report(**value)
 
     def _add_report(self, when: str, outcome: str, message: str, seconds: float) -> None:
-        """Takes in what pytest reports of a test's setup, call and teardown, or of its crash."""
-        if self.ended:  # it took its process down, after the reason had been reported
+        """Adds pytest's report of a test's setup, call, teardown or crash."""
+        if self.ended:  # the test killed its process after it had been reported
             return
         self.seconds += seconds
         if outcome == "failed":
@@ -115,10 +115,11 @@ class Report:
         against: float | None = None,
         target: float | None = None,
     ) -> None:
-        """
+        """Writes a figure.
+
         Args:
-            against: the value to compare with, in the same unit.
-            target: the ratio to reach, where 1 is as good and more is better, for times too.
+            against: the value to compare with, in the figure's unit.
+            target: the ratio to reach, see `Figure.ratio`.
         """
         figure = Figure(name, value, unit, against, target)
         append(self._path, self._test, "figure", asdict(figure))
@@ -127,12 +128,12 @@ class Report:
         append(self._path, self._test, "note", text)
 
     def detail(self, name: str, value: Any) -> None:
-        """Writes something that only the JSON shows."""
+        """Writes a value that only the JSON shows."""
         append(self._path, self._test, "details", {name: value})
 
     def value(self, name: str) -> Any:
-        """The value of a figure or detail that this or an earlier test of the run wrote; None if
-        there is none."""
+        """The value of a figure or detail that this or an earlier test of the run wrote; None if no
+        test did."""
         for result in read(self._path).values():
             if name in result.details:
                 return result.details[name]
@@ -146,7 +147,7 @@ def append(path: Path, test: str, kind: str, value: Any = None) -> None:
     line = json.dumps({"test": test, "kind": kind, "value": value}) + "\n"
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(file, line.encode())  # one call, so that lines do not mix
+        os.write(file, line.encode())  # a single call, so that lines do not mix
     finally:
         os.close(file)
 
@@ -157,7 +158,7 @@ def read(path: Path) -> dict[str, Result]:
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
-        except ValueError:  # it is being written, or its process was killed meanwhile
+        except ValueError:  # the line is being written, or its process was killed meanwhile
             continue
         name = record["test"]
         results.setdefault(name, Result(name)).add(record["kind"], record["value"])

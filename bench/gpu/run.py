@@ -1,4 +1,4 @@
-"""A run: pytest over some files, within a time limit, and its results as they come."""
+"""A run of pytest over some files, within a time limit, which prints results as they come."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from bench.gpu.plugin import VARIABLE
 from bench.gpu.records import Result, append, as_json, read
 
 LIMIT_S = 470.0
-TEST_LIMIT_S, MEASUREMENT_LIMIT_S = 120, 170  # without a `pytest.mark.timeout` of its own
-SIDE_BY_SIDE = 6  # processes that prove, which fit into a GPU's memory
+TEST_LIMIT_S, MEASUREMENT_LIMIT_S = 120, 170  # if there is no `pytest.mark.timeout`
+SIDE_BY_SIDE = 6  # proving processes, which together fit into a GPU's memory
 REHEARSED_MODEL = ("--shape", "tiny", "--set", "num_hidden_layers=1")
-# Either makes the references' float32 products less exact.
+# Each of these variables makes the references' float32 products less exact.
 ROUGH_PRODUCTS = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 _POLL_S = 0.2
 _MAX_LISTED, _LINE_LENGTH = 15, 118
 
 
 class Run:
-    """
+    """A run, its records and its log.
+
     Args:
-        name: of `RUNS`. NAME.json, NAME.jsonl and NAME.log are written to `options.out`.
-        options: those of the command line.
-        about: facts of the machine, for the JSON.
+        name: a key of `RUNS`. NAME.json, NAME.jsonl and NAME.log are written to `options.out`.
+        options: the options of the command line.
+        about: facts about the machine, for the JSON.
     """
 
     def __init__(self, name: str, options: argparse.Namespace, about: Mapping[str, Any]) -> None:
@@ -46,7 +47,7 @@ class Run:
         self._log = self.path.with_suffix(".log").open("wb")
         self._options = options
         self._about = about
-        self._files = list(RUNS[name])  # that have not begun
+        self._files = list(RUNS[name])  # files that have not begun
         self._started = time.monotonic()
         self._told: set[str] = set()
 
@@ -60,7 +61,7 @@ class Run:
 
     @property
     def not_run(self) -> list[str]:
-        """Files that have not begun, and tests of others that have not ended."""
+        """The files that have not begun, and the tests of other files that have not ended."""
         return [*self._files, *(name for name, test in self.results.items() if not test.ended)]
 
     def run(self) -> None:
@@ -76,7 +77,7 @@ class Run:
                 self._run_pytest(files, model)
 
     def fail(self, name: str, message: str) -> None:
-        """Records the failure of something that is no test."""
+        """Records a failure outside of the tests."""
         value = {"when": name, "outcome": "failed", "message": message, "seconds": 0.0}
         append(self._records, name, "report", value)
         self._tell()
@@ -88,8 +89,8 @@ class Run:
         self._log.close()
 
     def _turns(self) -> Iterator[list[str]]:
-        """Files that run together: those that prove. Each measurement has a process of its own, so
-        that it finds the GPU's memory free."""
+        """Yields files that run together. All files that prove run together. Each measurement has a
+        separate process, so that the GPU's memory is free for it."""
         if proving := [file for file in self._files if not measures(file)]:
             yield proving
         yield from ([file] for file in self._files if measures(file))
@@ -102,8 +103,8 @@ class Run:
             self.fail("model", f"exit status {done.returncode}: see {self._log.name}")
 
     def _run_pytest(self, files: Sequence[str], model: Path) -> None:
-        """Runs files in pytest's workers. Ends all processes if the time is up, or if the user ends
-        this program."""
+        """Runs files in pytest's workers. Kills all processes when the time is up or when the user
+        ends this program."""
         with subprocess.Popen(
             command(files),
             cwd=ROOT,
@@ -123,7 +124,7 @@ class Run:
         self._tell()
 
     def _tell(self) -> None:
-        """Prints the results that are new, and writes the JSON."""
+        """Prints new results, and writes the JSON."""
         new = [test for test in self.results.values() if test.ended and test.name not in self._told]
         for test in new:
             self._told.add(test.name)
@@ -147,7 +148,7 @@ class Run:
         beside.replace(self.path)
 
     def _summary(self) -> Iterator[str]:
-        """Yields the failures, the figures that have a target, and what was not run."""
+        """Yields the failures, the figures that have a target, and the tests that were not run."""
         tests = list(self.results.values())
         yield from _shortened(f"{each.outcome}: {_reason(each)}" for each in tests if each.failed)
         figures = [figure for test in tests for figure in test.figures]
@@ -162,8 +163,8 @@ class Run:
 
 
 def command(files: Sequence[str]) -> list[str]:
-    """pytest without the checkout's usual configuration, with no plugins but these. A test that
-    takes its process down, or hangs beyond its limit, costs no other: another process goes on."""
+    """The command for pytest, with its own configuration and only the plugins named here. If a test
+    kills its process, or hangs beyond its limit, another process continues with the other tests."""
     alone = measures(files[0])
     workers = 1 if alone else min(SIDE_BY_SIDE, os.cpu_count() or 1, len(files))
     return [
@@ -180,7 +181,7 @@ def command(files: Sequence[str]) -> list[str]:
 def environment(
     records: Path, files: Sequence[str], model: Path, options: argparse.Namespace
 ) -> dict[str, str]:
-    """pytest's variables: it sees the checkout, but no plugins that are installed."""
+    """The environment of pytest, which can import the checkout but loads no installed plugins."""
     setup = {
         "model": str(model.resolve()),
         "peer": str(options.peer.resolve()) if options.peer else None,
@@ -206,7 +207,7 @@ def environment(
 
 
 def _shortened(lines: Iterator[str]) -> list[str]:
-    """The first lines, and the number of the others."""
+    """The first lines, and a line with the number of the others."""
     found = [line[:_LINE_LENGTH] for line in lines]
     if len(found) > _MAX_LISTED:
         return [*found[: _MAX_LISTED - 1], f"... and {len(found) - _MAX_LISTED + 1} more"]
@@ -214,7 +215,7 @@ def _shortened(lines: Iterator[str]) -> list[str]:
 
 
 def _reason(test: Result) -> str:
-    """A failed test's name and, of pytest's report, the line that names the error."""
+    """A failed test's name, and the line of pytest's report that names the error."""
     lines = test.message.splitlines()
     errors = [line.removeprefix("E").strip() for line in lines if line.startswith("E ")]
     return f"{test.name.rpartition('/')[2]}: {(errors or lines[-1:] or [''])[0]}"

@@ -1,4 +1,4 @@
-"""Settings for serving the reference workload, the same through the stack and in one process."""
+"""Settings for serving the reference workload, shared by the stack and the in-process run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from worker_svc.model_runner import RunnerInfo
 from worker_svc.step.decode import StepLimits
 
 MAX_WAITING = 4096
-# The share of the GPU's blocks to use where that is less than the workload's cache.
+# The maximum share of the GPU's blocks to use; the workload may need fewer.
 CACHE_SHARE = 0.6
 
 
 def variables(setup: Setup, budget: int) -> dict[str, Any]:
-    """The variables of `make up` for `budget` prompt tokens per step, with or without decodes."""
+    """The variables of `make up` for `budget` prompt tokens in a step, with or without decodes."""
     settings = setup.settings()
     return {
         "device": settings.device,
@@ -33,7 +33,7 @@ def cache_blocks(setup: Setup, info: RunnerInfo) -> int:
 
 
 def step_limits(vocab_size: int, serving: dict[str, Any]) -> StepLimits:
-    """The limits of a worker that serves with these variables."""
+    """The limits of a worker that serves with the variables `serving`."""
     return StepLimits(
         vocab_size=vocab_size,
         num_blocks=serving["kv_blocks"],

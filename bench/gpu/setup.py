@@ -74,19 +74,19 @@ class Sizes:
     max_model_len: int = 4096
     repeats: int = 30
     greedy_tokens: int = 16
-    few: int = 3  # steps to warm up, and to look at with a profiler
+    few: int = 3  # steps to warm up, and steps to profile
     # The reference workload.
     workload: Shape = field(default_factory=Shape)
     cache_tokens: int = 5 * 2**16  # more than the workload has in all
     prefill_budgets: tuple[int, ...] = (4096, 16_384, 1024)  # tokens of a step, as time allows
-    swept: int = 16  # constants of each kind, at most
+    swept: int = 16  # maximum number of constants of each kind
     in_process_s: float = 130.0  # for all backends and budgets together
-    rounds: int = 3  # at most
-    clients: int = 4  # processes, and frontends
+    rounds: int = 3  # maximum
+    clients: int = 4  # number of client processes, and of frontends
     stream_repeats: int = 5
 
     def layers(self, size: int) -> int:
-        """The number of layers of `size` bytes that take turns, so that the L2 cache holds none."""
+        """The number of layers of `size` bytes to use in turn, so that the L2 cache holds none."""
         return min(max(math.ceil(self.rotated_bytes / size), 2), MAX_LAYERS)
 
     @property
@@ -134,7 +134,7 @@ class Setup:
     timer: Timer
     model: Path
     peer: Path | None  # a checkout of nano-vLLM
-    trace: Path | None  # where to write one
+    trace: Path | None  # the file to which a trace is written
     seed: int
     sizes: Sizes = Sizes()
     rehearse: bool = False
@@ -160,7 +160,7 @@ class Setup:
         block_size: int | str = "auto",
         kv_dtype: Literal["auto", "int8", "fp8"] = "auto",
     ) -> PagedBackend[Any]:
-        """Returns a backend; skips the test if it is not installed, or not for this GPU."""
+        """Returns a backend; skips the test if it is not installed or does not run on this GPU."""
         settings = self.settings(attention=name, block_size=block_size)
         shape = AttentionShape(layers, *heads, self.dtype, self.device, kv_dtype)
         try:
@@ -178,7 +178,7 @@ class Setup:
         return True
 
     def generator(self, part: str) -> torch.Generator:
-        """Returns a part's own random generator on the device."""
+        """Returns the random generator of a part, on the device."""
         return torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {part}".encode()))
 
 
@@ -191,10 +191,11 @@ def make_setup(
     rehearse: bool = False,
     smoke: bool = False,
 ) -> Setup:
-    """
+    """Makes the setup from a run's options.
+
     Args:
         rehearse: run on a CPU, in Triton's interpreter.
-        smoke: repeat little.
+        smoke: repeat measurements only a few times.
     """
     if rehearse:
         import tests.conftest  # noqa: F401 - repairs Triton's interpreter

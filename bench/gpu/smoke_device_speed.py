@@ -1,4 +1,4 @@
-"""The smoke's first parts: whatever else fails, these say what the GPU and its software can do."""
+"""The first parts of the smoke run, which measure the GPU and its software without a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.gpu.setup import Setup
 
 
 def measure_copy(setup: Setup, report: Report) -> None:
-    """Copies 1 GiB without Triton or any code of the worker."""
+    """Copies 1 GiB without Triton and without code of the worker."""
     report.note(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {setup.device}")
     source = torch.ones(setup.sizes.copied_bytes // 4, device=setup.device)
     target = torch.empty_like(source)
@@ -26,5 +26,5 @@ def measure_imports() -> None:
 
 
 def measure_bandwidth(setup: Setup, report: Report) -> None:
-    """Runs a first kernel of Triton's."""
+    """Runs a first Triton kernel."""
     bandwidth(setup, report)

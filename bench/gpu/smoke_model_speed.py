@@ -1,4 +1,4 @@
-"""The smoke's parts that need the model: whether it is right, then how fast it is."""
+"""The parts of the smoke run that need the model, which check its results and measure its speed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from worker_svc.step.decode import Step
 from worker_svc.step.wire import Int32s
 
 PROMPTS = 8
-# A token's logit may be this far below the largest, as a share of the largest less the mean: in
-# bfloat16, near ties are decided by rounding. A wrong token is near 1.
+# The maximum distance of a token's logit below the largest logit, as a share of the largest less
+# the mean. In bfloat16, rounding decides near ties. A wrong token's share is near 1.
 TOLERANCE = 0.05
 
 pytestmark = pytest.mark.timeout(90)  # the first part compiles
@@ -78,7 +78,7 @@ def measure_attention(setup: Setup, report: Report) -> None:
 
 
 def measure_in_process(setup: Setup, report: Report, loaded: Loaded) -> None:
-    """Runs the reference workload once, with the settings that the stack then gets."""
+    """Runs the reference workload once, with the settings that the stack gets later."""
     name, budget = loaded.runner.info.attention_backend, setup.sizes.prefill_budgets[0]
     log = in_process_speed.StepLog(loaded.runner, setup.timer)
     size = loaded.runner.info.block_size
@@ -100,13 +100,13 @@ def greedy(setup: Setup, loaded: Loaded) -> tuple[list[Int32s], list[Int32s]]:
     lengths = rng.integers(1, longest, rows, endpoint=True)
     texts = [rng.integers(vocab, size=length, dtype=np.int32) for length in lengths]
     tokens: list[Int32s] = []
-    for step in steps(loaded, texts, iter(tokens)):  # which takes what is appended
+    for step in steps(loaded, texts, iter(tokens)):  # iter yields what is appended
         tokens.append(loaded.runner.run(step))
     return texts, tokens
 
 
 def steps(loaded: Loaded, texts: list[Int32s], tokens: Iterator[Int32s]) -> Iterator[Step]:
-    """Yields the step of the prompts, then those of the decodes."""
+    """Yields the step of the prompts, then the steps of the decodes."""
     size = loaded.runner.info.block_size
     sequences = Sequences(size, range(loaded.num_blocks), seed=0)
     yield sequences.step(dict(enumerate(texts)))

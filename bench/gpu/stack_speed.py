@@ -24,7 +24,7 @@ from bench.gpu.serving import variables
 from bench.gpu.setup import Setup
 from nano_vllm_grpc import PrivateStack
 
-# Of the bound. Launches, not bytes, hold up a single stream.
+# Shares of the bounds. A single stream waits for launches, not for bytes.
 TARGET = 0.78
 SINGLE_STREAM_TARGET = 0.28
 SPLIT_TARGET = 0.97
@@ -34,14 +34,14 @@ PEER_LIMIT_S = 100.0
 
 
 def measure_stack(setup: Setup, report: Report) -> None:
-    """Measures the stack with the settings that were fastest in process."""
+    """Measures the stack with the settings that were fastest in one process."""
     best = best_case(setup, report)
     default = variables(setup, setup.sizes.prefill_budgets[0])
     serving = dict(report.value(f"serving, {best}") or default)
     if setup.rehearse:
-        serving.pop("attention", None)  # its backend is for a GPU
+        serving.pop("attention", None)  # the measured backend needs a GPU
     report.detail("setting", serving)
-    # Before the stack is there: it shares the GPU.
+    # The bounds are measured before the stack starts, because it shares the GPU.
     bound = workload_bound(setup, report)
     single_bound = 1e9 * bandwidth(setup, report) / model_size(setup).weight_bytes
     if setup.device.type == "cuda":
@@ -60,7 +60,7 @@ def measure_stack(setup: Setup, report: Report) -> None:
 
 
 def measure_peer(setup: Setup, report: Report) -> None:
-    """Measures nano-vLLM on the same GPU with the same lengths, as its bench.py does."""
+    """Measures nano-vLLM on this GPU with equal lengths, as its bench.py does."""
     if setup.peer is None:
         pytest.skip("no checkout of nano-vLLM, see --peer")
     command = [sys.executable, "-m", "bench.gpu.peer", str(setup.peer), str(setup.model)]

@@ -1,4 +1,4 @@
-"""Measures whole steps of Qwen3-0.6B: how near they come to the GPU's limits, what takes time."""
+"""Measures whole steps of Qwen3-0.6B, against the GPU's limits, and the time of each kernel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import Step
 
 TOP_KERNELS = 12
-# The kinds of trace events that run on the GPU; in a rehearsal, "cpu_op" counts.
+# The kinds of trace events that run on the GPU. In a rehearsal, "cpu_op" counts instead.
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Lengths = tuple[list[int], list[int]]  # queries and contexts of a step's sequences
@@ -48,7 +48,7 @@ class Loaded:
         needed = [blocks_needed(contexts, size) for _, contexts in self.cases.values()]
         self.num_blocks = max(*needed, cache_blocks(setup, self.runner.info))
         self.runner.configure(1, self.num_blocks)
-        for cache in self.runner._caches:  # products of zeros take less power, and are faster
+        for cache in self.runner._caches:  # products of zeros take less power and are faster
             cache.normal_(generator=setup.generator("caches"))
 
     def step(self, case: str) -> Step:
@@ -56,7 +56,7 @@ class Loaded:
         return make_step(*self.cases[case], info.block_size, info.vocab_size)
 
     def min_ms(self, case: str, report: Report) -> float:
-        """The step's least time, at the memory's bandwidth and the matrix product's rate."""
+        """The step's minimum time, at the memory's bandwidth and the matrix product's rate."""
         size, (queries, contexts) = model_size(self.setup), self.cases[case]
         moved = size.weight_bytes + sum(contexts) * size.token_bytes
         by_bytes = moved / bandwidth(self.setup, report) / 1e6
@@ -83,11 +83,11 @@ def loaded(setup: Setup) -> Loaded:
     return Loaded(setup)
 
 
-# By number, since names depend on sizes: see `Loaded`.
+# Cases are numbered here, because their names depend on sizes, see `Loaded`.
 @pytest.mark.parametrize("number", range(7))
 def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> None:
-    """Launches steps one ahead, as the service does; then profiles a few for the kernels' times
-    alone."""
+    """Launches steps one ahead, as the service does. Then profiles a few steps for the times of the
+    kernels alone."""
     names = list(loaded.cases)
     if number >= len(names):
         pytest.skip("there are fewer steps")
@@ -124,7 +124,7 @@ def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> N
 
 
 def measure_trace(setup: Setup, loaded: Loaded) -> None:
-    """Writes a trace of some decodes and some mixed steps, to look at."""
+    """Writes a trace of some decodes and some mixed steps, for a trace viewer."""
     if setup.trace is None:
         pytest.skip("there is no file to write it to")
     cases = [

@@ -16,14 +16,14 @@ class Sequences:
     """Sequences whose blocks are neither in order nor adjacent, as after a while of serving.
 
     Args:
-        blocks: numbers of free blocks.
+        blocks: the numbers of the free blocks.
     """
 
     def __init__(self, block_size: int, blocks: Sequence[int], seed: int) -> None:
         self._block_size = block_size
         self._free = np.random.default_rng(seed).permutation(blocks).astype(np.int32).tolist()
         self._tables: dict[int, list[int]] = {}
-        self._contexts: dict[int, int] = {}  # tokens in the cache
+        self._contexts: dict[int, int] = {}  # by sequence: tokens in the cache
 
     def step(
         self,
@@ -31,7 +31,7 @@ class Sequences:
         temperatures: Sequence[float] | None = None,
         seeds: Sequence[int] | None = None,
     ) -> Step:
-        """Appends token ids to sequences, all of which sample, greedily by default."""
+        """Makes a step that appends token ids to sequences. All sample, greedily by default."""
         size = self._block_size
         ids, positions, slots, tables = [], [], [], []
         for seq, tokens in chunks.items():
@@ -65,7 +65,7 @@ class Sequences:
 def make_step(
     query_lens: Sequence[int], context_lens: Sequence[int], block_size: int, vocab: int
 ) -> Step:
-    """Makes a step of random tokens that fill up the contexts; it samples with a temperature."""
+    """Makes a step whose random tokens fill up the contexts; it samples with a temperature."""
     sequences = Sequences(block_size, range(blocks_needed(context_lens, block_size)), seed=0)
     rng = np.random.default_rng(0)
     cached = [context - queries for queries, context in zip(query_lens, context_lens, strict=True)]
@@ -80,8 +80,8 @@ def blocks_needed(context_lens: Sequence[int], block_size: int) -> int:
 
 
 def snapshot(shape: Shape) -> list[int]:
-    """Context lengths in the middle of the reference workload: each request's prompt and a part of
-    its output."""
+    """Context lengths in the middle of the reference workload, where each request has its prompt
+    and a part of its output."""
     rng = random.Random(f"snapshot {shape.seed}")
     requests = reference_workload(shape, 1)
     return [len(each.prompt) + rng.randint(1, each.output_len) for each in requests]

@@ -1,4 +1,4 @@
-"""Compares rates with several constants, for the tables beside the kernels."""
+"""Compares the rates with several constants, which helps to choose the tables in the kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tiling_name(tiling: Tiling) -> str:
 
 
 def tried(rate: Callable[[], float]) -> float | str:
-    """Returns the rate, or why it does not run: not every tiling fits every GPU."""
+    """Returns the rate, or the reason why the kernel does not run: not every tiling fits a GPU."""
     try:
         return rate()
     except Exception as error:
@@ -26,7 +26,7 @@ def tried(rate: Callable[[], float]) -> float | str:
 
 
 def compare(report: Report, case: str, rates: Mapping[str, float | str], chosen: str) -> None:
-    """Notes the best rate beside that of the default."""
+    """Notes the best rate and the rate of the default."""
     report.detail(case, dict(rates))
     measured = {name: rate for name, rate in rates.items() if isinstance(rate, float)}
     best = max(measured, key=lambda name: measured[name])

@@ -1,4 +1,4 @@
-"""Measures seconds on the GPU by its events."""
+"""Measures seconds on the GPU with CUDA events."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 Run = Callable[[], object]
 
 ROUNDS = 7
-REPLAY_S = 0.004  # of a graph: long compared with the events' resolution
+REPLAY_S = 0.004  # duration of a graph, which is long compared with the events' resolution
 MAX_CALLS = 400
 
 
 class Timer(Protocol):
     def in_graph(self, runs: Sequence[Run]) -> float:
-        """Median seconds of one of `runs`, which do the same on different memory and take turns in
-        a CUDA graph: without the CPU's time, as when decodes are served."""
+        """Median seconds of one of `runs`, which do the same work on different memory. They take
+        turns in a CUDA graph. So the CPU's time does not count, as when decodes are served."""
         ...
 
     def eager(self, run: Run) -> float:
-        """Median seconds of `run`, launch by launch."""
+        """Median seconds of `run`, launched without a graph."""
         ...
 
     def mark(self) -> Any:
@@ -32,13 +32,13 @@ class Timer(Protocol):
         ...
 
     def between(self, earlier: Any, later: Any) -> float:
-        """Seconds from one mark to a later one; waits for that."""
+        """Seconds from one mark to a later one; waits for the later mark."""
         ...
 
 
 class CudaTimer:
     def __init__(self) -> None:
-        self._side = torch.cuda.Stream()  # one: cuBLAS keeps a workspace for each
+        self._side = torch.cuda.Stream()  # only one, because cuBLAS keeps a workspace for each
 
     def in_graph(self, runs: Sequence[Run]) -> float:
         side = self._side
@@ -95,5 +95,5 @@ class StubTimer:
 
     def _ended(self) -> float:
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # a kernel's error is this run's
+            torch.cuda.synchronize()  # so that a kernel's error is raised in this run
         return 1e-3

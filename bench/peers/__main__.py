@@ -1,5 +1,5 @@
-"""`python -m bench.peers`: compares this server with others on one machine, in one run,
-in turn. See docs/benchmarks.md."""
+"""`python -m bench.peers`: compares this server with others on one machine, in one run in which
+they take turns. See docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 
 def compare(comparison: Comparison, model: Path, done: Callable[[Entry, Round], None]) -> None:
-    """Runs all entries once, then all again, and so on; a failure is kept as that round's result.
+    """Runs all entries once per round, and calls `done` after each. A failure is kept as a result.
 
     Raises:
         BenchError: a server is not installed, or the model could not be converted for it.
@@ -69,8 +69,7 @@ def driver_module(entry: Entry) -> str:
 
 
 def run_driver(entry: Entry, job: Job) -> dict[str, Any]:
-    """Runs a driver in a process group of its own, which is gone when this returns. Returns what
-    the driver prints.
+    """Runs a driver in a new process group, which has ended on return; returns the driver's output.
 
     Raises:
         BenchError: the driver failed or took too long; its log's last lines say why.
@@ -103,7 +102,7 @@ def run_driver(entry: Entry, job: Job) -> dict[str, Any]:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):  # the driver has ended, and all that it started
+    with suppress(ProcessLookupError):  # the driver and its descendants have ended
         os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -1,5 +1,6 @@
-"""The measures, the same for every server. A driver, `python -m bench.peers.<peer>`, runs them in
-its server's own environment, where of this project only what it imports here can be imported."""
+"""The measurements that every server gets. A driver, `python -m bench.peers.<peer>`, runs them in
+its server's environment. There, of this project's modules only those that this file imports can be
+imported."""
 
 from __future__ import annotations
 
@@ -26,26 +27,27 @@ Generate = Callable[[Sequence[Request]], list[Trace]]
 class Server:
     """A server that has been started.
 
-    `generate` sends all requests at once, with the workload's temperature and no other sampling
-    parameter, the end token ignored, and returns when all are answered.
+    `generate` sends all requests at once and returns when all are answered. It sets the workload's
+    temperature and no other sampling parameter, and ignores the end token.
     """
 
     generate: Generate
     versions: dict[str, str]
-    settings: dict[str, Any] = field(default_factory=dict)  # those that explain its figures
+    settings: dict[str, Any] = field(default_factory=dict)  # settings that explain the figures
 
 
 @dataclass(frozen=True)
 class Figures:
     output_tokens_per_s: float
-    cores_busy: float  # meanwhile
+    cores_busy: float  # during the workload
     single_stream_tokens_per_s: float
     ttft_1024_s: float
     start_s: float  # from the start of the process to the first token
 
 
 def measure(job: Job, server: Server) -> Figures:
-    """
+    """Measures a server.
+
     Raises:
         BenchError: a completion is not as long as requested.
     """
@@ -74,13 +76,13 @@ def measure(job: Job, server: Server) -> Figures:
 
 
 def cpu_s() -> float:
-    """CPU time of this process, of all below it, and of those that they have waited for. Read from
-    /proc: a server's environment need not have psutil."""
+    """CPU seconds of this process and its descendants, and of ended processes for which they have
+    waited. Reads /proc, because a server's environment may lack psutil."""
     parents, ticks = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             pid = int(path.parent.name)
-            # From the process's state on. Its name, before that, may have any characters.
+            # The fields begin with the process's state. The name before it may have any characters.
             fields = path.read_text(errors="replace").rpartition(")")[2].split()
             parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
     total, generation = 0, {os.getpid()}
@@ -102,8 +104,8 @@ def _run(server: Server, requests: Sequence[Request]) -> list[Trace]:
 
 
 def main(serve: Callable[[Job], AbstractContextManager[Server]]) -> None:
-    """Reads a job from stdin and prints the figures as JSON; all else that is printed here, even by
-    the server's processes as they end, goes to stderr."""
+    """Reads a job from stdin and prints the figures as JSON. All other output goes to stderr, even
+    the output of the server's processes as they end."""
     stdout = os.dup(1)
     os.dup2(2, 1)
     job = Job.from_json(sys.stdin.read())

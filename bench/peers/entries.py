@@ -11,7 +11,7 @@ from bench.workload import LONG_PROMPT, REPEATS, STREAM_PROMPT, STREAM_TOKENS, S
 @dataclass(frozen=True)
 class Entry:
     name: str
-    peer: str  # names its driver, bench/peers/<peer>.py, and its environment
+    peer: str  # the name of its driver, bench/peers/<peer>.py, and of its environment
     weights: str
     cache: str  # type of the keys and values
 
@@ -33,7 +33,7 @@ ENTRIES = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """The measures' sizes: requests and tokens."""
+    """The sizes of the measurements, in requests and tokens."""
 
     shape: Shape
     stream_prompt: int

@@ -1,5 +1,5 @@
-"""`python -m bench.peers.install [PEER ...]`: installs the other servers, each into an environment
-of its own below .peers/.
+"""`python -m bench.peers.install [PEER ...]`: installs the other servers, each into a separate
+environment below .peers/.
 
 PIP_* variables apply, such as PIP_EXTRA_INDEX_URL for torch's builds for CPUs.
 """
@@ -27,11 +27,12 @@ _REASON_LINES = 12
 
 @dataclass(frozen=True)
 class Peer:
-    """How a server is installed; `build` and `convert` get the environment's directory first."""
+    """The installation of a server. `build` and `convert` take the environment's directory as their
+    first argument."""
 
     packages: tuple[str, ...]
     build: Callable[[Path], None] = lambda environment: None
-    # From a model directory to the weights of an entry, at a path; None: it reads the directory.
+    # Converts a model directory to an entry's weights, at a path; None: it reads the directory.
     convert: Callable[[Path, Path, str, Path], None] | None = None
 
 
@@ -53,7 +54,8 @@ def python(peer: str) -> Path:
 
 
 def install(peer: str) -> None:
-    """
+    """Installs a server into a new environment.
+
     Raises:
         BenchError: a command failed; its output says why.
     """
@@ -61,15 +63,15 @@ def install(peer: str) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     _run(sys.executable, "-m", "venv", directory)
     _pip(directory, "install", *PEERS[peer].packages)
-    # Beside a torch for CPUs, the index's torchvision, built for CUDA, cannot be imported, and then
-    # transformers cannot either. Text models need none of them.
+    # The index's torchvision is built for CUDA and cannot be imported beside a torch for CPUs. Then
+    # transformers cannot be imported either. Text models need none of these packages.
     _pip(directory, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
     PEERS[peer].build(directory)
     _stamp(peer).touch()
 
 
 def converted(entry: Entry, model: Path) -> Path:
-    """Returns the model in the entry's format, converted now if it was not before.
+    """Returns the model in the entry's format; converts it if it was not converted before.
 
     Raises:
         BenchError: the conversion failed.
@@ -93,7 +95,7 @@ def _convert_openvino(environment: Path, model: Path, weights: str, out: Path) -
     _run(export, "export", "openvino", "-m", model, "--task", task, "--weight-format", weights, out)
 
 
-# The package holds llama.cpp's source, with its server, at a commit that the server then reports.
+# The package holds llama.cpp's source, with its server, at a commit that the server reports.
 _LLAMA_SOURCE = "llama_cpp_python==0.3.36"
 _LLAMA_OPTIONS = (
     "CMAKE_BUILD_TYPE=Release",
@@ -106,7 +108,7 @@ _LLAMA_OPTIONS = (
     "LLAMA_USE_PREBUILT_UI=OFF",
     "LLAMA_OPENSSL=OFF",
 )
-# Its converter knows tokenizers by a hash. Which one it takes is no matter: prompts are token ids.
+# Its converter recognizes tokenizers by a hash. Any tokenizer will do, as prompts are token ids.
 _LLAMA_CONVERTER = """
 import convert_hf_to_gguf as program
 from conversion.base import TextModel
@@ -150,7 +152,7 @@ def _convert_llama(directory: Path, model: Path, weights: str, out: Path) -> Non
     _run(directory / "bin" / "llama-quantize", original, out, weights)
 
 
-_TORCH = "torch==2.13.0"  # as in requirements/torch.txt: a build for CPUs at hand serves again
+_TORCH = "torch==2.13.0"  # as in requirements/torch.txt, so that its cached build for CPUs is used
 
 PEERS = {
     "openvino": Peer(
@@ -176,7 +178,7 @@ def _stamp(peer: str) -> Path:
 
 
 def _fingerprint(model: Path) -> str:
-    """The model's name, and a digest that changes when its files do."""
+    """The model's name, and a digest that changes when the model's files change."""
     files = sorted((path.name, path.stat()) for path in model.iterdir())
     seen = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
     return f"{model.resolve().name}-{hashlib.sha256(repr(seen).encode()).hexdigest()[:8]}"
@@ -196,7 +198,7 @@ def _pip(directory: Path, *args: str | Path) -> None:
 def _run(*command: str | Path, cwd: Path = ROOT) -> None:
     words = " ".join(map(str, command))
     print(f"+ {words}", file=sys.stderr)
-    # Not every line is UTF-8: llama-quantize prints parts of characters, as vocabularies have them.
+    # Not every line is UTF-8, because llama-quantize prints parts of characters from vocabularies.
     done = subprocess.run(
         command,
         cwd=cwd,

@@ -73,7 +73,7 @@ def _complete(port: int, request: Request) -> Trace:
             raise BenchError(f"llama-server: {response.read().decode(errors='replace')}")
         for line in response:
             if line.startswith(b"data: "):
-                # Tokens whose text ends within a character have no chunk: the next one counts them.
+                # A token whose text ends within a character has no chunk; the next one counts it.
                 made = json.loads(line[len(b"data: ") :])["tokens_predicted"]
                 if made > counted:
                     trace.arrivals.append((time.perf_counter(), made - counted))
@@ -89,7 +89,7 @@ def _await_ready(process: subprocess.Popen[bytes], port: int) -> None:
             if connection.getresponse().status == http.client.OK:
                 return
         except OSError:
-            pass  # it does not listen yet
+            pass  # the server does not listen yet
         finally:
             connection.close()
         time.sleep(0.02)

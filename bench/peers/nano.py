@@ -17,7 +17,7 @@ from nano_vllm_grpc import AsyncLLM, PrivateStack
 
 
 def settings(entry: Entry) -> dict[str, str]:
-    """The stack's variables; what is not quantized is bfloat16, and takes no variable more."""
+    """The stack's variables. Weights and caches that are not quantized are bfloat16 by default."""
     variables = {"NANO_DTYPE": "bfloat16"}
     if entry.weights != "bf16":
         variables["NANO_QUANTIZATION"] = entry.weights

@@ -19,8 +19,8 @@ from bench.workload import TEMPERATURE, Request
 
 CACHE_GIB = 4
 PACKAGES = ("openvino", "openvino-genai", "openvino-tokenizers", "nncf", "optimum-intel")
-# The CPU plugin's choices for the machine: the type it computes in, and the group size with which
-# it quantizes activations where weights are quantized.
+# The CPU plugin's choices for the machine: the type in which it computes, and the group size with
+# which it quantizes activations if weights are quantized.
 HINTS = ("INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
 
 

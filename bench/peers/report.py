@@ -28,7 +28,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Round:
-    """One entry's turn: what its driver printed, or why it failed."""
+    """An entry's result in a round: the output of its driver, or the reason of its failure."""
 
     answer: dict[str, Any] | None
     error: str | None = None
@@ -51,8 +51,8 @@ class Comparison:
         return any(each.error for rounds in self.rounds.values() for each in rounds)
 
     def figures(self, entry: Entry) -> dict[str, dict[str, float]]:
-        """Each figure's median, min and max over the rounds that did not fail; empty if there is
-        none."""
+        """Each figure's median, minimum and maximum over the rounds that did not fail; empty if all
+        failed."""
         found = [each.answer["figures"] for each in self.rounds[entry] if each.answer]
         values = {name: [each[name] for each in found] for name in _COLUMNS if found}
         return {

@@ -1,4 +1,4 @@
-"""Runs vLLM's build for CPUs: its engine, which puts the model into a process of its own."""
+"""Runs the engine of vLLM's build for CPUs, which runs the model in a separate process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from ctypes.util import find_library
 from pathlib import Path
 
-# Read when vllm is imported.
+# vllm reads these variables when it is imported.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
-os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # by default one core does no math
+os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # by default one core computes nothing
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import torch
@@ -29,7 +29,7 @@ MAX_MODEL_LEN = 2048
 
 @contextmanager
 def serve(job: Job) -> Iterator[Server]:
-    # As its manual advises, for the engine's processes: tcmalloc where the system has it.
+    # vLLM's manual advises these libraries for the engine's processes, tcmalloc if it is installed.
     libraries = (f"{sys.prefix}/lib/libiomp5.so", find_library("tcmalloc_minimal"))
     os.environ["LD_PRELOAD"] = ":".join(filter(None, libraries))
     llm = vllm.LLM(

@@ -1,8 +1,8 @@
-"""`python -m bench.quality`: the quality that each format of weights and KV cache keeps, on the
-demo model or one trained like it. See docs/quantization.md.
+"""`python -m bench.quality`: measures the quality that each format of weights and KV cache keeps,
+on the demo model or a model trained like it. See docs/quantization.md.
 
-Every variant answers the same sums, greedily, and reads the same texts; it is compared with the
-first, float32 without quantization.
+All variants answer the same sums, greedily, and read the same texts. Each is compared with the
+first variant, which is float32 without quantization.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Right:
-    """The share of right answers, and its difference to the reference's."""
+    """The share of right answers, and its difference from the reference's share."""
 
     count: int
     share: float
@@ -55,7 +55,7 @@ class Right:
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL(reference || variant) of distributions of the next token, in nats, over all positions."""
+    """KL(reference || variant) of the next token's distributions, in nats, over all positions."""
 
     positions: int
     mean: float
@@ -97,7 +97,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
 
 
 class Comparison:
-    """Asks variants the same and compares them with the reference, which stays loaded."""
+    """Compares variants with the reference, which stays loaded, on equal questions and texts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._model = options.model
@@ -110,9 +110,10 @@ class Comparison:
         self._reference_right = self._right(self._reference)
 
     def measure(self, name: str) -> Quality:
-        """
+        """Measures the variant `name`.
+
         Raises:
-            StartError: this machine does not serve the variant.
+            StartError: this machine cannot serve the variant.
         """
         variant = VARIANTS[name]
         if name == REFERENCE:
@@ -164,8 +165,8 @@ def _compare(right: Bools, reference: Bools) -> Right:
 
 
 def print_qualities(qualities: list[Quality]) -> None:
-    """Prints shares in %, their differences in percentage points, divergences in thousandths of a
-    nat, each with its interval."""
+    """Prints shares in %, their differences in percentage points, and divergences in thousandths of
+    a nat, each with its interval."""
     first = qualities[0]
     columns = [
         "",

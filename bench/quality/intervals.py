@@ -15,9 +15,9 @@ def paired_difference(
     right: NDArray[np.bool_], reference: NDArray[np.bool_]
 ) -> tuple[float, float]:
     """The interval of the difference between the shares of True in `right` and in `reference`,
-    which answer the same questions [N]: Bonett and Price, "Adjusted Wald confidence interval for a
-    difference of binomial proportions based on paired data" (2012). Unlike a bootstrap's, it has a
-    width even where no two answers differ."""
+    which answer the same questions [N]. Source: Bonett and Price, "Adjusted Wald confidence
+    interval for a difference of binomial proportions based on paired data" (2012). Unlike a
+    bootstrap's interval, it has a width even if no two answers differ."""
     count = len(right) + 2
     gained = (int((right & ~reference).sum()) + 1) / count
     lost = (int((~right & reference).sum()) + 1) / count
@@ -26,8 +26,8 @@ def paired_difference(
 
 
 def mean(sums: NDArray[np.float64], counts: NDArray[np.int64], seed: int) -> tuple[float, float]:
-    """The interval of the mean of numbers that come in texts, each with a sum and a count [N]:
-    percentiles of the means of texts drawn again, with replacement (Efron, 1979)."""
+    """The interval of the mean of numbers from N texts, each text with a sum and a count [N]. The
+    bounds are percentiles of the means of texts drawn again with replacement (Efron, 1979)."""
     drawn = np.random.default_rng(seed).integers(len(sums), size=(RESAMPLES, len(sums)))
     means = sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])

@@ -1,4 +1,4 @@
-"""The questions and texts that all variants are given, as token ids."""
+"""The questions and texts that all variants receive, as token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.evaluate_demo_model import Chat, earlier_chat, sum_prompts
 
 CHAT_TOKENS = 1000
 MAX_TEXT_TOKENS = 1024  # the length of rows in training
-# Training read those of seeds 0 and 1.
+# The training text has seeds 0 and 1.
 CORPUS_SEED = 1_000_000
 
 
@@ -36,14 +36,14 @@ class Texts:
         self.end_ids = frozenset(self._tokenizer.convert_tokens_to_ids(names))
 
     def sums(self, count: int) -> list[Question]:
-        """Sums of different pairs of numbers below one hundred, each in one of 13 phrasings; first
-        come the 816 pairs that training held out."""
+        """Sums of different pairs of numbers below one hundred, each in one of 13 phrasings. The
+        816 pairs that training held out come first."""
         rng = random.Random(self._seed)
         pairs = _pairs(count, rng)
         return self._questions(pairs, sum_prompts(pairs, rng))
 
     def sums_after_chats(self, count: int) -> list[Question]:
-        """The same, each after a chat of its own, of about `CHAT_TOKENS` tokens."""
+        """The questions of `sums`, each after another chat of about `CHAT_TOKENS` tokens."""
         rng = random.Random(self._seed)
         pairs = _pairs(count, rng)
         prompts = [
@@ -53,7 +53,7 @@ class Texts:
         return self._questions(pairs, prompts)
 
     def held_out(self, count: int) -> list[list[int]]:
-        """Stories, facts, sums and chats of them, from the generator of the training text."""
+        """New stories, facts, sums and chats of them, from the generator of the training text."""
         documents = write_corpus(count, CORPUS_SEED + self._seed)
         return [self._tokenizer.encode(each.text)[:MAX_TEXT_TOKENS] for each in documents]
 

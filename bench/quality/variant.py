@@ -1,5 +1,5 @@
-"""A model in one format of weights and cache, in this process: the scheduler and the worker of the
-server, without gRPC."""
+"""A model in one format of weights and cache, run in this process by the server's scheduler and
+worker code, without gRPC."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Variant:
 
 
 class Loaded:
-    """A variant that is ready to be asked.
+    """A variant that is ready to answer.
 
     Raises:
         StartError: the model or its settings cannot be served.
@@ -63,7 +63,7 @@ class Loaded:
         self._runner.configure(1, blocks)
 
     def answers(self, prompts: Seq[list[int]], end: frozenset[int]) -> list[list[int]]:
-        """The greedy completions, up to one of the tokens `end`."""
+        """The greedy completions, each up to one of the tokens `end`."""
         params = SamplingParams(MAX_NEW_TOKENS, temperature=0.0, eos_token_ids=end)
         sequences = [Sequence((0, i), prompt, params) for i, prompt in enumerate(prompts)]
         asyncio.run(self._complete(sequences))

@@ -1,4 +1,4 @@
-"""The caller of a public call, against whom limits on memory count."""
+"""The callers of public calls, each with a limit on the memory of its messages."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from urllib.parse import unquote
 
 @dataclass(frozen=True)
 class Caller:
-    """A client: `max_bytes` is how much of a process's memory for messages it may hold at once."""
+    """A client, which may hold `max_bytes` of a process's memory for messages at once."""
 
     name: str
     max_bytes: int
 
 
-# Set by the interceptor that knows the client; without it, the peer's host is the caller.
+# Set by the interceptor that knows the client. While it is None, the peer's host is the caller.
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
@@ -26,8 +26,8 @@ def host_of(peer: str) -> str:
 
 
 def network_of(peer: str) -> str:
-    """The addresses that count as one anonymous caller. All of loopback is one host's, and an IPv6
-    network of 64 bits usually is, too."""
+    """The network of addresses that count as one anonymous caller. All loopback addresses belong to
+    one host, and an IPv6 network of 64 bits usually does, too."""
     kind, _, rest = host_of(peer).partition(":")
     if not rest:
         return kind

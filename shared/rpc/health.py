@@ -1,8 +1,8 @@
 """Answers grpc.health.v1: whether a server serves, now and at every change.
 
-The servicer of grpcio-health-checking awaits its writes while it holds the lock that a change of
-the status needs, so that one client that does not read could stop every change. Here watchers do
-not wait for each other: a slow one skips to the newest status.
+The servicer of grpcio-health-checking awaits its writes while it holds a lock. A change of the
+status needs that lock, so one client that does not read could stop every change. Here watchers do
+not wait for each other, and a slow watcher skips to the newest status.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2_grpc
 from shared.errors import NotFoundError, QueueFullError
 from shared.rpc.callers import network_of
 
-# Watches at a time, of a process and of each host; a load balancer needs one.
+# Open watches of a process and of each host; a load balancer needs one watch.
 MAX_WATCHERS = 1024
 MAX_WATCHERS_PER_HOST = 128
 _RETRY_AFTER_S = 5.0
@@ -34,17 +34,17 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # h
         self._services = services
         self._serving = self._stopped = False
         self._watchers: Counter[str] = Counter()  # by host
-        self._changed = asyncio.Event()  # of the present status: set once there is another
+        self._changed = asyncio.Event()  # set when the present status is replaced
 
     def set_serving(self, serving: bool) -> None:
-        """Sends the status to all watchers, unless nothing changes."""
+        """Sends the status to all watchers, if it changes."""
         if serving != self._serving and not self._stopped:
             self._serving = serving
             self._changed.set()
             self._changed = asyncio.Event()
 
     def stop(self) -> None:
-        """Reports NOT_SERVING from now on, whatever is set."""
+        """Reports NOT_SERVING from now on; `set_serving` has no further effect."""
         self.set_serving(False)
         self._stopped = True
 

@@ -27,7 +27,7 @@ class SpanInterceptor(aio.ServerInterceptor):
 
     @abstractmethod
     def span(self, method: str, context: Context) -> Span:
-        """`method`: the path."""
+        """The context manager for a call of `method`, which is the path of an RPC."""
 
     async def intercept_service(
         self,
@@ -42,8 +42,8 @@ class SpanInterceptor(aio.ServerInterceptor):
 
 
 class StatusInterceptor(SpanInterceptor):
-    """Answers a `ServiceError` with its own status; and any other exception, which is logged, with
-    INTERNAL and nothing more than "internal error"."""
+    """Answers a `ServiceError` with its own status. Any other exception is logged, and the caller
+    receives INTERNAL with only the text "internal error"."""
 
     @asynccontextmanager
     async def span(self, method: str, context: Context) -> AsyncIterator[None]:
@@ -52,7 +52,7 @@ class StatusInterceptor(SpanInterceptor):
         except aio.AbortError:
             raise
         except aio.InternalError:
-            # Not even a status can be written: the caller is gone.
+            # The caller is gone, so no status can be written.
             raise asyncio.CancelledError from None
         except ServiceError as error:
             await _abort(context, error)

@@ -1,11 +1,13 @@
 """Bounds the memory of the messages that a process reads and holds, in all and for each caller.
 
-How large a message is shows only when it has been read. So a place for the largest one is taken
-first, and what it did not need is given back after. A caller may have a further place only while
-that much more is free than it has (dynamic thresholds: Choudhury and Hahne 1998), so that however
-many it asks for, there is one for another. A caller without a place waits. The caller that holds
-least goes next, and equals take turns. A message that is slow to arrive keeps its place until
-another message waits for one; then the caller with the most places loses its oldest.
+The size of a message is known only once it has been read. So each message first takes a place for
+the largest possible message, and afterwards gives back the bytes that it did not need. A caller
+gets a further place only if its bytes, including that place, are at most the free bytes (dynamic
+thresholds: Choudhury and Hahne 1998). So there is always a place for another caller.
+
+A caller without a place waits. The caller that holds the fewest bytes goes next, and equals take
+turns. A slow message keeps its place until another message waits for a place. Then the caller with
+the most places loses its oldest.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from shared.rpc.callers import Caller
 
 # Bytes of messages per process.
 MAX_BYTES = 256 << 20
-# Of a caller without a limit of its own.
+# Bytes of messages of a caller that has no limit of its own.
 MAX_BYTES_PER_CALLER = MAX_BYTES // 2
 
 _MAX_READ_S = 30.0  # for one message to arrive
 _MAX_WAIT_S = 30.0  # for a place
-_PATIENCE_S = 1.0  # with slow messages, while others wait for a place
+_PATIENCE_S = 1.0  # for slow messages, while others wait for a place
 _RETRY_AFTER_S = 1.0
 
 
@@ -39,7 +41,7 @@ class _Waiting:
 
 
 class Hold:
-    """The bytes that a message has been given; `release` gives them back, once."""
+    """The bytes that a message holds; `release` gives them back, and a second call does nothing."""
 
     def __init__(self, memory: MessageMemory, caller: Caller, num_bytes: int) -> None:
         self._memory, self._caller, self._num_bytes = memory, caller, num_bytes
@@ -53,7 +55,8 @@ class MessageMemory:
     """The memory for the messages of one process.
 
     Args:
-        max_message_bytes: of the largest message that may arrive.
+        max_message_bytes: the size of the largest message that may arrive.
+        max_bytes: the memory for all messages; at least `max_message_bytes` is used.
     """
 
     def __init__(self, max_message_bytes: int, max_bytes: int = MAX_BYTES) -> None:
@@ -61,23 +64,23 @@ class MessageMemory:
         self._max_bytes = max(max_bytes, max_message_bytes)
         self._used = 0
         self._used_by: Counter[str] = Counter()
-        self._places: Counter[str] = Counter()  # of messages to be read
+        self._places: Counter[str] = Counter()  # by caller; taken by messages being read
         self._waiting: RoundRobin[str, _Waiting] = RoundRobin()
         self._reading: dict[asyncio.Timeout, str] = {}  # oldest first, with the caller's name
         self._eviction: asyncio.TimerHandle | None = None
 
     @property
     def used(self) -> int:
-        """Bytes that are taken."""
+        """The number of bytes that messages hold."""
         return self._used
 
     async def receive(
         self, caller: Caller, read: Callable[[], Awaitable[bytes]]
     ) -> tuple[bytes, Hold]:
-        """Reads a message within the limits; returns it and the hold on its memory.
+        """Reads a message within the limits; returns the message and the hold on its memory.
 
         Raises:
-            QueueFullError: there was no place for it in time, or it did not arrive in time.
+            QueueFullError: no place was free in time, or the message did not arrive in time.
         """
         if self._waiting or not self._fits(caller):
             await self._wait(caller)
@@ -104,7 +107,7 @@ class MessageMemory:
         used = self._used_by[caller.name]
         if self._places[caller.name]:
             return used + self._place <= min(caller.max_bytes, free)
-        return used < caller.max_bytes  # one at a time, whatever the share
+        return used < caller.max_bytes  # a single place is granted whatever the share
 
     def _take(self, caller: Caller) -> None:
         self._used += self._place
@@ -149,7 +152,7 @@ class MessageMemory:
             raise
 
     def _grant(self) -> None:
-        """Gives places to waiting messages as long as there are any."""
+        """Gives places to waiting messages for as long as places are free."""
         while ready := [n for n, first in self._waiting.heads() if self._fits(first.caller)]:
             waiting = self._waiting.pop_of(min(ready, key=self._used_by.__getitem__))
             if not waiting.granted.done():
@@ -157,7 +160,7 @@ class MessageMemory:
                 waiting.granted.set_result(None)
 
     def _watch(self) -> None:
-        """Ends slow messages soon, if a message still waits for a place by then."""
+        """Schedules `_evict`, which ends a slow message if another message still waits."""
         if self._eviction is None and self._waiting:
             loop = asyncio.get_running_loop()
             self._eviction = loop.call_later(_PATIENCE_S, self._evict)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from shared.errors import UnavailableError
 from shared.rpc.interceptors import Context, SpanInterceptor
 
-# These last as long as their clients want: gRPC's own services, above all health watches, and
+# These calls last as long as their clients want: gRPC's own services (mostly health watches) and
 # watches of the prefix cache.
 _ENDLESS = (
     "/grpc.health.",
@@ -21,11 +21,11 @@ _Task = asyncio.Task[object]
 
 
 class OpenCalls(SpanInterceptor):
-    """Knows the task of each call. Must come after the interceptor that translates errors."""
+    """Records the task of each call. Must come after the interceptor that translates errors."""
 
     def __init__(self) -> None:
         self._tasks: set[_Task] = set()
-        self._served: set[_Task] = set()  # the ones worth waiting for
+        self._served: set[_Task] = set()  # tasks of calls that end by themselves
         self._idle = asyncio.Event()
         self._idle.set()
         self._ending = False
@@ -36,22 +36,22 @@ class OpenCalls(SpanInterceptor):
         return len(self._served)
 
     async def finished(self, timeout_s: float) -> None:
-        """Waits, up to `timeout_s`, until no call is open that would end by itself."""
+        """Waits, up to `timeout_s`, until all calls that end by themselves have ended."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
             return
 
     def end(self) -> None:
-        """Ends every open call, and any later one, with UNAVAILABLE. Its client has all chunks so
-        far and can continue elsewhere."""
+        """Ends every open call, and any later call, with UNAVAILABLE. The client has received all
+        chunks so far and can continue at another server."""
         self._ending = True
         for task in self._tasks:
             task.cancel()
 
     @asynccontextmanager
     async def span(self, method: str, context: Context) -> AsyncIterator[None]:
-        """Raises UnavailableError if the server ends the call."""
+        """Records a call while it runs; raises UnavailableError if the server ends the call."""
         if self._ending:
             raise _stopping()
         task = asyncio.current_task()

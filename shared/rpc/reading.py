@@ -1,4 +1,4 @@
-"""Reads the messages of calls: late, within limits, and a few per turn of the loop."""
+"""Reads the messages of accepted calls, within limits and a few per turn of the event loop."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from shared.rpc.wire_scan import scan
 Context = aio.ServicerContext[Any, Any]
 Parse = Any  # `FromString` of a message type
 
-# gRPC refuses a message over this many times `max_message_bytes`, with RESOURCE_EXHAUSTED, before
-# all of it has arrived; up to then the reader refuses it, with INVALID_ARGUMENT.
+# gRPC rejects a message larger than this many times `max_message_bytes` with RESOURCE_EXHAUSTED,
+# before all of it has arrived. The reader rejects smaller excesses with INVALID_ARGUMENT.
 UNREAD_FACTOR = 4
 
-# Calls that begin in one iteration of the event loop: each takes it some tenths of a millisecond.
+# Calls that begin in one iteration of the event loop; each takes some tenths of a millisecond.
 _CALLS_AT_ONCE = 2
 
-# Larger messages are walked over and parsed half of the time: the largest, of packed numbers, take
-# 25 ms each.
+# Messages above this size are scanned and parsed for at most half of the time. The largest ones, of
+# packed numbers, take 25 ms each.
 _LARGE_BYTES = 64 << 10
 
-# Streams that any caller may send; those between services are read as they come.
+# Streams that any caller may send. Streams between services are read as they arrive.
 _PUBLIC_STREAMS = "/grpc.reflection."
 
 _HOLD: ContextVar[Hold] = ContextVar("hold")
 
 
 def release_message() -> None:
-    """Gives back the memory of the current call's message, which the handler has dropped. Otherwise
-    the call holds it until it ends."""
+    """Gives back the memory of the current call's message, which the handler has dropped. Without
+    this, the call holds the memory until it ends."""
     hold = _HOLD.get(None)
     if hold is not None:
         hold.release()
 
 
 class MessageReader(aio.ServerInterceptor):
-    """Reads and parses messages, and answers INVALID_ARGUMENT to those that do not parse, exceed
-    `max_message_bytes`, have too many fields or set two of a oneof.
+    """Reads and parses messages, and rejects unreadable ones with INVALID_ARGUMENT.
 
-    gRPC itself reads the message of a unary call before anything can refuse the call. Here that
-    happens once the other interceptors have let it through, so this one must be the last of them.
-    On the wire, a call with one message is a stream of one.
+    It also rejects a message that exceeds `max_message_bytes`, has too many fields or sets two
+    fields of a oneof. gRPC itself reads the message of a unary call before an interceptor can
+    reject the call. This reader reads it after the other interceptors have accepted the call, so it
+    must be the last interceptor. It treats the call as a stream of one message, which looks the
+    same on the wire.
     """
 
     def __init__(self, max_message_bytes: int, memory: MessageMemory) -> None:
@@ -76,10 +77,10 @@ class MessageReader(aio.ServerInterceptor):
         return self._handlers[method]
 
     def _reading(self, handler: Any, bounded: bool) -> Any:
-        """A handler like `handler` that reads its messages here.
+        """A handler with the behaviour of `handler`, whose messages this reader reads.
 
         Args:
-            bounded: whether the messages of a stream count as those of other calls do.
+            bounded: whether the limits on memory also hold for the messages of a stream.
         """
         of_one = handler.unary_unary or handler.unary_stream
         of_many = handler.stream_unary or handler.stream_stream
@@ -111,7 +112,7 @@ class MessageReader(aio.ServerInterceptor):
         return generate if inspect.isasyncgenfunction(behavior) else call
 
     async def _read(self, context: Context, parse: Parse) -> Any:
-        """Reads the one message of a call, and has the call hold its memory."""
+        """Reads the one message of a call; the call then holds the message's memory."""
         caller = _caller(context)
         await self._turns.take(caller.name)
         data, hold = await self._memory.receive(caller, lambda: _one(context))
@@ -164,10 +165,10 @@ class MessageReader(aio.ServerInterceptor):
 
 
 def decode_message(data: bytes, parse: Parse, max_bytes: int) -> Any:
-    """Parses a message of a stream. Of two fields of a oneof, the last one counts.
+    """Parses a message of a stream. If two fields of a oneof are set, the last one counts.
 
     Raises:
-        InvalidArgumentError: it is too large, does not parse or holds invalid UTF-8.
+        InvalidArgumentError: the message is too large, does not parse or holds invalid UTF-8.
     """
     _check_size(data, max_bytes)
     return _parsed(data, parse)
@@ -179,7 +180,7 @@ def _check_size(data: bytes, limit: int) -> None:
 
 
 def _walk_on(fields: Iterator[int]) -> bool:
-    """Walks over a few fields; returns whether there are more."""
+    """Scans a few fields; returns whether there are more."""
     with _as_unreadable():
         return next(fields, None) is not None
 
@@ -190,7 +191,7 @@ def _parsed(data: bytes, parse: Parse) -> Any:
 
 
 def _unless_serialized(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """A handler may answer with bytes: what is large it serializes itself, in pieces."""
+    """Wraps `serialize` to leave bytes alone: a handler serializes large responses in pieces."""
     return lambda response: response if isinstance(response, bytes) else serialize(response)
 
 

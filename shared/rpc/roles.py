@@ -1,8 +1,8 @@
-"""Roles of the services' certificates. A URI among a certificate's names says as which service its
-owner may call others, such as `urn:nano-vllm-grpc:role:worker`.
+"""Roles in the services' certificates. A role is a URI among a certificate's names, such as
+`urn:nano-vllm-grpc:role:worker`. The owner may call other services as the service that it names.
 
-A certificate without a role may do what every service may, unless roles are required. Servers need
-no role: their callers check that the certificate has the host's name, as gRPC can check.
+Unless roles are required, the owner of a certificate without a role may make any service's calls.
+Servers need no role, because gRPC checks that a server's certificate has the host's name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ROLE = "urn:nano-vllm-grpc:role:"
 
 @dataclass(frozen=True)
 class Callers:
-    """Which services may call another: those of `role`; and `reads`, methods that only report
-    something, any."""
+    """The services that may call a service: those with `role`. Any service may call the methods in
+    `reads`, which only report something."""
 
     role: str
     reads: tuple[str, ...] = ()
@@ -32,11 +32,11 @@ def roles_among(names: Iterable[str]) -> set[str]:
 
 
 class RoleInterceptor(SpanInterceptor):
-    """Refuses calls of `service` by those whose certificate is not for one of its `callers`. Health
-    and reflection are open to every certificate.
+    """Rejects calls of `service` if `callers` does not allow them to the roles of the certificate.
+    Health and reflection are open to every certificate.
 
     Args:
-        required: whether certificates without a role are refused, too.
+        required: whether certificates without a role are rejected, too.
     """
 
     def __init__(self, service: str, callers: Callers, required: bool) -> None:

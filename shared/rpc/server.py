@@ -25,23 +25,23 @@ from shared.tls import server_credentials
 
 log = structlog.get_logger(__name__)
 
-# More is refused with RESOURCE_EXHAUSTED; by default gRPC would begin to refuse at half of it.
+# Larger metadata is rejected with RESOURCE_EXHAUSTED. By default gRPC starts at half of it.
 _MAX_METADATA_BYTES = 16 << 10
 _CALLS_PER_CONNECTION = 1024
 _CALLS_PER_READ = 4
-# Calls and connections of a process; more are refused with RESOURCE_EXHAUSTED, or closed.
+# Limits of a process. Further calls are rejected with RESOURCE_EXHAUSTED, connections are closed.
 MAX_CALLS = 16_384
 MAX_CONNECTIONS = 4096
-# A connection is closed that says nothing for this long, or has had no call for that long.
+# A connection is closed if its handshake takes this long, or if it has had no call for _IDLE_S.
 _HANDSHAKE_S = 10.0
 _IDLE_S = 600.0
-# Bytes that a connection may have sent to a process that does not read them.
+# Bytes that a connection may send before the process reads them.
 _UNREAD_BYTES = 64 << 10
-# Messages of the largest size that may be read at a time, whatever that is: services, with a large
-# limit, send each other small ones, which must not wait for a single large one.
+# Messages of the maximum size that may be read at a time. Services have a large limit but send each
+# other small messages, which must not wait for one large message.
 _MIN_PLACES = 4
-# Time for the last messages and statuses to leave; a client that does not read would hold them up
-# for ever.
+# Time for the last messages and statuses to be sent; a client that does not read would delay the
+# end of the process for ever.
 _FLUSH_S = 1.0
 
 
@@ -51,18 +51,18 @@ class Server:
     Health is NOT_SERVING until `set_serving(True)`.
 
     Args:
-        interceptors: this service's own, which decide about a call before its message is read.
-        callers: the services that may call it, if they show certificates; None: anybody may.
-        max_calls: open calls per connection, beyond which its client waits.
-        reuse_port: whether several processes may listen on the same port.
+        interceptors: this service's own, which accept or reject a call before its message is read.
+        callers: the services that may call this one, if TLS is used; None: anybody may.
+        max_calls: the limit of open calls per connection, at which its client waits.
+        reuse_port: whether several processes may listen on one port.
         ready: called when the server is SERVING for the first time.
-        plaintext: whatever the settings say, for an address on loopback.
-        beside: another server of this process, whose interceptors and memory for messages this one
-            shares, and with which it stops.
+        plaintext: serves plaintext whatever the settings say, for an address on loopback.
+        beside: another server of this process. This server shares its interceptors and its memory
+            for messages, and stops with it.
 
     Raises:
-        FileError: a file of certificates cannot be used.
-        ValueError: callers need tokens, which nothing would check.
+        FileError: a certificate file cannot be used.
+        ValueError: callers need tokens, but no interceptor would check them.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Server:
         self._stopping: asyncio.Event = beside._stopping if beside else asyncio.Event()
 
     async def set_serving(self, serving: bool) -> None:
-        """Sets what `grpc.health.v1.Health` answers from now on."""
+        """Sets the status that `grpc.health.v1.Health` reports from now on."""
         self._health.set_serving(serving)
         if serving and self._ready:
             self._ready()
@@ -127,7 +127,7 @@ class Server:
             OSError: the address cannot be bound.
         """
         await self.set_serving(False)
-        # The socket's mode must be right from the start: chmod would be too late.
+        # The socket must have its mode from the start, because chmod would be too late.
         mask = os.umask(0o177) if address.startswith("unix:") else None
         try:
             port = self.add_port(address)
@@ -155,10 +155,12 @@ class Server:
         self._on_stopping = callback
 
     async def wait(self) -> None:
-        """Serves until SIGTERM, SIGINT or `stop`, then drains: health becomes NOT_SERVING, the
-        address is free for others and clients connect elsewhere (GOAWAY), while calls
-        in progress continue. Those that outlast the grace period (`drain_timeout_s`) end with
-        UNAVAILABLE."""
+        """Serves until SIGTERM, SIGINT or `stop`, then drains the server.
+
+        While the server drains, health is NOT_SERVING, other processes may bind the address and
+        clients connect elsewhere (GOAWAY). Calls in progress continue. Calls that outlast the grace
+        period (`drain_timeout_s`) end with UNAVAILABLE.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -186,22 +188,23 @@ def _options(settings: ServiceSettings, max_calls: int, reuse_port: bool) -> Opt
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", max_calls),
-        # Then gRPC reads other connections: calls may be reset as soon as they are made.
+        # After this many calls gRPC reads other connections, because a client may make calls and
+        # reset them at once.
         ("grpc.http2.max_requests_per_read", _CALLS_PER_READ),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-        # By default gRPC cancels some of the calls beyond 1,000 that the loop has yet to see.
+        # By default gRPC cancels some calls when over 1,000 wait for the event loop.
         ("grpc.server.max_pending_requests", MAX_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
         ("grpc.server_handshake_timeout_ms", round(1000 * _HANDSHAKE_S)),
         ("grpc.max_connection_idle_ms", round(1000 * _IDLE_S)),
-        # Windows that gRPC does not let grow with the bandwidth; a message that is being read gets
-        # the room that it needs anyway.
+        # The receive window, which must not grow with the bandwidth. gRPC enlarges it as far as a
+        # message that is being read needs.
         ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
         ("grpc.http2.bdp_probe", 0),
         *keepalive_options(settings.keepalive_s),
-        # Any number of pings is answered. By default gRPC closes a connection on which there are
-        # too many, after what is being written to it, and each further one costs it more than the
-        # last: floods kept all its threads from other connections for up to a second (1.85).
+        # The server answers any number of pings. By default gRPC closes a connection with too many
+        # pings, but only after pending writes, and each ping costs more than the ping before.
+        # Floods then kept all its threads from other connections for up to a second (gRPC 1.85).
         ("grpc.http2.max_ping_strikes", 0),
     ]
 

@@ -10,8 +10,8 @@ from shared.round_robin import RoundRobin
 
 
 class Turns:
-    """Permits a few pieces of work per iteration of the event loop, callers round robin (Nagle, RFC
-    970). However much work one caller has, the loop also does that of the others."""
+    """Permits a few pieces of work per iteration of the event loop, round robin among the callers
+    (Nagle, RFC 970). However much work a caller has, the others also get turns."""
 
     def __init__(self, per_iteration: int) -> None:
         self._per_iteration = per_iteration
@@ -19,7 +19,7 @@ class Turns:
         self._rests_until = 0.0  # loop time
 
     def request(self, caller: str, permit: asyncio.Future[None]) -> None:
-        """Resolves `permit` when its caller has a turn and no older permit."""
+        """Resolves `permit` at the caller's turn, after the caller's older permits."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._grant)
         self._waiting.add(caller, permit)
@@ -32,8 +32,8 @@ class Turns:
 
     @asynccontextmanager
     async def half_the_time(self, caller: str) -> AsyncIterator[None]:
-        """Waits for a turn, in which work is done without awaiting anything. No caller has a turn
-        for as long as that took."""
+        """Waits for a turn for work that awaits nothing. After the work, no caller has a turn for
+        as long as the work took."""
         await self.take(caller)
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -1,10 +1,10 @@
-"""Looks at the bytes of a message before protobuf parses them.
+"""Scans the bytes of a message before protobuf parses them.
 
-Parsing holds the interpreter's lock, and a few bytes may make an object: four megabytes of empty
-messages take protobuf 0.1 s. Walking over the fields first tells how many objects there will be. It
-also sees what a parsed message no longer shows: two fields of one oneof.
+Protobuf holds the interpreter's lock while it parses, and a few bytes may become an object: four
+megabytes of empty messages take 0.1 s. The scan counts the fields, and so the objects, before that.
+It also finds two fields of one oneof, which a parsed message no longer shows.
 
-After https://protobuf.dev/programming-guides/encoding.
+The encoding is described at https://protobuf.dev/programming-guides/encoding.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from google.protobuf.message import DecodeError
 
 from shared.errors import InvalidArgumentError
 
-# In a message and the messages within it. A packed array is one field, however long. Protobuf takes
-# 4 ms at most for so many, and they are enough for every token id of a long prompt unpacked.
+# Fields of a message and the messages within it. A packed array of any length is one field.
+# Protobuf parses this many in at most 4 ms. They suffice for a long prompt's unpacked token ids.
 MAX_FIELDS = 1 << 16
-# Fields between two pauses: a millisecond or so.
+# Fields between two pauses, which take about a millisecond.
 _FIELDS_AT_ONCE = 1024
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 
 
 class _Plan(NamedTuple):
-    """The fields of a message type that a walk must know, by number."""
+    """The fields of a message type that the scan must know, by number."""
 
-    messages: dict[int, Any]
-    oneofs: dict[int, Any]  # of which a field is a member
+    messages: dict[int, Any]  # the fields that are messages
+    oneofs: dict[int, Any]  # the oneof that a field belongs to
 
 
 @cache
@@ -47,12 +47,12 @@ def _plan(descriptor: Any) -> _Plan:
 
 
 def scan(data: bytes, descriptor: Any) -> Iterator[int]:
-    """Walks over a message of the type `descriptor`. Pauses so often that none of its steps takes
-    longer than a millisecond or so, and yields the number of fields so far.
+    """Scans a message of the type `descriptor`, but not its values, which protobuf checks. Yields
+    the number of fields so far, at least once per millisecond or so.
 
     Raises:
-        DecodeError: a field does not end where it should; the values are left to protobuf.
-        InvalidArgumentError: there are more than `MAX_FIELDS` fields, or two of a oneof.
+        DecodeError: a field does not end where it should, or has an unknown wire type.
+        InvalidArgumentError: there are more than `MAX_FIELDS` fields, or two fields of a oneof.
     """
     try:
         yield from _walk(data, descriptor)
@@ -62,8 +62,8 @@ def scan(data: bytes, descriptor: Any) -> Iterator[int]:
 
 def _walk(data: bytes, descriptor: Any) -> Iterator[int]:
     plan, position, end = _plan(descriptor), 0, len(data)
-    chosen: dict[Any, int] = {}  # field number by oneof, of the message being walked over
-    # The messages around it: plan, end, oneofs, and the name of the field in between.
+    chosen: dict[Any, int] = {}  # field number by oneof, in the message being scanned
+    # The messages around that message: plan, end, oneofs, and the name of the field within.
     outer: list[tuple[_Plan, int, dict[Any, int], str]] = []
     num_fields = 0
     while True:
@@ -109,7 +109,7 @@ def _conflict(oneof: Any, numbers: tuple[int, int], outer: list[str]) -> Invalid
 
 
 def _read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """Returns a varint's value and where it ends."""
+    """Returns a varint's value and the position of its end."""
     value = data[position]
     if value < 0x80:
         return value, position + 1

@@ -1,4 +1,4 @@
-"""A standard error for log lines that can neither fail nor block."""
+"""A standard error stream whose writes neither fail nor block."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-# How long the reader of a full pipe may keep a line waiting; once one is dropped, the next do not.
+# How long a line waits for the reader of a full pipe. After a dropped line, the next ones do not
+# wait.
 _PATIENCE_MS = 100
 
 
 class LogOutput(io.RawIOBase):
-    """Writes lines to a file descriptor and drops those that cannot be written at once: to a full
-    disk, a pipe that nobody reads, or one whose reader is gone.
+    """Writes lines to a file descriptor, and drops lines that cannot be written at once. That
+    happens with a full disk, a pipe that nobody reads or a pipe whose reader is gone.
 
-    `notice`: makes the line that says how many were dropped, which is written as soon as lines can
-    be written again.
+    `notice`: makes the line that says how many lines were dropped. It is written as soon as lines
+    can be written again.
     """
 
     def __init__(self, fd: int, notice: Callable[[int], str]) -> None:
@@ -29,7 +30,7 @@ class LogOutput(io.RawIOBase):
         self._poll.register(fd, select.POLLOUT)
         self._lock = threading.RLock()  # a finalizer may warn while this thread writes
         self._dropped = 0
-        self._torn = False  # the last line written lacks its end
+        self._torn = False  # whether the last line written lacks its end
 
     def writable(self) -> bool:
         return True
@@ -41,7 +42,7 @@ class LogOutput(io.RawIOBase):
         return os.isatty(self._fd)
 
     def write(self, data: Any) -> int:
-        """Takes all of `data`, which is whole lines, whether or not they can be written."""
+        """Writes or drops `data`, which is whole lines; always returns its length."""
         lines = bytes(data)
         with self._lock:
             if not (self._say_what_was_dropped() and self._send(lines)):
@@ -58,25 +59,25 @@ class LogOutput(io.RawIOBase):
         return True
 
     def _send(self, data: bytes) -> bool:
-        """Writes what it can, and tells whether that was all of `data`."""
+        """Writes as much of `data` as possible; returns whether that was all."""
         rest = memoryview(data)
         try:
             # A pipe that is ready takes PIPE_BUF bytes without blocking.
             while rest and self._poll.poll(0 if self._dropped else _PATIENCE_MS):
                 rest = rest[os.write(self._fd, rest[: select.PIPE_BUF]) :]
         except OSError:
-            pass  # as if it were not ready
+            pass  # counts as a descriptor that is not ready
         self._torn |= 0 < len(rest) < len(data)
         return not rest
 
 
 def shield_stderr(notice: Callable[[int], str]) -> None:
-    """Replaces `sys.stderr` by one to which no write of Python's can raise or block.
+    """Replaces `sys.stderr` by a stream to which writes from Python neither raise nor block.
 
     `notice`: see `LogOutput`.
     """
-    # If there is none, it was closed when the program started. The descriptor opened here then gets
-    # its number, so that no other file does, which libraries would write their own lines to.
+    # Without `sys.stderr`, descriptor 2 was closed when the program started. The null device then
+    # takes that number. Otherwise another file would get it, and libraries would write to the file.
     fd = sys.stderr.fileno() if sys.stderr else os.open(os.devnull, os.O_WRONLY)
     # Line buffering makes each line one write.
     sys.stderr = io.TextIOWrapper(

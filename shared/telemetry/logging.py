@@ -15,17 +15,16 @@ Processors = Sequence[structlog.typing.Processor]
 
 
 def configure_logging(settings: ServiceSettings, service: str, **bound: object) -> None:
-    """Sends log lines to stderr, each with `service` and `bound`. Lines that cannot be written are
-    dropped, and counted in a line of their own once writing is possible again: no line is worth
-    delaying a token.
+    """Sends log lines to stderr, each with `service` and `bound`.
 
-    Request and step ids are bound by their owners through `structlog.contextvars`. Prompts and
-    completions are never logged.
+    Lines that cannot be written are dropped, because a log line must not delay a token. A later
+    line says how many were dropped. Callers bind request and step ids with
+    `structlog.contextvars`. Prompts and completions are never logged.
     """
     console = settings.log_format == "console" or (
         settings.log_format == "auto" and sys.stderr is not None and sys.stderr.isatty()
     )
-    # Tracebacks without local variables, which may hold prompts.
+    # Tracebacks omit local variables, because they may hold prompts.
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
         if console
@@ -61,7 +60,7 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
 
 
 def _render(processors: Processors, dropped: int) -> str:
-    """Renders the line that says how many were dropped."""
+    """Renders the line that says how many lines were dropped."""
     line: structlog.typing.ProcessorReturnValue = {
         "event": "log lines were dropped",
         "count": dropped,

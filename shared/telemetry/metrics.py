@@ -1,7 +1,7 @@
-"""Numbers of a process, and the form in which Prometheus gets them.
+"""The metrics of a process, in the form that Prometheus reads.
 
-Names, buckets and the label `model_name` are vLLM's where it has the same metric, behind a prefix
-of our own: a dashboard for vLLM needs only that replaced.
+If vLLM has a metric, its name, buckets and label `model_name` are used, behind another prefix. A
+dashboard for vLLM needs only the prefix replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prometheus_client.utils import floatToGoString
 _PREFIX = "nanovllm:"
 _MODEL = "model_name"
 
-# A step takes from a tenth of a millisecond to many seconds, for a long prompt on a CPU.
+# A step takes a tenth of a millisecond or more, and many seconds for a long prompt on a CPU.
 STEP_SECONDS = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
@@ -38,13 +38,13 @@ RECOVERY_SECONDS = (
 
 
 class Histogram:
-    """Counts values by bucket. One thread observes, others may read meanwhile: unlike
-    prometheus_client's, which costs several times as much, it needs no locks."""
+    """Counts values by bucket. One thread may call `observe` while other threads read.
+    It needs no lock; prometheus_client's histogram has locks and takes several times as long."""
 
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Seq[float]) -> None:
-        """`bounds`: the largest value of each bucket, ascending; one more has what is larger."""
+        """`bounds`: the maximum of each bucket, ascending; one more bucket has larger values."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
@@ -55,13 +55,13 @@ class Histogram:
 
 
 class ServiceMetrics(Collector):
-    """The metrics of a service. It is made before the process forks, so each fork begins anew.
+    """The metrics of a service, made before the process forks, so that each fork starts at zero.
 
-    Another thread calls `collect`: whatever a service counts with must be safe to read from there.
+    Another thread calls `collect`, so a service's counters must be safe to read from that thread.
     """
 
     def __init__(self, model: str = "") -> None:
-        """`model`: the model's directory, whose name it is."""
+        """`model`: the model's directory; the directory's name is the label's value."""
         self._model_name = Path(model).resolve().name
         self.restarts = 0
 
@@ -92,7 +92,7 @@ class ServiceMetrics(Collector):
         labels: Seq[str],
         values: Iterable[tuple[Seq[str], float]],
     ) -> Metric:
-        """A counter with `labels`: a number for each of their values."""
+        """A counter with `labels`; `values` pairs the labels' values with a number."""
         family = CounterMetricFamily(_PREFIX + name, help_text, labels=[_MODEL, *labels])
         for label_values, value in values:
             family.add_metric([self._model_name, *label_values], value)

@@ -1,8 +1,8 @@
-"""Serves a process's metrics over HTTP to all that reach its address.
+"""Serves a process's metrics over HTTP to every client that reaches its address.
 
-A thread of its own answers: a scrape takes no turn of the event loop or of a step. It shares the
-interpreter with them, though, so it accepts only a few connections a second, and gives each only a
-moment: a flood makes Prometheus wait, not the requests.
+A separate thread answers, so a scrape takes no turn of the event loop or of a step. The thread
+shares the interpreter with them, though. So it accepts only a few connections a second and gives
+each little time. A flood of connections delays Prometheus, but not the requests.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shared.telemetry.metrics import ServiceMetrics
 log = structlog.get_logger(__name__)
 
 _PAUSE_S = 0.1  # between connections
-_TIMEOUT_S = 1.0  # for one: so there are at most about ten
+_TIMEOUT_S = 1.0  # for a connection; so at most about ten are open
 _BACKLOG = 16
 _MAX_REQUEST_BYTES = 16 << 10
 _RETRY_S = 10.0
 
 
 class MetricsEndpoint:
-    """Listens from now on, at an address that all forks of this process keep."""
+    """A listening socket for metrics, which all forks of this process share."""
 
     def __init__(
         self,
@@ -43,14 +43,14 @@ class MetricsEndpoint:
         file: Path | None,
         labels: Mapping[str, str],
     ) -> None:
-        """`file`, `labels`: see `list_endpoint`; without a file, it is not listed."""
+        """`file`, `labels`: see `list_endpoint`; without a file, the endpoint is not listed."""
         self._listener = listener
         self._metrics = metrics
         self._file = file
         self._labels = labels
 
     def serve(self, restarts: int) -> None:
-        """Answers, in this process, from a thread."""
+        """Starts a thread of this process that answers scrapes."""
         self._metrics.restarts = restarts
         registry = CollectorRegistry()
         registry.register(self._metrics)
@@ -70,7 +70,7 @@ class MetricsEndpoint:
             listing = list_endpoint(self._file, f"{host}:{port}", **self._labels)
             tasks.add(asyncio.create_task(listing))
         while True:
-            with suppress(OSError):  # the caller is gone, or there are no descriptors
+            with suppress(OSError):  # the caller is gone, or no descriptors are left
                 connection, _ = await loop.sock_accept(self._listener)
                 task = asyncio.create_task(_answer(connection, registry))
                 tasks.add(task)
@@ -85,11 +85,11 @@ def open_endpoint(
     metrics: ServiceMetrics,
     **labels: str,
 ) -> MetricsEndpoint | None:
-    """Listens where the settings say; returns None if they say nowhere. `labels`: see
-    `list_endpoint`.
+    """Listens at the address in the settings; returns None if the settings have no address.
+    `labels`: see `list_endpoint`.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port cannot be bound.
     """
     host, port, directory = "127.0.0.1", 0, settings.metrics_directory
     if not directory:
@@ -107,8 +107,8 @@ def open_endpoint(
 
 
 async def list_endpoint(file: Path, address: str, **labels: str) -> None:
-    """Names an address in `<service>-<index>.json`, for Prometheus' file discovery, which labels
-    what it finds there with service, index and `labels`; tries again for as long as it cannot."""
+    """Writes an address to `<service>-<index>.json`, for Prometheus' file discovery. Prometheus
+    labels its metrics with service, index and `labels`. A failed write is repeated."""
     service, _, index = file.stem.rpartition("-")
     entry = {"targets": [address], "labels": {"service": service, "index": index} | labels}
     unfinished = file.with_suffix(".new")

@@ -1,6 +1,6 @@
 """Spans of requests, which OpenTelemetry's library sends to a collector.
 
-Without an endpoint there is no `Tracing`, and the library is not even imported.
+Without an endpoint there is no `Tracing`, and the library is not imported.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_EXPORT_EVERY_S = 0.5  # what a killed process has not sent is lost
+_EXPORT_EVERY_S = 0.5  # a killed process loses the spans that it has not sent
 _EXPORT_TIMEOUT_S = 3.0  # also when the process ends
 
 
 class Tracing:
-    """Makes a process's spans. Times are `time.monotonic`'s.
+    """Makes a process's spans. Times are in seconds of `time.monotonic`.
 
     Args:
-        sample_ratio: the share of traces that is recorded, of those that begin here; others are
-            recorded if their parents say so.
+        sample_ratio: the share that is recorded of the traces that begin here. Other traces are
+            recorded if their parents are.
     """
 
     def __init__(self, endpoint: str, service: str, index: int, sample_ratio: float) -> None:
@@ -57,8 +57,8 @@ class Tracing:
         at: float | None = None,
         **attributes: AttributeValue,
     ) -> Span:
-        """Begins a span, `at` some time if not now, in the trace of its parent, a W3C trace
-        context; without one, or with one that is none, in a new trace."""
+        """Begins a span at the time `at`, or now. `traceparent` is its parent's W3C trace context;
+        if it is empty or invalid, the span begins a new trace."""
         return self._tracer.start_span(  # type: ignore[return-value]  # the interface's type
             name,
             self._context(traceparent),
@@ -83,12 +83,12 @@ class Tracing:
     def _context(self, traceparent: str) -> Context:
         from opentelemetry.context import Context
 
-        # A context of its own: not whatever the library thinks is going on.
+        # An empty context, so that the library does not take its current span as the parent.
         return self._propagator.extract({"traceparent": traceparent}, Context())
 
 
 def preload(endpoint: str) -> None:
-    """Imports the library, if there is an endpoint, so that no fork has to."""
+    """Imports the library before the process forks, if there is an endpoint."""
     if endpoint:
         import opentelemetry.exporter.otlp.proto.grpc.trace_exporter  # noqa: F401
 
@@ -96,7 +96,7 @@ def preload(endpoint: str) -> None:
 def open_tracing(
     endpoint: str, service: str, index: int = 0, sample_ratio: float = 0.0
 ) -> Tracing | None:
-    """Returns None if there is no endpoint. It starts threads: call it in the fork."""
+    """Opens tracing; returns None without an endpoint. Call it in the fork: it starts threads."""
     return Tracing(endpoint, service, index, sample_ratio) if endpoint else None
 
 

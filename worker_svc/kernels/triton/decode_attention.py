@@ -1,9 +1,10 @@
 """Attention of one query per sequence over the paged KV cache.
 
-Split-KV, or "flash-decoding" (Dao et al., "Flash-Decoding for long-context inference", 2023): each
-sequence is divided into parts, each part has an online softmax of its own, and a second kernel
-weighs the parts' results by their sums. Bounded by the bandwidth at which keys and values are
-read, each once: the query heads that share a KV head are the rows of one tile.
+This is split-KV, or "flash-decoding" (Dao et al., "Flash-Decoding for long-context inference",
+2023). Each sequence is divided into parts, and each part has its own online softmax. A second
+kernel weighs the parts' results by their sums. The speed is bounded by the bandwidth at which keys
+and values are read. The query heads that share a KV head are the rows of one tile, so each key and
+value is read once.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from worker_svc.kernels.triton.quantized_cache import (
 # By architecture and head_dim, rounded up to a power of two, for 16-bit caches. To saturate the
 # memory of an H200, each multiprocessor needs some 40 KB in flight (4.3 TB/s x 1.2 us / 132). On
 # sm_90, at head_dim 128, a program has one to two tiles of 2 x 16 KB in flight and three programs
-# fit; on sm_80, tiles are half as large, so that two programs fit into 99 KiB. Caches in 8 bits
-# have the same tiles: half the bytes are still enough.
+# fit. On sm_80, tiles are half as large, so that two programs fit into 99 KiB. 8-bit caches use the
+# same tiles, because half the bytes are still enough.
 TILINGS = {
     (90, 16): Tiling(tile=128, num_warps=4, num_stages=3),
     (90, 32): Tiling(tile=128, num_warps=4, num_stages=3),
@@ -47,10 +48,10 @@ TILINGS = {
     (80, 128): Tiling(tile=32, num_warps=4, num_stages=3),
     (80, 256): Tiling(tile=16, num_warps=4, num_stages=3),
 }
-# Tensor cores do not multiply float32, which only comparisons use: a tile that does not spill.
+# Tensor cores do not multiply float32, which only comparisons use. This tile does not spill.
 FLOAT32_TILING = Tiling(tile=16, num_warps=4, num_stages=2)
 
-# Floats after each partial result, the first of them its log-sum: enough to keep the results
+# Floats after each partial result, of which the first is its log-sum. This number keeps the results
 # aligned to 16 bytes.
 SUM_COLUMNS = 4
 
@@ -139,7 +140,7 @@ def _decode_attention_kernel(
         acc = tl.dot(weights, numbers_of(v, DOT), acc * decay[:, None], input_precision="ieee")
         top = new_top
 
-    # Without context, and in an empty part, `total` is 0: the result is 0, its log-sum -inf.
+    # Without context, or in an empty part, `total` is 0. The result is then 0 and its log-sum -inf.
     total = tl.where(total == 0, 1, total)
     acc = acc / total[:, None]
     if keys.dtype.element_ty == tl.uint8:
@@ -182,12 +183,12 @@ def _combine_splits_kernel(
 
 
 def choose_splits(num_seqs: int, kv_heads: int, num_sms: int) -> int:
-    """Parts per sequence, for `num_seqs` of any lengths: a CUDA graph fixes the number.
+    """Parts per sequence, for `num_seqs` sequences of any lengths, because a CUDA graph fixes it.
 
-    Two or three programs are resident per multiprocessor. Six or more for each, in all, keep
-    the memory busy while programs of unequal length end; combining more parts than that costs more
-    than it gains. 32 at most: a lone sequence with 4 KV heads then has a program for nearly every
-    multiprocessor of an H200, and 2,048 positions give every part a tile.
+    Two or three programs are resident per multiprocessor. A total of six or more programs for each
+    multiprocessor keeps the memory busy while programs of unequal length end. Combining more parts
+    costs more than it gains. The maximum is 32. A lone sequence with 4 KV heads then has a program
+    for nearly every multiprocessor of an H200, and 2,048 positions give every part a tile.
     """
     return min(32, math.ceil(6 * num_sms / (num_seqs * kv_heads)))
 
@@ -195,7 +196,7 @@ def choose_splits(num_seqs: int, kv_heads: int, num_sms: int) -> int:
 def decode_workspace(
     max_rows: int, heads: int, head_dim: int, max_splits: int, device: torch.device
 ) -> torch.Tensor:
-    """Memory for the parts' results, in any call with rows x splits <= max_rows x max_splits."""
+    """Memory for the parts' results of any call with rows x splits <= max_rows x max_splits."""
     shape = (max_rows, heads, max_splits, head_dim + SUM_COLUMNS)
     return torch.empty(shape, dtype=torch.float32, device=device)
 
@@ -227,7 +228,7 @@ def decode_attention(
         table_offsets int32 [S + 1]
         splits        parts per sequence, see `choose_splits`
         workspace     see `decode_workspace`; untouched if splits is 1
-        tiling        from `choose_tiling`, if already called, or another one
+        tiling        None: the one from `choose_tiling`
     """
     num_seqs, heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     block_size, kv_heads = cache.shape[2], cache.shape[3]
@@ -284,13 +285,13 @@ def _combine_splits(
 
 
 def _sizes(head_dim: int) -> dict[str, int]:
-    """The constants that both kernels have."""
+    """The constants that both kernels take."""
     dims = next_power_of_2(head_dim)
     return {"HEAD_DIM": head_dim, "DIMS": dims, "PARTIAL_SIZE": head_dim + SUM_COLUMNS}
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
-    """This GPU's entry in TILINGS, for all launches with such heads."""
+    """This GPU's entry in TILINGS for heads of `head_dim` numbers of `dtype`."""
     if dtype == torch.float32:
         return FLOAT32_TILING
     return TILINGS[architecture(), next_power_of_2(head_dim)]

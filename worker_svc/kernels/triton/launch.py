@@ -1,8 +1,9 @@
-"""Launches Triton's kernels without working out on every launch which binary it takes.
+"""Launches Triton's kernels with a fast look-up of the binary.
 
 Triton's `fn[grid](...)` binds and classifies every argument and looks the binary up by a string
-made of them: 12 to 35 us of Python per launch, which is most of a step that is not a CUDA graph.
-Here a tuple of the arguments' classes leads to the binary that such a launch took before.
+made of the classes. That takes 12 to 35 us of Python per launch, which is most of the time of a
+step that is not a CUDA graph. Here a tuple of the arguments' classes is the key of the binary that
+an earlier launch with these classes used.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton
 from triton.runtime.driver import driver
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-# The versions whose binaries can be launched with what `_Binary` holds; others launch as usual.
+# Triton's versions whose binaries `_Binary` can launch. With other versions, Triton launches.
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
 _ENTER = triton.knobs.runtime.launch_enter_hook
 _LEAVE = triton.knobs.runtime.launch_exit_hook
@@ -30,13 +31,13 @@ class _Binary(NamedTuple):
 
 
 class Launcher:
-    """A `triton.jit` kernel, launched in the same way: `kernel[grid](tensors and numbers...,
+    """A `triton.jit` kernel, launched as Triton's are: `kernel[grid](tensors and numbers...,
     CONSTANT=..., num_warps=...)`.
 
-    Arguments that are compiled in are given by name and follow the others in the signature.
+    Arguments that are compiled in are passed by name and follow the others in the signature.
     """
 
-    compiling = 0  # launches, of any kernel, that may be waiting for the compiler right now
+    compiling = 0  # launches, of any kernel, that may be waiting for the compiler now
 
     def __init__(self, jit: Any) -> None:
         self._jit = jit
@@ -77,7 +78,7 @@ class Launcher:
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`triton.jit(**options)` for kernels that the host launches; in the interpreter, just that."""
+    """Makes a `Launcher` of `triton.jit(**options)`; in the interpreter, only the latter."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         jit = triton.jit(function, **options)
@@ -87,12 +88,12 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def next_power_of_2(n: int) -> int:
-    """Rounds up to a power of two. Triton's own also works in kernels, and takes 3 us."""
+    """Rounds up to a power of two. Triton's function also works in kernels, but takes 3 us."""
     return 1 << (n - 1).bit_length()
 
 
 def _class_of(argument: Any) -> object:
-    """Everything that Triton specializes on: a tensor's type and whether it is aligned; whether an
+    """The properties on which Triton specializes: a tensor's type and alignment, and whether an
     integer is 1, a multiple of 16 or long."""
     kind = type(argument)
     if kind is torch.Tensor:

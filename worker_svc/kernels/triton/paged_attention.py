@@ -1,8 +1,8 @@
-"""Shared by the paged attention kernels: tilings, the look-up of a tile's blocks, a reference.
+"""Tilings, the look-up of a tile's blocks and a reference, for all paged attention kernels.
 
 A sequence's keys and values lie in blocks of `cache [2, blocks, block_size, kv_heads, head_dim]`
-(keys, then values): position p in row p % block_size of its block number p // block_size. Block
-tables are ragged, `block_table[table_offsets[s] : table_offsets[s + 1]]` belongs to sequence s.
+(keys, then values). Position p is in row p % block_size of the sequence's block p // block_size.
+Block tables are ragged: `block_table[table_offsets[s] : table_offsets[s + 1]]` is sequence s's.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from worker_svc.kernels.triton.launch import INTERPRETED
 
 LOG2_E = 1.4426950408889634
 
-# Arguments whose alignment does not matter to a kernel. They may be views of one buffer, with any
-# alignment, and each combination would be compiled.
+# Arguments whose alignment does not matter to a kernel. They may be views of one buffer with any
+# alignment, and Triton would compile a kernel for each combination.
 UNALIGNED = ["tiles", "seqs", "query_starts", "context_lens", "block_table", "table_offsets"]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """A program attends to `tile` positions at a time, with the next tiles in flight: the loads of
-    `num_stages - 1` tiles."""
+    """The sizes of an attention program: it attends to `tile` positions at a time, while the loads
+    of the next `num_stages - 1` tiles are in flight."""
 
     tile: int
     num_warps: int
@@ -35,15 +35,15 @@ class Tiling:
 
 
 def architecture() -> int:
-    """90 where a program may have 227 KiB of shared memory (Hopper, datacentre Blackwell), 80 where
-    it may have as little as 99 KiB. Asks the driver: too slow for every launch."""
+    """90 if a program may have 227 KiB of shared memory (Hopper, datacentre Blackwell), 80 if it
+    may have as little as 99 KiB. Asks the driver, which is too slow for every launch."""
     if INTERPRETED:
         return 90
     return 90 if driver.active.get_current_target().arch in (90, 100, 103) else 80
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:
-    """The Triton type of a product's operands. The interpreter multiplies bfloat16 wrongly: there,
+    """The Triton type of a product's operands. The interpreter multiplies bfloat16 wrongly, so its
     operands are widened first."""
     if INTERPRETED:
         return tl.float32
@@ -54,10 +54,10 @@ def dot_dtype(dtype: torch.dtype) -> Any:
 def block_of(
     table: tl.tensor, start: tl.tensor, end: tl.tensor, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Blocks of the positions [start, start + TILE), which do not exist from `end` on: int32, one
-    number if BLOCK_SIZE is a multiple of TILE, as `start` must then be, else [TILE]. Kernels look
-    up a tile's blocks one iteration before they load it: a load whose address comes from a load in
-    the same iteration would have to wait for it, or halve the pipeline."""
+    """Blocks of the positions [start, start + TILE), of which none exists from `end` on. Returns
+    int32 [TILE], or one number if BLOCK_SIZE is a multiple of TILE, as `start` must then be.
+    Kernels look up a tile's blocks one iteration before they load the tile. Otherwise the load
+    would have to wait for the look-up, or halve the pipeline."""
     if BLOCK_SIZE % TILE == 0:
         return tl.load(table + start // BLOCK_SIZE, mask=start < end, other=0)
     else:
@@ -69,7 +69,7 @@ def block_of(
 def slots_of(
     block: tl.tensor, start: tl.tensor, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """`block_of` of the tile at `start` -> its slots, int64 [TILE]."""
+    """The result of `block_of` for the tile at `start` -> the tile's slots, int64 [TILE]."""
     if BLOCK_SIZE % TILE == 0:
         return (block.to(tl.int64) * BLOCK_SIZE + start % BLOCK_SIZE) + tl.arange(0, TILE)
     else:

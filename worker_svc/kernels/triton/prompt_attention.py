@@ -1,11 +1,11 @@
 """Causal attention of prompt chunks, and of any mix of chunks and single queries, over the paged KV
 cache.
 
-FlashAttention-2 (Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
-Partitioning", 2023): a program has a tile of queries and walks over the positions they see with an
-online softmax; only the last tiles of positions, which the diagonal crosses, are masked. A tile's
-rows are query heads of one KV head for some tokens, so that keys and values are loaded once for
-the whole group.
+The algorithm is FlashAttention-2 (Dao, "FlashAttention-2: Faster Attention with Better Parallelism
+and Work Partitioning", 2023). A program has a tile of queries and takes the positions that they see
+tile by tile, with an online softmax. Only the last tiles of positions, which the diagonal crosses,
+are masked. A tile's rows are the query heads of one KV head for some tokens, so that keys and
+values are loaded once for the whole group.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from worker_svc.kernels.triton.quantized_cache import (
     skipped_scales,
 )
 
-# By architecture and head_dim, rounded up to a power of two, for 16-bit inputs: as large as fits
-# into the registers (128 x 128 sums and 128 x 128 scores need 128 of a thread's 255) and, in
-# stages, into the shared memory.
+# By architecture and head_dim, rounded up to a power of two, for 16-bit inputs. Each tile is as
+# large as fits into the registers (128 x 128 sums and 128 x 128 scores need 128 of a thread's 255)
+# and, in stages, into the shared memory.
 TILINGS = {
     (90, 16): Tiling(tile=128, num_warps=8, num_stages=3),
     (90, 32): Tiling(tile=128, num_warps=8, num_stages=3),
@@ -48,7 +48,7 @@ TILINGS = {
     (80, 128): Tiling(tile=64, num_warps=8, num_stages=3),
     (80, 256): Tiling(tile=32, num_warps=8, num_stages=2),
 }
-# For caches in 8 bits, whose numbers are widened in registers.
+# For 8-bit caches, whose numbers are widened in registers.
 TILINGS_8_BITS = {
     (90, 16): Tiling(tile=64, num_warps=4, num_stages=3),
     (90, 32): Tiling(tile=64, num_warps=4, num_stages=3),
@@ -61,7 +61,7 @@ TILINGS_8_BITS = {
     (80, 128): Tiling(tile=64, num_warps=8, num_stages=2),
     (80, 256): Tiling(tile=16, num_warps=8, num_stages=2),
 }
-# Tensor cores do not multiply float32, which only comparisons use: a tile that does not spill.
+# Tensor cores do not multiply float32, which only comparisons use. This tile does not spill.
 FLOAT32_TILING = Tiling(tile=16, num_warps=16, num_stages=2)
 
 
@@ -89,8 +89,9 @@ def _attend_tiles(
     WEIGHT: tl.constexpr,
     DOT: tl.constexpr,
 ) -> tl.tensor:
-    """Continues the online softmax over the positions [begin, end). If MASKED, row r sees none
-    after last[r], else all rows see all and end - begin is a multiple of TILE."""
+    """Continues the online softmax over the positions [begin, end). If MASKED, row r sees no
+    position after last[r]. Otherwise every row sees every position, and end - begin is a multiple
+    of TILE."""
     SCALED: tl.constexpr = keys.dtype.element_ty == tl.int8
     dim = tl.arange(0, DIMS)[None, :]
     block = block_of(table, begin, end, BLOCK_SIZE, TILE)
@@ -98,7 +99,7 @@ def _attend_tiles(
         slots = slots_of(block, start, BLOCK_SIZE, TILE)
         rows = slots * KV_HEADS * HEAD_DIM
         position = start + tl.arange(0, TILE)
-        # Values beyond the end have weight 0, but what was never written may be NaN.
+        # Values beyond the end have weight 0, but memory that was never written may hold NaN.
         loaded = (dim < HEAD_DIM) & ((position < end)[:, None] if MASKED else True)
         if SCALED:
             rows += skipped_scales(block, KV_HEADS, BLOCK_SIZE, TILE)
@@ -147,8 +148,8 @@ def _prompt_attention_kernel(
     TILE: tl.constexpr,
     DOT: tl.constexpr,
 ) -> None:
-    """Attends with one tile of queries, the query heads of one KV head; grid (kv_heads, tiles), so
-    that programs start in the order of the tiles."""
+    """Attends with one tile of queries, the query heads of one KV head. The grid is (kv_heads,
+    tiles), so that programs start in the order of the tiles."""
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     seq, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -158,7 +159,7 @@ def _prompt_attention_kernel(
     table = block_table + tl.load(table_offsets + seq)
     stop = tl.minimum(first + TOKENS, query_len)
 
-    # Rows without a query, at the end, compute with zeros and are not stored.
+    # The last rows may have no query. They compute with zeros and are not stored.
     row = tl.arange(0, ROWS)
     token = first + row // GROUP
     dim = tl.arange(0, DIMS)[None, :]
@@ -207,8 +208,8 @@ def query_tiles(
     context_lens: NDArray[np.int32],
 ) -> NDArray[np.int32]:
     """Cuts the queries of sequences `seqs` [n] into tiles, given query_lens [S] and context_lens
-    [S] -> [tiles, 2]: a sequence, and the tile's first query among its queries. Tiles that see most
-    come first, lest one of them starts when all others have ended."""
+    [S] -> [tiles, 2]: a sequence, and the tile's first query among its queries. The tiles that see
+    the most positions come first. Otherwise one might start when all others have ended."""
     counts = -(-query_lens[seqs] // tile_tokens)
     seq = np.repeat(seqs, counts)
     first = (np.arange(len(seq)) - np.repeat(np.cumsum(counts) - counts, counts)) * tile_tokens
@@ -229,8 +230,8 @@ def prompt_attention(
     out: torch.Tensor,
     tiling: Tiling | None = None,
 ) -> None:
-    """Sets the rows of `out` that `tiles` cover to softmax(scale · q Kᵀ) V, where query i of a
-    sequence with Q queries and C positions sees the positions up to C - Q + i; 1 <= Q <= C.
+    """Sets the rows of `out` that `tiles` cover to softmax(scale · q Kᵀ) V. In a sequence with Q
+    queries and C positions, 1 <= Q <= C, query i sees the positions up to C - Q + i.
 
         q, out        [T, heads, head_dim], contiguous
         cache         [2, blocks, block_size, kv_heads, head_dim], contiguous; in the dtype of q, or
@@ -240,7 +241,7 @@ def prompt_attention(
         context_lens  int32 [S]
         block_table   int32 [blocks of all sequences]
         table_offsets int32 [S + 1]
-        tiling        from `choose_tiling`, if already called, or another one
+        tiling        None: the one from `choose_tiling`
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.shape[2:4]
@@ -273,14 +274,14 @@ def prompt_attention(
 
 
 def _rows(head_dim: int, dtype: torch.dtype, in_8_bits: bool) -> int:
-    """Rows of a tile of queries. Hopper's wgmma multiplies 64 rows per group of 4 warps."""
+    """Rows in a tile of queries. Hopper's wgmma multiplies 64 rows per group of 4 warps."""
     if dtype == torch.float32:
         return 32
     return 128 if head_dim <= 128 and not in_8_bits else 64
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype, *, in_8_bits: bool = False) -> Tiling:
-    """This GPU's tiling, for all launches with such heads, and a cache in dtype or in 8 bits."""
+    """This GPU's tiling for heads of `head_dim` numbers, and a cache in dtype or in 8 bits."""
     if dtype == torch.float32:
         return FLOAT32_TILING
     tilings = TILINGS_8_BITS if in_8_bits else TILINGS

@@ -1,13 +1,13 @@
 """Keys and values in 8 bits, in a paged cache [2, blocks, block_size, kv_heads, bytes of a head].
 
-A cache of dtype int8 holds codes and, for each token and KV head, the scale with which the largest
-magnitude has the code 127. Its last dimension counts head_dim codes and 4 bytes of a scale, but in
+A cache of dtype int8 holds codes and, for each token and KV head, a scale, with which the largest
+magnitude has the code 127. Its last dimension counts head_dim codes and 4 bytes of a scale. But in
 a block all codes [block_size, kv_heads, head_dim] come first, where they are aligned, and then the
-scales, float32 [kv_heads, block_size]. A block can be copied as if nobody knew.
+scales, float32 [kv_heads, block_size]. A block can be copied without regard to this.
 
-A cache of dtype uint8 holds the bits of float8_e4m3fn, and no scales: codes are as precise for
-small numbers as for large ones, from 2⁻⁶ to 448, which normalized keys and values do not leave;
-what does becomes the largest. (As vLLM without calibrated scales.)
+A cache of dtype uint8 holds the bits of float8_e4m3fn and no scales. Codes are as precise for small
+numbers as for large ones, from 2⁻⁶ to 448. Normalized keys and values do not leave this range, and
+larger numbers become the largest code. vLLM without calibrated scales does so, too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _parts(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @triton.jit
 def numbers_of(codes: tl.tensor, DOT: tl.constexpr) -> tl.tensor:
-    """Elements of a cache of any dtype in DOT: divided by their scales, or fp8 by 256."""
+    """Elements of a cache of any dtype as numbers in DOT: int8 codes without their scales applied,
+    fp8 divided by 256."""
     if codes.dtype == tl.uint8:
         return from_e4m3(codes, DOT)
     return codes.to(DOT)
@@ -81,7 +82,7 @@ def block_scales(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """Where a KV head's scales begin in the first block of a plane of an int8 cache."""
+    """The address of a KV head's scales in the first block of a plane of an int8 cache."""
     scales = plane.to(tl.pointer_type(tl.float32))
     return scales + BLOCK_SIZE * KV_HEADS * HEAD_DIM // 4 + kv_head * BLOCK_SIZE
 
@@ -95,8 +96,8 @@ def scale_offsets(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """`block_of` of the tile at `start` -> where its scales are, from `block_scales` on:
-    int64 [TILE]."""
+    """The result of `block_of` for the tile at `start` -> the offsets of the tile's scales from
+    `block_scales`, int64 [TILE]."""
     size: tl.constexpr = BLOCK_SIZE * KV_HEADS * (HEAD_DIM // 4 + 1)
     if BLOCK_SIZE % TILE == 0:
         return (block.to(tl.int64) * size + start % BLOCK_SIZE) + tl.arange(0, TILE)
@@ -108,7 +109,7 @@ def scale_offsets(
 def skipped_scales(
     block: tl.tensor, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Bytes of scales in the blocks before `block_of` a tile: int64 [TILE]."""
+    """The result of `block_of` for a tile -> bytes of scales in the blocks before, int64 [TILE]."""
     return block.to(tl.int64) * (BLOCK_SIZE * KV_HEADS * 4) + tl.zeros([TILE], tl.int64)
 
 
@@ -126,7 +127,7 @@ def store_codes(
     BLOCK_SIZE: tl.constexpr,
 ) -> None:
     """Stores both halves of some heads of a token, float32 [heads, half], in `slot` (−1: nowhere)
-    of the planes [heads, 1] of a cache in 8 bits. Outside of `mask` they are 0."""
+    of the planes [heads, 1] of an 8-bit cache. The halves must be 0 outside of `mask`."""
     mask = mask & (slot >= 0)
     place = slot.to(tl.int64)
     offsets = (place * KV_HEADS + head) * HEAD_DIM + columns

@@ -27,8 +27,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """residual [T, size] += x [T, size], rounded to its dtype; -> the norm of the sum before it was
-    rounded, times weight [size]. Rows of both may be strided."""
+    """residual [T, size] += x [T, size], rounded to residual's dtype -> the norm of the unrounded
+    sum, times weight [size]. Rows of x and of residual may be strided."""
     out = torch.empty_like(x)
     tokens, size = x.shape
     if tokens:
@@ -49,8 +49,9 @@ def add_rms_norm(
 
 
 def _num_warps(block: int) -> int:
-    """Warps per row: 8 elements per thread are one 16-byte load of half precision. Rows of more
-    than 2,048 take several: with more warps the sum over the row waits longer than the loads do."""
+    """Warps per row. 8 elements per thread are one 16-byte load of half precision. In rows of more
+    than 2,048 elements a thread makes several loads: with more warps, the sum over the row would
+    take longer than the loads."""
     return min(max(block // (32 * 8), 1), 8)
 
 
@@ -104,6 +105,6 @@ def _normalized(
     eps: tl.tensor,
     SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """values [BLOCK] float32, 0 past SIZE"""
+    """values [BLOCK] float32, 0 past SIZE -> the norm of values, times weight."""
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
     return values * scale * tl.load(weight + columns, mask=mask, other=0).to(tl.float32)

@@ -1,6 +1,7 @@
-"""Everything that happens to a token between the projection to heads and attention, in one launch:
-queries and keys are rotated, in some models after a norm per head, and keys and values go to the
-cache.
+"""Rotates queries and keys and stores keys and values in the cache, in one launch.
+
+Some models normalize each head of queries and keys first. Nothing else happens to a token between
+the projection to heads and attention.
 
 Sources: Su et al., "RoFormer" (2021), in the half-split layout of Hugging Face checkpoints; Henry
 et al., "Query-Key Normalization for Transformers" (2020), with RMSNorm; Kwon et al., "Efficient
@@ -22,7 +23,8 @@ from worker_svc.kernels.triton.quantized_cache import (
 )
 
 # Heads of one token per program. Each of 128 threads then has 16 bytes of both halves of a head in
-# flight, 0.6B's 32 heads make two programs, and the larger models' 48 and 80 leave none over.
+# flight. The 32 heads of Qwen3-0.6B make two programs, and the larger models' 48 and 80 heads also
+# divide evenly.
 MAX_HEADS = 16
 
 
@@ -121,7 +123,7 @@ def _store(
     mask: tl.tensor,
     SLOT_SIZE: tl.constexpr,
 ) -> None:
-    """Stores values where mask holds at `offsets` of `slot` (-1: nowhere), of SLOT_SIZE
+    """Stores values, where mask holds, at `offsets` in `slot` (-1: nowhere), which has SLOT_SIZE
     elements."""
     # A cache may have more than 2³¹ elements.
     tl.store(cache + slot.to(tl.int64) * SLOT_SIZE + offsets, values, mask=mask & (slot >= 0))
@@ -147,7 +149,7 @@ def _rope_store_kernel(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    """Takes HEADS heads of a token as two tiles [HEADS, HALF], the halves that rotate together."""
+    """Processes HEADS heads of a token as two tiles [HEADS, HALF], which rotate together."""
     half: tl.constexpr = HEAD_DIM // 2
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from worker_svc.kernels.triton.launch import kernel
 
-# 8 columns of half precision per thread are a 16-byte load each of gate and up. A token is cut into
-# columns, so that one token alone still spreads over several multiprocessors.
+# 8 columns of half precision per thread are a 16-byte load of gate and one of up. A token's columns
+# are divided among programs, so that a single token is spread over several multiprocessors.
 NUM_WARPS = 4
 BLOCK = NUM_WARPS * 32 * 8
 

@@ -1,4 +1,4 @@
-"""Numbers times codes that become numbers in registers (W4A16, W8A16)."""
+"""Products of numbers with codes, which become numbers in registers (W4A16, W8A16)."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def code_matmul(
 ) -> torch.Tensor:
     """x ((code − zero) · scale)ᵀ + bias [out] -> [T, out] in the dtype of x, for x [T, in].
 
-    A group's (code − zero) are exact in any dtype: they are multiplied with x, and their sum, in
-    float32, by the scale.
+    A group's (code − zero) are exact in any dtype. The kernel multiplies them by x, and multiplies
+    their float32 sum by the scale.
 
         codes   contiguous, with a row per output: int8 or the bits of float8_e4m3fn as uint8, one
                 per input; or int4 as uint8 [out, tiles, width], see `pack_int4`
         scales  [groups, out] of any float dtype
         zeros   int16 [groups, out]; None for 0, or 8 for int4
         group   columns that share a scale
-        width   bytes of a row in a tile, a power of two from 16 on that divides group, unless there
-                is one group
+        width   bytes of a row in a tile: a power of two of at least 16, which divides group unless
+                there is only one group
     """
     rows, columns = x.shape
     outs, int4 = len(codes), codes.dim() == 3
@@ -78,9 +78,9 @@ def code_matmul(
 
 
 def pack_int4(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Codes 0 to 15, uint8 [out, in] -> uint8 [out, tiles, width]: byte j of a tile of 2 · width
-    columns has column j in its low half and column width + j in the other, so that both halves are
-    multiplied with neighbours in x. Padded with zeros, which meet no x."""
+    """Codes 0 to 15, uint8 [out, in] -> uint8 [out, tiles, width]. Byte j of a tile of 2 · width
+    columns has column j in its low half and column width + j in its high half, so that both halves
+    are multiplied by neighbours in x. The padding is zeros, which are multiplied by no x."""
     columns = codes.shape[1]
     padding = -columns % (2 * width)
     tiles = F.pad(codes, (0, padding)).unflatten(1, (-1, 2, width))
@@ -89,17 +89,17 @@ def pack_int4(codes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def unpack_int4(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """`pack_int4` undone: uint8 [out, columns]."""
+    """Undoes `pack_int4`; returns uint8 [out, columns]."""
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :columns]
 
 
 @triton.jit
 def _numbers(codes: tl.tensor, zero: tl.tensor, INT4: tl.constexpr, DOT: tl.constexpr) -> tl.tensor:
-    """Codes [OUTS, WIDTH] minus zeros [OUTS, 1] if given, in DOT."""
+    """Codes [OUTS, WIDTH] minus zeros [OUTS, 1], if there are zeros, in the type DOT."""
     if codes.dtype == tl.uint8 and not INT4:
         return from_e4m3(codes, DOT)
     if INT4:
-        # Bits below those of a power of two, with which the number is the power plus the code.
+        # The code becomes the low bits of a power of two, so the number is the power plus the code.
         if DOT == tl.bfloat16:  # noqa: SIM300
             shifted = (codes.to(tl.uint16) | 0x4300).to(DOT, bitcast=True)
             return shifted - (zero + 128.0).to(DOT)
@@ -155,7 +155,7 @@ def _code_kernel(
     n = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(2)
-    # Rows beyond the last are computed from the last and not stored.
+    # Rows beyond the last are computed from the last row and not stored.
     real_n = tl.minimum(n, ALL_OUTS - 1)
     rows_of_codes = codes + real_n.to(tl.int64)[:, None] * row_bytes
     rows_of_x = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * COLUMNS

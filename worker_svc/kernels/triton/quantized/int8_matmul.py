@@ -1,4 +1,4 @@
-"""8-bit integers times 8-bit integers (W8A8)."""
+"""Products of 8-bit integers with 8-bit integers (W8A8)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def int8_matmul(
 ) -> torch.Tensor:
     """(x · x_scales) (weight · weight_scales)ᵀ + bias [out] -> [T, out] in dtype, for x int8
     [T, in] and weight int8 [out, in], both contiguous, with a float32 scale per row. Sums are
-    exact, so that a row's result depends on nothing else."""
+    exact, so a row's result does not depend on the other rows."""
     rows, columns = x.shape
     outs = len(weight)
     out = torch.empty(rows, outs, dtype=dtype, device=x.device)
@@ -81,7 +81,7 @@ def _int8_kernel(
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(2)
     tiles: tl.constexpr = (COLUMNS + TILE - 1) // TILE
-    # Rows beyond the last are computed from the last and not stored.
+    # Rows beyond the last are computed from the last row and not stored.
     weights = weight + tl.minimum(n, ALL_OUTS - 1).to(tl.int64)[:, None] * COLUMNS
     numbers = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * COLUMNS
     sums = tl.zeros([OUTS, ROWS], tl.int32)

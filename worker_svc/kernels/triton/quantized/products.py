@@ -1,11 +1,12 @@
-"""Shared by the products with quantized weights: tiles, splits, and what is done with the sums.
+"""Tiles, splits, and the scaling and storing of sums, for all products with quantized weights.
 
-The weight is the left operand and x, transposed, the right one: of the tensor cores' operands, the
-left is the one that may come from registers and that is 64 rows high, whereas steps that decode
-have few rows of x.
+The weight is the left operand, and x, transposed, is the right operand. Only the left operand of
+the tensor cores may come from registers. It is 64 rows high, whereas steps that decode have few
+rows of x.
 
-Few rows of x are bounded by the bandwidth at which the weight is read, once. If its rows make fewer
-tiles than keep a GPU busy, columns are split too, and a second kernel adds the parts up in order.
+With few rows of x, the speed is bounded by the bandwidth at which the weight is read, once. If the
+weight's rows make too few tiles to keep a GPU busy, its columns are split, too. A second kernel
+then adds up the parts in order.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import triton.language as tl
 
 from worker_svc.kernels.triton.launch import INTERPRETED, kernel
 
-SPLIT_ROWS = 64  # of x, at most: with more, tiles are many and the parts' sums large
-# Two for each multiprocessor of an H100 or H200. The same for every GPU, so that all of them add up
-# the same parts.
+SPLIT_ROWS = 64  # maximum rows of x; with more, there are many tiles and the parts' sums are large
+# Two for each multiprocessor of an H100 or H200. Every GPU uses this number, so that sums are made
+# of equal parts on all of them.
 PROGRAMS = 264
 MAX_SPLITS = 16
 COMBINED = 512  # numbers that a program of the second kernel adds up
@@ -28,7 +29,7 @@ COMBINED = 512  # numbers that a program of the second kernel adds up
 
 @dataclass(frozen=True)
 class Tiles:
-    """A program multiplies `outs` rows of the weight with `rows` rows of x."""
+    """The sizes of a program, which multiplies `outs` rows of the weight by `rows` rows of x."""
 
     rows: int
     outs: int
@@ -36,8 +37,8 @@ class Tiles:
     num_stages: int
 
 
-# For up to so many rows of x; more take the last. The columns of a tile do not depend on the number
-# of rows, so neither does the order in which a row's products are added up, but for the splits.
+# The maximum rows of x for each entry, and its tiles. The columns of a tile do not depend on the
+# number of rows. So the order in which a row's products are added up depends only on the splits.
 TILES = (
     (16, Tiles(rows=16, outs=64, num_warps=4, num_stages=5)),
     (256, Tiles(rows=64, outs=64, num_warps=4, num_stages=4)),
@@ -48,15 +49,15 @@ FLOAT32_TILES = Tiles(rows=16, outs=16, num_warps=4, num_stages=2)
 
 
 def choose_tiles(rows: int, dtype: torch.dtype) -> Tiles:
-    """For `rows` rows of x of the type that is multiplied."""
+    """The tiles for `rows` rows of x, where `dtype` is the type that is multiplied."""
     if dtype == torch.float32 and not INTERPRETED:
         return FLOAT32_TILES
     return next((tiles for limit, tiles in TILES if rows <= limit), LARGE_TILES)
 
 
 def choose_splits(rows: int, out_features: int, column_tiles: int) -> int:
-    """Parts of the columns, each of two tiles or more. The same for all numbers of rows that are
-    split at all."""
+    """The number of parts of the columns, each of two tiles or more. It is equal for all numbers of
+    rows up to SPLIT_ROWS, and 1 beyond."""
     if rows > SPLIT_ROWS:
         return 1
     wanted = PROGRAMS // -(-out_features // TILES[0][1].outs)
@@ -64,7 +65,7 @@ def choose_splits(rows: int, out_features: int, column_tiles: int) -> int:
 
 
 def room_for_parts(out: torch.Tensor, splits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a product's sums: `out` itself, or one for each part of the columns."""
+    """Memory for a product's sums: `out` itself, or a matrix for each part of the columns."""
     if splits == 1:
         return out
     return torch.empty((splits, *out.shape), dtype=dtype, device=out.device)
@@ -77,7 +78,7 @@ def combine(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Sets `out` to the sum of `parts`, scaled and with the bias as `store_sums` does it."""
+    """Sets `out` to the sum of `parts`, with scales and bias as in `store_sums`."""
     splits, rows, outs = parts.shape
     _combine_kernel[(triton.cdiv(outs, COMBINED), rows)](
         parts,
@@ -104,7 +105,7 @@ def store_sums(
     rows: tl.tensor,
     ALL_OUTS: tl.constexpr,
 ) -> None:
-    """Scales sums [len(n), len(m)] if there are scales, adds the bias, and stores them at
+    """Scales sums [len(n), len(m)] if there are scales, adds the bias, and stores the results at
     out[m, n]."""
     real_m, real_n = m < rows, n < ALL_OUTS
     result = sums.to(tl.float32)

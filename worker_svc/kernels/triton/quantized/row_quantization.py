@@ -18,13 +18,13 @@ def quantize(
     multiple: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, size], whose rows may be strided -> codes [T, size] in dtype, int8 or float8_e4m3fn,
-    and scales float32 [T, groups], neighbours in a column: x is about code · scale, and the largest
-    magnitude of a group has the largest code. int8 as `formats.quantize_rows` does it.
+    and scales float32 [T, groups], column-major. x is about code · scale, and the largest magnitude
+    of a group has the largest code. int8 codes equal those of `formats.quantize_rows`.
 
     Args:
         group: columns that share a scale; None for all.
-        maxima: float32 [T], magnitudes to use instead of a row's largest; for one group.
-        multiple: T in the results is a multiple of this; rows after the last have any contents.
+        maxima: float32 [T], magnitudes to use instead of a row's largest, if there is one group.
+        multiple: T in the results is a multiple of this; the contents of added rows are undefined.
     """
     tokens, size = x.shape
     group = group or size
@@ -67,7 +67,7 @@ def _quantize_kernel(
     GROUPS: tl.constexpr,
     LARGEST: tl.constexpr,
 ) -> None:
-    """Quantizes one row, as a tile of a group per row."""
+    """Quantizes one row of x; each row of the program's tile is a group."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
     column = tl.arange(0, WIDTH)[None, :]
@@ -79,7 +79,7 @@ def _quantize_kernel(
     else:
         top = tl.zeros([GROUPS], tl.float32) + tl.load(maxima + row)
     largest = tl.full([GROUPS], LARGEST, tl.float32)
-    # Multiplied with the reciprocal, as torch divides a number by a tensor.
+    # Torch, too, divides a number by a tensor by multiplying it by the reciprocal.
     factor = tl.where(top > 0, LARGEST * tl.div_rn(1.0, tl.where(top > 0, top, 1)), 0)
     scaled = values * factor[:, None]
     if codes.dtype.element_ty == tl.int8:

@@ -1,6 +1,6 @@
 """Quantized weights in the layouts that a GPU multiplies fastest, see `kernels.ops.PackedWeight`.
 
-| format | | with few rows of x | with many |
+| format | class | x, if it has few rows | x, if it has many rows |
 |---|---|---|---|
 | int8, one scale per row, no zeros | `Int8Weight` | int8 x | int8 x |
 | fp8, Hopper | `Fp8Weight` | x as it is | fp8 x, if there is a scale per row or per 128 columns |
@@ -24,16 +24,16 @@ from worker_svc.weights.quantization.formats import QuantizedWeight
 
 MAX_WIDTH, MIN_WIDTH = 64, 16  # bytes of a tile's rows
 SCALING_BLOCK = 128  # columns that share a scale, for products of two fp8 matrices
-MULTIPLE = 16  # of both sizes of such a weight
-ROWS_MULTIPLE = 4  # of x in such a product with a scale per block
-BLOCK_SCALING_CUDA = (12, 9)  # the first version whose cuBLAS has it
+MULTIPLE = 16  # both sizes of a weight in such a product are multiples
+ROWS_MULTIPLE = 4  # so are the rows of x, if there is a scale per block
+BLOCK_SCALING_CUDA = (12, 9)  # the first version whose cuBLAS has scales per block
 
 
 def pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     """Packs `weight` for steps that compute in dtype.
 
     Raises:
-        ModelError: its groups do not fit the kernels.
+        ModelError: the weight's groups do not fit the kernels.
     """
     groups = weight.scales.shape[1]
     if weight.format == "int8" and groups == 1 and weight.zeros is None:
@@ -54,7 +54,7 @@ def pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
 
 
 def unpack_quantized(state: dict[str, torch.Tensor]) -> PackedWeight:
-    """Makes the weight whose `state` this is."""
+    """Makes a weight from its `state`."""
     columns, dtype = state["like"].shape[1], state["like"].dtype
     if "int8" in state:
         return Int8Weight(state["int8"], state["scales"], dtype)
@@ -86,8 +86,8 @@ class Int8Weight:
 
 
 class CodeWeight:
-    """W as codes that become numbers while they are multiplied by x as it is: see `code_matmul` for
-    the layouts of `codes`, `scales` and `zeros`."""
+    """W as codes that become numbers while they are multiplied by x, which is not quantized.
+    `code_matmul` describes the layouts of `codes`, `scales` and `zeros`."""
 
     def __init__(
         self,
@@ -129,8 +129,8 @@ class CodeWeight:
 
 
 class Fp8Weight(CodeWeight):
-    """W as fp8 codes that are also multiplied by x in fp8, by torch, if x has many rows. With few,
-    the weight's bytes take the time, and x can stay as it is."""
+    """W as fp8 codes, which torch multiplies by x in fp8 if x has many rows. With few rows, reading
+    the weight takes most of the time, and x is not quantized."""
 
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
@@ -147,7 +147,7 @@ class Fp8Weight(CodeWeight):
         )
         if one_group:  # [T, 1] and [1, out]
             scaling, scales, weight_scales = ScalingType.RowWise, scales[:, 0, None], self.scales
-        else:  # [T, groups] and [out, groups], neighbours in a column
+        else:  # [T, groups] and [out, groups], column-major
             scaling, weight_scales = ScalingType.BlockWise1x128, self.scales.T
         out: torch.Tensor = scaled_mm(
             codes, self.codes.T, scales, scaling, weight_scales, scaling, output_dtype=x.dtype
@@ -157,14 +157,14 @@ class Fp8Weight(CodeWeight):
 
 
 def _maxima(x: torch.Tensor, exchange: Exchange | None) -> torch.Tensor | None:
-    """Magnitudes [T] to quantize x by, if other ranks hold more columns of it."""
+    """Magnitudes [T] by which to quantize x, if other ranks hold further columns of x."""
     if exchange is None:
         return None
     return exchange(torch.linalg.vector_norm(x, torch.inf, dim=1, dtype=torch.float32))
 
 
 def _width(group: int, groups: int, name: str = "") -> int:
-    """Bytes of a tile's rows: a power of two that divides the group, if there are several."""
+    """Bytes of a tile's rows: a power of two, which divides the group if there are several."""
     width = MAX_WIDTH if groups == 1 else min(MAX_WIDTH, group & -group)
     if width < MIN_WIDTH:
         raise ModelError(
@@ -175,7 +175,7 @@ def _width(group: int, groups: int, name: str = "") -> int:
 
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:
-    """Scales in 16 bits if they lose nothing, as those of most checkpoints do."""
+    """The scales in 16 bits if that loses nothing, which holds for most checkpoints."""
     if scales.is_meta:
         return scales
     for dtype in (torch.float16, torch.bfloat16):
@@ -186,7 +186,7 @@ def _narrowed(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _scales_products(shape: torch.Size, groups: int) -> bool:
-    """Whether torch multiplies an fp8 matrix of this shape by another one here."""
+    """Whether torch can multiply an fp8 matrix of this shape by another one on this GPU."""
     if INTERPRETED or driver.active.get_current_target().arch != 90:
         return False
     if any(size % MULTIPLE for size in shape):
@@ -198,5 +198,5 @@ def _scales_products(shape: torch.Size, groups: int) -> bool:
 
 
 def _like(weight: Int8Weight | CodeWeight, columns: int) -> torch.Tensor:
-    """No rows, but of the weight's size and in their dtype."""
+    """An empty tensor [0, columns] in the dtype of the weight's numbers."""
     return torch.empty(0, columns, dtype=weight.dtype)

@@ -1,8 +1,8 @@
 """The searches of `sampling.filters` on a GPU, one histogram after another.
 
-A histogram is one pass over the logits at the speed of memory: hardly any logit is in its range,
-and the others cost a comparison. Counts are gathered per tile before they meet in memory. Weights
-are added there one by one, as integers, so that their order does not matter.
+A histogram is one pass over the logits at the speed of memory. Hardly any logit is in its range,
+and each other logit costs a comparison. Counts are summed per tile before they are added in memory.
+Weights are added in memory one by one, as integers, so that their order does not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIGN = tl.constexpr(definitions.SIGN)
 TILE = 4096
 NUM_WARPS = 4
 
-# Arguments of which a program reads one entry: their alignment does not matter.
+# Arguments of which a program reads one entry, so that their alignment does not matter.
 UNALIGNED = ["rows", "low", "shifts"]
 
 
@@ -172,7 +172,7 @@ def _tile(row: tl.tensor, num_tokens: tl.tensor, TILE: tl.constexpr) -> tl.tenso
 
 @triton.jit
 def _number(values: tl.tensor, low: tl.tensor, shift: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The number of each logit's bin, int32, and whether it is in one."""
+    """The number of each logit's bin, int32, and whether the logit is in a bin."""
     bits = values.to(tl.int32, bitcast=True)
     bits = tl.where(bits == -SIGN, 0, bits)  # -0.0
     keys = tl.where(bits < 0, -1 - bits, bits ^ -SIGN).to(tl.uint32, bitcast=True)

@@ -1,8 +1,8 @@
-"""Selection as in `kernels.cpu.sampling.selection`, which explains it, in two kernels: one pass
-over all logits in the type they come in, then a look at one chunk per sequence.
+"""Selection in two kernels; `kernels.cpu.sampling.selection` explains it.
 
-A chunk's statistics have the same bits whichever rank has the chunk, and in whatever batch: the
-tile that a program reduces is fixed by the chunk size alone.
+The first kernel makes one pass over all logits in their own dtype. The second kernel reads one
+chunk per sequence. A chunk's statistics have equal bits on every rank and in every batch, because
+the tile that a program reduces depends only on the chunk size.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MIN_TEMPERATURE = tl.constexpr(definitions.MIN_TEMPERATURE)
 MAX_TEMPERATURE = tl.constexpr(definitions.MAX_TEMPERATURE)
 
 # Logits per program of the first kernel: 128 threads with four 16-byte loads of half precision
-# each. A multiprocessor holds some 10 such programs, 80 KB in flight, where about 25 KB are needed
-# to hide the latency of memory. One of Qwen3's chunks (512) is two loads of one warp, so that
-# reducing it needs no exchange between warps.
+# each. A multiprocessor holds some 10 such programs with 80 KB in flight, and about 25 KB hide the
+# latency of memory. One of Qwen3's chunks (512) is two loads of one warp, so that its reduction
+# needs no exchange between warps.
 TILE = 4096
 NUM_WARPS = 4
 
@@ -28,8 +28,8 @@ NUM_WARPS = 4
 def chunk_statistics(
     logits: torch.Tensor, chunk_size: int, num_tokens: int, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Equals the CPU's; logits bfloat16, float16 or float32, chunk_size a power of two. Rows of
-    logits may be strided."""
+    """Does what the CPU's function does; logits are bfloat16, float16 or float32, chunk_size is a
+    power of two. Rows of logits may be strided."""
     num_rows, num_chunks = len(logits), logits.shape[1] // chunk_size
     maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(maxima)
@@ -60,7 +60,7 @@ def select_tokens(
     temperatures: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """Equals the CPU's; maxima and sums contiguous."""
+    """Does what the CPU's function does; maxima and sums must be contiguous."""
     num_rows, all_chunks = maxima.shape
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
@@ -98,10 +98,10 @@ def _chunk_statistics_kernel(
     row = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     columns = chunk[:, None] * CHUNK_SIZE + tl.arange(0, CHUNK_SIZE)[None, :]
-    # Padding is memory too: loading whole chunks keeps the loads 16 bytes wide for any vocabulary.
+    # Chunks are loaded with their padding, so that loads are 16 bytes wide for any vocabulary.
     values = tl.load(logits + row * logits_stride + columns, mask=chunk[:, None] < NUM_CHUNKS)
     values = values.to(tl.float32)
-    # NaN counts as impossible: else it would hide that padding is smaller than all tokens.
+    # NaN counts as impossible. Otherwise it would hide that padding is smaller than all tokens.
     values = tl.where((columns < num_tokens) & (values == values), values, float("-inf"))
     largest = tl.max(values, axis=1)
     temperature = tl.load(temperatures + row)
@@ -162,7 +162,7 @@ def _select_tokens_kernel(
 def _invert(
     weights: tl.tensor, uniform: tl.tensor, indices: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """weights [K] float64 >= 0, indices 0..K-1 -> index and fraction, as on a CPU."""
+    """weights [K] float64 >= 0, indices 0..K-1 -> index and fraction, equal to the CPU's."""
     cumulative = tl.cumsum(weights, axis=0)
     target = uniform * tl.max(cumulative, axis=0)
     possible = weights > 0

@@ -1,4 +1,4 @@
-"""Sequences' tokens, cached by slot like their keys and values, and penalties for them."""
+"""The tokens of sequences, cached by slot like keys and values, and penalties for these tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worker_svc.kernels.triton.launch import kernel
 UNALIGNED = ["block_table", "table_offsets", "rows", "context_lens"]
 
 STORED = 256  # tokens per program
-# Positions that a program takes at a time, and programs per sequence.
+# Positions that a program processes at a time, and programs per sequence.
 TILE = 256
 PROGRAMS = 4
 
@@ -47,9 +47,12 @@ def penalize(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> None:
-    """See `kernels.ops.Ops.penalize`; rows of logits may be strided. First every position marks its
-    token: the lowest bit for the prompt, plus 2 for each time it was generated, the same in any
-    order. Then of all positions of a token one takes the mark, and penalizes."""
+    """See `kernels.ops.Ops.penalize`; rows of logits may be strided.
+
+    First every position marks its token: it sets the lowest bit for the prompt, and adds 2 if the
+    token was generated. The order does not change the result. Then one of a token's positions
+    takes the mark and penalizes the token.
+    """
     if len(rows) == 0 or count == 0:
         return
     seen = torch.zeros(len(rows), count, dtype=torch.int32, device=logits.device)
@@ -104,7 +107,7 @@ def _columns(
     start: tl.tensor,
     count: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """This rank's columns of the tokens at positions of a sequence, and whether it has them."""
+    """The columns of the tokens at `position`, and whether this rank has these columns."""
     known = position < context
     block = tl.load(block_table + position // block_size, mask=known, other=0).to(tl.int64)
     slot = block * block_size + position % block_size

@@ -16,7 +16,7 @@ def apply_masks(
     logits: torch.Tensor, start: int, count: int, masked: torch.Tensor, masks: torch.Tensor
 ) -> None:
     """Sets logits [F, shard] float32 of rows masked [M] int32 to -inf at columns c < count where
-    bit start + c of masks [M, W] int32 is 0: the lowest bits and the first words first. Rows of
+    bit start + c of masks [M, W] int32 is 0. The lowest bit of a row's first word is bit 0. Rows of
     logits may be strided."""
     if len(masked) and count:
         _apply_masks_kernel[(triton.cdiv(count, TILE), len(masked))](
@@ -53,6 +53,6 @@ def _apply_masks_kernel(
     inside = columns < count
     words = tl.load(masks + place * num_words + tokens // 32, mask=inside, other=-1)
     excluded = ((words >> (tokens % 32)) & 1) == 0
-    # Only excluded tokens are touched, so there is nothing to read.
+    # The kernel writes only the logits of excluded tokens, so it need not read any.
     target = logits + row * logits_stride + columns
     tl.store(target, tl.full([TILE], float("-inf"), tl.float32), mask=inside & excluded)
