@@ -6,7 +6,7 @@
     ├── FailedPreconditionError  FAILED_PRECONDITION  a stale or misplaced step
     ├── QueueFullError           RESOURCE_EXHAUSTED   says when to retry (RetryInfo)
     ├── UnauthenticatedError     UNAUTHENTICATED      no valid token came with the call
-    ├── PermissionDeniedError    PERMISSION_DENIED    the caller's certificate lacks the role
+    ├── PermissionDeniedError    PERMISSION_DENIED    the caller may not call this method
     ├── OutOfRangeError          OUT_OF_RANGE         a position in a stream that is no longer kept
     ├── DataLossError            DATA_LOSS            a stream's reader fell behind; begin again
     ├── StreamEndedError         ABORTED              this process ends a stream; open another

@@ -47,7 +47,7 @@ class Bounds:
 
     public: Range  # values that the frontend accepts from clients
     engine: Range  # values that the scheduler and the workers can run; contains `public`
-    with_beams: float | None = None  # the only value allowed with beam search; None: no value is
+    with_beams: float | None = None  # the only value allowed with beam search; None: none is
 
 
 class Effect(enum.Enum):

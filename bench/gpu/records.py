@@ -87,7 +87,7 @@ class Result:
 
     def _add_report(self, when: str, outcome: str, message: str, seconds: float) -> None:
         """Adds pytest's report of a test's setup, call, teardown or crash."""
-        if self.ended:  # the test killed its process after it had been reported
+        if self.ended:  # the test was reported before it killed its process
             return
         self.seconds += seconds
         if outcome == "failed":

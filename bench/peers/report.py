@@ -28,7 +28,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Round:
-    """An entry's result in a round: the output of its driver, or the reason of its failure."""
+    """An entry's result in a round: the output of its driver, or the reason for its failure."""
 
     answer: dict[str, Any] | None
     error: str | None = None

@@ -3,7 +3,7 @@
 The size of a message is known only once it has been read. So each message first takes a place for
 the largest possible message, and afterwards gives back the bytes that it did not need. A caller
 gets a further place only if its bytes, including that place, are at most the free bytes (dynamic
-thresholds: Choudhury and Hahne 1998). So there is always a place for another caller.
+thresholds: Choudhury and Hahne 1998). So a place is left for another caller.
 
 A caller without a place waits. The caller that holds the fewest bytes goes next, and equals take
 turns. A slow message keeps its place until another message waits for a place. Then the caller with

@@ -25,7 +25,7 @@ from shared.tls import server_credentials
 
 log = structlog.get_logger(__name__)
 
-# Larger metadata is rejected with RESOURCE_EXHAUSTED. By default gRPC starts at half of it.
+# Larger metadata is rejected with RESOURCE_EXHAUSTED. By default gRPC rejects some from half of it.
 _MAX_METADATA_BYTES = 16 << 10
 _CALLS_PER_CONNECTION = 1024
 _CALLS_PER_READ = 4

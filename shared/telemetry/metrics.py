@@ -1,6 +1,6 @@
 """The metrics of a process, in the form that Prometheus reads.
 
-If vLLM has a metric, its name, buckets and label `model_name` are used, behind another prefix. A
+Metrics that vLLM also has use its names, buckets and label `model_name`, behind another prefix. A
 dashboard for vLLM needs only the prefix replaced.
 """
 
@@ -38,8 +38,8 @@ RECOVERY_SECONDS = (
 
 
 class Histogram:
-    """Counts values by bucket. One thread may call `observe` while other threads read.
-    It needs no lock; prometheus_client's histogram has locks and takes several times as long."""
+    """Counts values by bucket, without a lock. One thread may call `observe` while others read.
+    prometheus_client's histogram has locks and takes several times as long."""
 
     __slots__ = ("bounds", "counts", "sum")
 

@@ -28,8 +28,8 @@ NUM_WARPS = 4
 def chunk_statistics(
     logits: torch.Tensor, chunk_size: int, num_tokens: int, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does what the CPU's function does; logits are bfloat16, float16 or float32, chunk_size is a
-    power of two. Rows of logits may be strided."""
+    """Computes the CPU's result; logits are bfloat16, float16 or float32, and chunk_size is a power
+    of two. Rows of logits may be strided."""
     num_rows, num_chunks = len(logits), logits.shape[1] // chunk_size
     maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(maxima)
@@ -60,7 +60,7 @@ def select_tokens(
     temperatures: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """Does what the CPU's function does; maxima and sums must be contiguous."""
+    """Computes the CPU's result; maxima and sums must be contiguous."""
     num_rows, all_chunks = maxima.shape
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     if num_rows:
