@@ -235,8 +235,8 @@ def _directory(launcher_pid: int) -> Path:
 
 
 def kill_all(directory: Path) -> None:
-    """Kills a stack's processes, which spares the seconds that an orderly end takes, and those that
-    its watchdog starts meanwhile."""
+    """Kills a stack's processes, and those that its supervisor starts meanwhile. An orderly end
+    would take seconds."""
     while members := stack_members(directory):
         for each in members:
             with suppress(psutil.NoSuchProcess):
