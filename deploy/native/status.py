@@ -69,7 +69,7 @@ def _status(stack: Stack, process: Process, found: RunningProcess) -> ProcessSta
     shares = process.service == "frontend" and stack.frontends > 1
     if found.pid and process.service not in ENGINE_SERVICES:
         health = http_health(process.address, tls=stack.public_tls)
-    elif found.pid and (not shares or _listens(found.pid, stack.port)):
+    elif found.pid and (not shares or listens(found.pid, stack.port)):
         health = check_health(process.address, tls=stack.tls(process.service))
     status = found.exit_status
     reason = failure_reason(stack.log(process.name)) if status == CANNOT_START else ""
@@ -77,7 +77,8 @@ def _status(stack: Stack, process: Process, found: RunningProcess) -> ProcessSta
     return ProcessStatus(process, found.pid, found.state, health, status, trouble)
 
 
-def _listens(pid: int, port: int) -> bool:
+def listens(pid: int, port: int) -> bool:
+    """Returns whether the process accepts TCP connections on this port."""
     try:
         connections = psutil.Process(pid).net_connections(kind="tcp")
     except psutil.Error:

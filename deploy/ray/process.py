@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import psutil
 import ray
 
 from deploy.certificates import check_certificates
@@ -26,7 +24,7 @@ from deploy.errors import LaunchError
 from deploy.first_tokens import stream_completion
 from deploy.health import UNREACHABLE, check_health
 from deploy.logs import failure_reason
-from deploy.native.status import ProcessStatus
+from deploy.native.status import ProcessStatus, listens
 from deploy.plan import Environment, public_tls
 from deploy.ports import free_port
 from deploy.ray.layout import Endpoint, Member, RayStack
@@ -156,7 +154,7 @@ class ProcessActor:
     def _health(self, pid: int) -> str:
         # Frontends of a node share an address: if one does not listen yet, another one would
         # answer.
-        if self._member.service == "frontend" and not _listens(pid, self._settings.port):
+        if self._member.service == "frontend" and not listens(pid, self._settings.port):
             return UNREACHABLE
         return check_health(self._own.address, tls=self._tls)
 
@@ -247,11 +245,3 @@ def _write(path: Path, lines: list[str]) -> None:
         unfinished = path.with_name(f"{path.name}.new")
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
-
-
-def _listens(pid: int, port: int) -> bool:
-    try:
-        connections: Any = psutil.Process(pid).net_connections(kind="tcp")
-    except psutil.Error:
-        return False
-    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)

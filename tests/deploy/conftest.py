@@ -122,7 +122,7 @@ class Launcher:
         return [Path(line.removeprefix("unix:")).name for line in lines]
 
     def events(self, port: int, process: str) -> list[dict[str, Any]]:
-        """What a process has logged."""
+        """Returns the events in the log of a process."""
         log = self.directory / run_directory(port) / f"{process}.log"
         return [json.loads(line) for line in log.read_text().splitlines()]
 

@@ -74,8 +74,8 @@ def one_by_one(stack: RealStack, requests: Mapping[str, GenerateRequest]) -> dic
 def test_tokens_are_the_same_on_every_path(
     setting: str, tp: int, tmp_path: Path, oracle: TransformersModel
 ) -> None:
-    """Of each request alone, of all at once in chunks and preempted, and after the last rank was
-    killed, whose successor maps the packed weights that are kept."""
+    """Requests run alone, then all at once in chunks and preempted, then after the last rank was
+    killed. The successor of the rank maps the packed weights that are kept."""
     model = DEMO_MODEL
     if setting in FORMATS:
         model = tmp_path / "demo"

@@ -1,4 +1,4 @@
-"""What a scheduler has of each completion, from its submission to its scheduler's death."""
+"""The state of a completion at its scheduler, from submission to the scheduler's death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers may do how often, without a clock."""
+"""The rates that callers are held to, without a clock."""
 
 from __future__ import annotations
 

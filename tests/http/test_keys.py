@@ -38,7 +38,7 @@ class Secure:
         unfinished.replace(self.tokens)
 
     def asked(self, token: str, **options: Any) -> dict[str, Any]:
-        """What to ask for a completion with these options, on a connection of its own."""
+        """Arguments of a request for a completion with these options, on a new connection."""
         return {
             "url": f"{self.url}/v1/completions",
             "json": {"model": "demo", "prompt": "Once upon a time", "ignore_eos": True} | options,

@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def contents(header: object, data: bytes = bytes(A_BYTES + B_BYTES)) -> bytes:
-    """Of a file with this header, which need not be one."""
+    """The bytes of a file with this header, which need not be a valid header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
