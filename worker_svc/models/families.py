@@ -20,7 +20,8 @@ class Family:
     """The facts about a family that are not in its layers.
 
     Args:
-        architecture: the family's name in config.json, and of its class in `module` of this folder.
+        architecture: the family's name in config.json.
+        module: the name of its module in this folder, whose `build` makes a model of `Parts`.
         defaults: transformers' defaults for fields that config.json may leave out.
         reasoning_parser, tool_call_parser: smg's names for the formats that the models write.
     """
@@ -32,22 +33,43 @@ class Family:
     tool_call_parser: str | None
 
 
+_QWEN_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
 _SERVED = (
     Family(
         architecture="Qwen3ForCausalLM",
         module="qwen3",
-        defaults={
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-        },
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
         reasoning_parser="qwen3",
         tool_call_parser="qwen",
+    ),
+    Family(
+        architecture="Qwen2ForCausalLM",
+        module="qwen2",
+        defaults=_QWEN_DEFAULTS,
+        reasoning_parser=None,
+        tool_call_parser="qwen",
+    ),
+    Family(
+        architecture="LlamaForCausalLM",
+        module="llama",
+        defaults={
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+        },
+        reasoning_parser=None,
+        tool_call_parser="llama",
     ),
 )
 FAMILIES = {family.architecture: family for family in _SERVED}
