@@ -9,6 +9,7 @@ from pathlib import Path
 from deploy.errors import LaunchError
 
 HUB = "hub:"
+GGUF = ".gguf"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _REVISION = re.compile(r"(?!.*\.\.)[\w./-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -17,16 +18,24 @@ _FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt")
 
 
 def resolve_model(model: str) -> Path:
-    """Returns the directory of `model`, a path or `hub:OWNER/NAME@REVISION`: a Hugging Face
-    repository at a commit, branch or tag, which it downloads. For a branch or tag, whose files may
-    change, it prints the present commit on stderr.
+    """Returns the directory of `model`.
+
+    Args:
+        model: a directory, a GGUF file, which is unpacked, or `hub:OWNER/NAME@REVISION`: a Hugging
+            Face repository at a commit, branch or tag, which is downloaded. For a branch or tag,
+            whose files may change, its present commit is printed on stderr.
 
     Raises:
-        LaunchError: `model` is neither, or cannot be downloaded.
+        LaunchError: `model` is none of these, or cannot be unpacked or downloaded.
     """
     if model.startswith(HUB):
         return _from_hub(model)
     directory = Path(model).expanduser()
+    if directory.suffix == GGUF and directory.is_file():
+        # Imported here: the import is slow, and a directory does not need it.
+        from deploy.gguf.unpack import unpack
+
+        return unpack(directory)
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise LaunchError(f"MODEL: {model} has no config.json")
@@ -38,11 +47,11 @@ def resolve_model(model: str) -> Path:
 
 
 def model_name(model: str, directory: Path) -> str:
-    """Returns the default name of `model` for clients: OWNER/NAME of the hub, or the name of its
-    `directory`."""
+    """Returns the default name of `model` for clients: OWNER/NAME of the hub, or the name of the
+    GGUF file or `directory`."""
     if model.startswith(HUB):
         return model.removeprefix(HUB).partition("@")[0]
-    return directory.resolve().name
+    return Path(model).stem if model.endswith(GGUF) else directory.resolve().name
 
 
 def _from_hub(model: str) -> Path:

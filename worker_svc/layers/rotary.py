@@ -27,6 +27,7 @@ class RopeConfig:
     # llama3
     low_freq_factor: float = 0.0
     high_freq_factor: float = 0.0
+    frequency_factors: tuple[float, ...] = ()  # factors
 
 
 def rotary_table(
@@ -99,12 +100,18 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, 
     return inv_freq / rope.factor * (1 - kept) + inv_freq * kept, 1.0
 
 
+def _factors(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Divides each frequency by a factor of its own, which is how GGUF files have llama3."""
+    return 1.0 / (frequencies * torch.tensor(rope.frequency_factors)), 1.0
+
+
 # Powers of theta [head_dim / 2] -> the inverse frequencies, and a factor on cosines and sines.
 _SCALINGS: dict[str, Callable[[RopeConfig, torch.Tensor], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "yarn": _yarn,
     "llama3": _llama3,
+    "factors": _factors,
 }
 # The fields that config.json must have.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -112,4 +119,5 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "factors": ("frequency_factors",),
 }

@@ -103,7 +103,11 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
             f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads, which is "
             f"{file.num_attention_heads}"
         )
+    head_dim = file.head_dim or file.hidden_size // file.num_attention_heads
     rope = _rope(_rope_parameters(file))
+    factors, frequencies = len(rope.frequency_factors), head_dim // 2
+    if factors not in (0, frequencies):
+        raise ModelError(f"frequency_factors: {factors}, but there are {frequencies} frequencies")
     return ModelConfig(
         family=family,
         vocab_size=file.vocab_size,
@@ -112,7 +116,7 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
         num_layers=file.num_hidden_layers,
         num_heads=file.num_attention_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=file.head_dim or file.hidden_size // file.num_attention_heads,
+        head_dim=head_dim,
         rms_norm_eps=file.rms_norm_eps,
         attention_bias=file.attention_bias,
         mlp_bias=file.mlp_bias,

@@ -23,14 +23,18 @@ class Family:
         architecture: the family's name in config.json.
         module: the name of its module in this folder, whose `build` makes a model of `Parts`.
         defaults: transformers' defaults for fields that config.json may leave out.
+        gguf: the family's `general.architecture` in GGUF files.
         reasoning_parser, tool_call_parser: smg's names for the formats that the models write.
+        gguf_pairs: whether GGUF files interleave the two halves of each head's rows of q and k.
     """
 
     architecture: str
     module: str
     defaults: Mapping[str, Any]
+    gguf: str
     reasoning_parser: str | None
     tool_call_parser: str | None
+    gguf_pairs: bool = False
 
 
 _QWEN_DEFAULTS = {
@@ -47,6 +51,7 @@ _SERVED = (
         architecture="Qwen3ForCausalLM",
         module="qwen3",
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+        gguf="qwen3",
         reasoning_parser="qwen3",
         tool_call_parser="qwen",
     ),
@@ -54,6 +59,7 @@ _SERVED = (
         architecture="Qwen2ForCausalLM",
         module="qwen2",
         defaults=_QWEN_DEFAULTS,
+        gguf="qwen2",
         reasoning_parser=None,
         tool_call_parser="qwen",
     ),
@@ -68,6 +74,8 @@ _SERVED = (
             "num_attention_heads": 32,
             "max_position_embeddings": 2048,
         },
+        gguf="llama",
+        gguf_pairs=True,
         reasoning_parser=None,
         tool_call_parser="llama",
     ),
