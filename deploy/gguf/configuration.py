@@ -108,8 +108,11 @@ def end_tokens(keys: Keys) -> list[int]:
     given = [keys.get(f"tokenizer.ggml.{name}", int, None) for name in names]
     tokens = keys.get("tokenizer.ggml.tokens", list)
     types = keys.get("tokenizer.ggml.token_type", list, [])
-    control = {token for token, kind in enumerate(types) if kind == _CONTROL}
-    known = [token for token in sorted(control) if tokens[token] in _ENDS]
+    known = [
+        number
+        for number, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == _CONTROL and token in _ENDS
+    ]
     return list(dict.fromkeys(token for token in (*given, *known) if token is not None))
 
 
