@@ -21,6 +21,7 @@ class Family:
 
     Args:
         architecture: the family's name in config.json.
+        models: the models that have it, for people.
         module: the name of its module in this folder, whose `build` makes a model of `Parts`.
         defaults: transformers' defaults for fields that config.json may leave out.
         gguf: the family's `general.architecture` in GGUF files.
@@ -29,6 +30,7 @@ class Family:
     """
 
     architecture: str
+    models: str
     module: str
     defaults: Mapping[str, Any]
     gguf: str
@@ -49,6 +51,7 @@ _QWEN_DEFAULTS = {
 _SERVED = (
     Family(
         architecture="Qwen3ForCausalLM",
+        models="Qwen3, dense: 0.6B to 32B",
         module="qwen3",
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
         gguf="qwen3",
@@ -57,6 +60,7 @@ _SERVED = (
     ),
     Family(
         architecture="Qwen2ForCausalLM",
+        models="Qwen2, Qwen2.5, and their Coder, Math and DeepSeek-R1-Distill versions: 0.5B to 72B",
         module="qwen2",
         defaults=_QWEN_DEFAULTS,
         gguf="qwen2",
@@ -65,6 +69,7 @@ _SERVED = (
     ),
     Family(
         architecture="LlamaForCausalLM",
+        models="Llama 2, 3, 3.1, 3.2 and 3.3 (text), SmolLM2, TinyLlama: 135M to 405B",
         module="llama",
         defaults={
             "vocab_size": 32000,
