@@ -1,6 +1,6 @@
 """`python -m tools.models_table`: writes the table of model families into docs/models.md.
 
-`make check` uses `--check`, which writes nothing and fails if the table is not that of the registry.
+`make check` uses `--check`, which writes nothing and fails if the table is out of date.
 """
 
 from __future__ import annotations

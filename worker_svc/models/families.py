@@ -60,7 +60,7 @@ _SERVED = (
     ),
     Family(
         architecture="Qwen2ForCausalLM",
-        models="Qwen2, Qwen2.5, and their Coder, Math and DeepSeek-R1-Distill versions: 0.5B to 72B",
+        models="Qwen2, Qwen2.5 and versions of them (Coder, Math, R1-Distill): 0.5B to 72B",
         module="qwen2",
         defaults=_QWEN_DEFAULTS,
         gguf="qwen2",
@@ -69,7 +69,7 @@ _SERVED = (
     ),
     Family(
         architecture="LlamaForCausalLM",
-        models="Llama 2, 3, 3.1, 3.2 and 3.3 (text), SmolLM2, TinyLlama: 135M to 405B",
+        models="Llama 2, 3, 3.1, 3.2 and 3.3 (text), SmolLM2, TinyLlama: 135M to 70B",
         module="llama",
         defaults={
             "vocab_size": 32000,
