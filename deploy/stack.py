@@ -35,7 +35,7 @@ class Process:
 
     service: str
     index: int
-    address: str
+    address: str = "-"
     engine: int | None = None  # None: it belongs to no engine
 
     @property
