@@ -89,6 +89,14 @@ def down(environment: Environment) -> int:
     return 0
 
 
+def scale(environment: Environment, engines: int) -> int:
+    """
+    Raises:
+        LaunchError: containers cannot be added while a stack runs.
+    """
+    raise LaunchError("ENGINES: RUNTIME=docker cannot scale; run make down, then make up")
+
+
 def ps(environment: Environment, as_json: bool = False) -> int:
     """Prints a line per container, or JSON."""
     words = ["ps", "--format", "json"] if as_json else ["ps"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from deploy.engines import (
     wait_until_joined,
     wait_until_left,
 )
-from deploy.errors import LaunchError, StartError, SupervisorGoneError
+from deploy.errors import SupervisorGoneError
 from deploy.native.guards import ignore_signals, locked, signals_interrupt
 from deploy.native.processes import (
     parent_processes,
@@ -28,7 +29,6 @@ from deploy.native.processes import (
 )
 from deploy.native.progress import show_progress
 from deploy.native.startup import wait_until_serving
-from deploy.native.status import stack_status
 from deploy.stack import Stack
 
 
@@ -41,10 +41,7 @@ def scale(directory: Path, engines: int) -> int:
         LaunchError: no stack runs in `directory`, it cannot have this number of engines, or a new
             engine cannot start. In this case, the number of engines is as before.
     """
-    Stack.load(directory)  # raises if there is no stack
-    with locked(directory), signals_interrupt():
-        stack = Stack.load(directory)
-        wake_supervisor(directory)  # raises if there is no supervisor
+    with changing(directory) as stack:
         wanted = replace(stack, engines=engines, master_ports=extra_master_ports(stack, engines))
         check_engines(wanted)
         if engines >= stack.engines:
@@ -59,16 +56,14 @@ def _start_engines(stack: Stack, wanted: Stack) -> None:
     try:
         apply(wanted)
         with show_progress(wanted) as report:
-            wait_until_serving(wanted, lambda: stack_status(wanted), report)
+            wait_until_serving(wanted, report)
     except SupervisorGoneError:  # the stack is stopping, or its next supervisor starts them
         raise
-    except BaseException as error:
+    except BaseException:
         if wanted.engines > stack.engines:
             ignore_signals()
             print("stopping the new engines", file=sys.stderr)
             apply(stack)
-        if isinstance(error, StartError):
-            raise LaunchError(f"{error} (log: {error.log})") from error
         raise
     frontends = num_frontends(stack, 0)
     list_engines(wanted, range(wanted.engines))
@@ -81,6 +76,21 @@ def _stop_engines(stack: Stack, wanted: Stack) -> None:
     for engine in range(wanted.engines, stack.engines):
         wait_until_left(stack, engine, DRAIN_S)
     apply(wanted)
+
+
+@contextmanager
+def changing(directory: Path) -> Iterator[Stack]:
+    """Yields a running stack that a command is going to change. One command at a time may, and
+    stop signals interrupt it.
+
+    Raises:
+        LaunchError: no stack or no supervisor runs in `directory`, or another command is changing
+            the stack.
+    """
+    Stack.load(directory)  # first, because the lock makes the directory
+    with locked(directory), signals_interrupt():
+        wake_supervisor(directory)
+        yield Stack.load(directory)
 
 
 def apply(stack: Stack) -> None:

@@ -16,41 +16,12 @@ from shared.process.fork import CANNOT_START
 Report = Callable[[Sequence[ProcessStatus]], None]
 
 _POLL_S = 0.2
-_SUPERVISOR_POLL_S = 0.02
+_SUPERVISOR_POLL_S = 0.02  # until it shows its first state
 _MAX_RESTARTS = 3
 
 
-def wait_until_ready(
-    stack: Stack,
-    supervisor: subprocess.Popen[bytes],
-    report: Report,
-    check_stop: Callable[[], None] = lambda: None,
-) -> None:
-    """Returns once all processes of a stack that was just started are SERVING.
-
-    Args:
-        report: is called with the state of all processes, several times a second.
-        check_stop: is called as often; an exception that it raises ends the wait.
-
-    Raises:
-        StartError: the stack cannot start; the message says why.
-    """
-
-    def ask() -> Sequence[ProcessStatus]:
-        check_stop()
-        if supervisor.poll() is not None:
-            log = stack.log("supervisor")
-            raise StartError(f"the supervisor ended: {failure_reason(log)}", log)
-        try:
-            return stack_status(stack)
-        except SupervisorGoneError:  # it has not started yet
-            return []
-
-    wait_until_serving(stack, ask, report)
-
-
 def wait_until_serving(
-    stack: Stack, ask: Callable[[], Sequence[ProcessStatus]], report: Report
+    stack: Stack, report: Report, supervisor: subprocess.Popen[bytes] | None = None
 ) -> None:
     """Returns once all processes are SERVING.
 
@@ -58,22 +29,31 @@ def wait_until_serving(
     process says that it cannot start, or crashes repeatedly.
 
     Args:
-        ask: returns the state of all processes, or none yet; an exception ends the wait.
-        report: is called with each answer.
+        report: is called with the state of all processes, several times a second.
+        supervisor: that of the stack, if it has just been started.
 
     Raises:
         StartError: a process cannot start; the message says why.
+        SupervisorGoneError: the stack has stopped.
     """
     starts: dict[str, set[int]] = {process.name: set() for process in stack.processes()}
     while True:
-        statuses = ask()
+        if supervisor and supervisor.poll() is not None:
+            log = stack.log("supervisor")
+            raise StartError(f"the supervisor ended: {failure_reason(log)}", log)
+        try:
+            statuses = stack_status(stack)
+        except SupervisorGoneError:
+            if not supervisor:
+                raise
+            time.sleep(_SUPERVISOR_POLL_S)
+            continue
         report(statuses)
         for status in statuses:
             _check(stack, status, starts[status.process.name])
-        serving = bool(statuses) and all(status.health == SERVING for status in statuses)
-        if serving and _all_answer(stack):
+        if all(status.health == SERVING for status in statuses) and _all_answer(stack):
             return
-        time.sleep(_POLL_S if statuses else _SUPERVISOR_POLL_S)
+        time.sleep(_POLL_S)
 
 
 def _check(stack: Stack, status: ProcessStatus, pids: set[int]) -> None:

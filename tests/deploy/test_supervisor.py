@@ -23,7 +23,7 @@ from deploy.native.processes import (
 )
 from deploy.native.supervisor import command
 from deploy.plan import Layout, plan_stack
-from deploy.stack import Stack
+from deploy.stack import Stack, run_directory
 from tests.waiting import WAIT_S, wait_for
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
@@ -151,14 +151,17 @@ def test_a_process_that_ignores_signals_is_killed_after_the_grace(tmp_path: Path
     assert "killing 1 processes" in said[0]
 
 
-def test_down_removes_a_directory_without_files(tmp_path: Path) -> None:
-    directory = tmp_path / "6000"
+def test_down_removes_a_directory_without_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = run_directory(6000)
     (directory / "models").mkdir(parents=True)
     (directory / "lock").touch()
     log = directory / "worker-0.log"
     log.touch()
-    down(directory)
+    down({"NANO_PORT": "6000"})
     assert log.exists()
     log.unlink()
-    down(directory)
+    down({"NANO_PORT": "6000"})
     assert not directory.exists()
