@@ -3,33 +3,14 @@ plaintext or to the wrong pod."""
 
 from __future__ import annotations
 
-import pytest
-
 from deploy.gateway import GatewaySettings
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.channels import stays_on_host
 from scheduler_svc.settings import SchedulerSettings
-from tests.deploy.kubernetes.pods import named, pods, processes
-from tests.deploy.kubernetes.rendering import (
-    COMBINATIONS,
-    KUBERNETES,
-    Manifest,
-    render,
-    render_combination,
-)
+from tests.deploy.kubernetes.pods import Process, named, pods
+from tests.deploy.kubernetes.rendering import KUBERNETES, Manifest, render, render_combination
 
-Combination = tuple[str, tuple[str, ...]]
-
-
-@pytest.fixture(scope="module", params=COMBINATIONS, ids=lambda each: "+".join((each[0], *each[1])))
-def combination(request: pytest.FixtureRequest) -> Combination:
-    found: Combination = request.param
-    return found
-
-
-@pytest.fixture(scope="module")
-def manifests(combination: Combination) -> list[Manifest]:
-    return render_combination(*combination)
+from .conftest import Combination
 
 
 def test_pods_are_without_privileges(manifests: list[Manifest]) -> None:
@@ -74,10 +55,10 @@ def test_evictions_leave_some_of_each_kind(manifests: list[Manifest]) -> None:
 
 
 def test_whatever_leaves_a_pod_is_encrypted(
-    manifests: list[Manifest], combination: Combination
+    started: list[Process], combination: Combination
 ) -> None:
     encrypted = "encrypted-network" in combination[1]
-    for process in processes(manifests):
+    for process in started:
         if not all(map(stays_on_host, process.served)):
             assert (process.tls is None) is encrypted
         if process.service is not GatewaySettings:
@@ -86,8 +67,8 @@ def test_whatever_leaves_a_pod_is_encrypted(
             assert process.settings.internal_tls_roles == expected
 
 
-def test_clients_need_a_token(manifests: list[Manifest]) -> None:
-    for process in processes(manifests):
+def test_clients_need_a_token(started: list[Process]) -> None:
+    for process in started:
         if process.service in (FrontendSettings, GatewaySettings):
             assert process.settings.callers_need_tokens
         if process.service is GatewaySettings:
@@ -101,9 +82,9 @@ def test_every_pod_refuses_what_no_policy_allows(manifests: list[Manifest]) -> N
     assert all(pod.selected_by(closed["podSelector"]["matchLabels"]) for pod in pods(manifests))
 
 
-def test_ranks_end_after_their_scheduler(manifests: list[Manifest]) -> None:
+def test_ranks_end_after_their_scheduler(started: list[Process]) -> None:
     """As sidecars do."""
-    for process in processes(manifests):
+    for process in started:
         if process.service is not SchedulerSettings:
             continue
         ranks = [each for each in process.pod.containers if each["name"].startswith("worker")]
