@@ -60,6 +60,7 @@ class Stack:
     engines: int = 1
     master_ports: tuple[int, ...] = ()  # of all engines but the first, if they have several ranks
     model_path: str = ""  # the model's directory, if a process on this host reads it
+    engine_models: tuple[str, ...] = ()  # of each engine, while `restart` replaces the model
     # For the launcher's own connections.
     public_tls: ClientTls | None = None
     internal_tls: ClientTls | None = None
@@ -67,6 +68,8 @@ class Stack:
     model: str = ""  # the model's name, if frontends run on this host
     http_port: int = 0  # of the gateway; 0: there is none
     ui_port: int = 0  # of the dashboard; 0: there is none
+    # Whether all processes have served at once. From then on, every process is restarted.
+    was_up: bool = False
 
     @property
     def url(self) -> str:
@@ -138,11 +141,11 @@ class Stack:
         """The file with the schedulers' addresses that frontends are to use."""
         return self.directory / "engines"
 
-    def model_link(self, engine: int | None = None) -> Path:
-        """The link to the directory of an engine's model; None: of the model for all other
-        processes. Links can change while processes run; command lines cannot."""
-        name = "stack" if engine is None else f"engine-{engine}"
-        return self.directory / "models" / name
+    def model_of(self, engine: int | None) -> str:
+        """The directory of an engine's model; None: of the model for all other processes."""
+        if engine is None or engine >= len(self.engine_models):
+            return self.model_path
+        return self.engine_models[engine]
 
     def _engine_of(self, service: str, index: int) -> int | None:
         if service == "worker":
@@ -158,17 +161,6 @@ class Stack:
             return f"unix:{self.directory}/{service}-{index}.sock"
         urls = {"gateway": self.url, "dashboard": self.dashboard_url}
         return urls.get(service, self.address)
-
-    @property
-    def was_up(self) -> bool:
-        """Whether all processes have served at once. From then on, every process is restarted."""
-        return (self.directory / "up").exists()
-
-    def set_up(self, was_up: bool) -> None:
-        if was_up:
-            (self.directory / "up").touch()
-        else:
-            (self.directory / "up").unlink(missing_ok=True)
 
     def save(self) -> None:
         values = dataclasses.asdict(self) | {"directory": str(self.directory)}
@@ -193,7 +185,7 @@ class Stack:
         except (OSError, ValueError) as error:
             raise LaunchError(f"no stack was started in {directory}") from error
         values["directory"] = Path(values["directory"])
-        for name in ("services", "worker_addresses", "master_ports"):
+        for name in ("services", "worker_addresses", "master_ports", "engine_models"):
             values[name] = tuple(values[name])
         for name in ("public_tls", "internal_tls"):
             values[name] = values[name] and ClientTls(**values[name])

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -85,7 +86,7 @@ def run(environment: Environment, layout: Layout) -> int:
                 stack, shared = plan_stack(environment, layout, directory, port)
                 supervisor = start_supervisor(stack, shared, tied=True, temporary=True)
                 wait_until_serving(stack, lambda _: None, supervisor)
-                stack.set_up(True)
+                replace(stack, was_up=True).save()
             print(f"READY {stack.address}", flush=True)
             _wait_for_end(supervisor)
         except KeyboardInterrupt:
@@ -134,7 +135,7 @@ def _start(
         try:
             with show_progress(stack) as report:
                 wait_until_serving(stack, report, supervisor)
-            stack.set_up(True)
+            replace(stack, was_up=True).save()
             if serves_public:
                 _greet(stack)
         except BaseException:
@@ -210,7 +211,7 @@ def ps(environment: Environment, as_json: bool = False) -> int:
 def _supervised_again(stack: Stack, supervisor: subprocess.Popen[bytes]) -> int:
     with show_progress(stack) as report:
         wait_until_serving(stack, report, supervisor)
-    stack.set_up(True)
+    replace(stack, was_up=True).save()
     print(f"the stack on port {stack.port} is up, and has a supervisor again")
     return 0
 

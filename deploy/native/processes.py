@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from deploy.engines import link_missing_models, list_engines
+from deploy.engines import list_engines
 from deploy.errors import LaunchError, SupervisorGoneError
 from deploy.stack import SERVICES, Stack, make_directory, replace_file
 from shared.config import PREFIX
@@ -72,9 +72,7 @@ def start_supervisor(
     directory = stack.directory
     make_directory(directory)
     _clear(directory, "*.log*")
-    stack.set_up(False)
     stack.save()
-    link_missing_models(stack)
     if stack.count("scheduler"):
         list_engines(stack, range(stack.engines))
     environment = environment | {MARKER: str(directory.absolute())}
@@ -318,7 +316,7 @@ def stop_stack(
             deadline = float("inf")
         time.sleep(_POLL_S)
         members |= _others(directory, spared)
-    _clear(directory, "supervisor.lock", "stack.json", "up", "stopped")
+    _clear(directory, "supervisor.lock", "stack.json", "stopped")
     return len(members)
 
 
@@ -360,7 +358,7 @@ def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
 
 def _clear(directory: Path, *patterns: str) -> None:
     """Removes files that only a running stack needs, and those that match `patterns`."""
-    for pattern in (*patterns, "*.sock", "metrics/*", "models/*", "engines"):
+    for pattern in (*patterns, "*.sock", "metrics/*", "engines"):
         for leftover in directory.glob(pattern):
             leftover.unlink(missing_ok=True)
 

@@ -6,15 +6,13 @@ If there are several engines, frontends leave each one before it restarts, and r
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 
 from deploy.engines import (
-    link_model,
     list_engines,
     num_frontends,
     wait_until_joined,
@@ -60,13 +58,18 @@ def restart(
             apply(stack)  # completes an interrupted command
             for number in range(stack.engines):
                 if members := [each for each in processes if each.engine == number]:
-                    _replace_engine(stack, number, members, handover_timeout_s, report, found)
+                    wanted = _with_model(stack, number, found) if found else stack
+                    _replace_engine(stack, wanted, number, members, handover_timeout_s, report)
+                    stack = wanted
             rest = [each for each in processes if each.engine is None]
-        with _linked(stack.model_link(), found):
+        wanted = replace(stack, model_path=str(found), engine_models=()) if found else stack
+        wanted.save()
+        try:
             for process in rest:
-                _restart(stack, [process], report)
-        if found:
-            replace(stack, model_path=str(found)).save()
+                _restart(wanted, [process], report)
+        except LaunchError:
+            stack.save()
+            raise
     print(f"restarted {len(processes)} processes" + (f" with {found}" if found else ""))
     return 0
 
@@ -107,48 +110,41 @@ def _find_model(stack: Stack, model: str) -> Path:
     return directory
 
 
+def _with_model(stack: Stack, engine: int, model: Path) -> Stack:
+    models = [stack.model_of(each) for each in range(stack.engines)]
+    models[engine] = str(model)
+    return replace(stack, engine_models=tuple(models))
+
+
 def _replace_engine(
     stack: Stack,
+    wanted: Stack,
     engine: int,
     processes: Sequence[Process],
     handover_timeout_s: float,
     report: Report,
-    model: Path | None,
 ) -> None:
-    """Restarts these processes of an engine, without streams if there are other engines."""
+    """Restarts these processes of an engine, without streams if there are other engines. `wanted`
+    is the stack with the engine's new model, if it gets one."""
     frontends = num_frontends(stack, engine)
     if stack.engines > 1:
         list_engines(stack, (each for each in range(stack.engines) if each != engine))
-    link = stack.model_link(engine)
     try:
         wait_until_left(stack, engine, handover_timeout_s)
-        with _linked(link, model):
-            _restart(stack, processes, report)
+        wanted.save()
+        _restart(wanted, processes, report)
     except StartError as error:
-        if not model:
+        if wanted == stack:
             raise
+        stack.save()
         _restart(stack, processes, report)
         raise LaunchError(
-            f"MODEL: {error}. Engine {engine} serves {link.readlink()} again"
+            f"MODEL: {error}. Engine {engine} serves {stack.model_of(engine)} again"
         ) from error
     finally:
         list_engines(stack, range(stack.engines))
     # The engine to be replaced next may be the last one that they use.
     wait_until_joined(stack, engine, frontends)
-
-
-@contextmanager
-def _linked(link: Path, model: Path | None) -> Iterator[None]:
-    """Gives a model, if any, to the processes that start from now on, but not if they fail."""
-    before = link.readlink() if model else None
-    if model:
-        link_model(link, model)
-    try:
-        yield
-    except LaunchError:
-        if before:
-            link_model(link, before)
-        raise
 
 
 def _restart(stack: Stack, processes: Sequence[Process], report: Report) -> None:

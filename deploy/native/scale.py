@@ -12,7 +12,6 @@ from deploy.engines import (
     DRAIN_S,
     check_engines,
     extra_master_ports,
-    link_missing_models,
     list_engines,
     num_frontends,
     wait_until_joined,
@@ -42,7 +41,12 @@ def scale(directory: Path, engines: int) -> int:
             engine cannot start. In this case, the number of engines is as before.
     """
     with changing(directory) as stack:
-        wanted = replace(stack, engines=engines, master_ports=extra_master_ports(stack, engines))
+        wanted = replace(
+            stack,
+            engines=engines,
+            engine_models=stack.engine_models[:engines],
+            master_ports=extra_master_ports(stack, engines),
+        )
         check_engines(wanted)
         if engines >= stack.engines:
             _start_engines(stack, wanted)
@@ -97,7 +101,6 @@ def apply(stack: Stack) -> None:
     """Makes the running stack what `stack` says. Processes that it has already stay as they
     are."""
     stack.save()
-    link_missing_models(stack)
     names = {process.name for process in stack.processes()}
     stop_processes(stack, parent_processes(stack.directory).keys() - names)
     _remove_leftovers(stack, names)
@@ -110,7 +113,3 @@ def _remove_leftovers(stack: Stack, names: Collection[str]) -> None:
         for file in stack.directory.glob(pattern):
             if file.stem not in names:
                 file.unlink(missing_ok=True)
-    links = {stack.model_link(), *map(stack.model_link, range(stack.engines))}
-    for link in (stack.directory / "models").glob("*"):
-        if link not in links:
-            link.unlink(missing_ok=True)

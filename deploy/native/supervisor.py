@@ -162,7 +162,7 @@ def command(stack: Stack, process: Process) -> list[str]:
         elif stack.master_ports:
             flags["master-port"] = stack.master_ports[process.engine - 1]
     if stack.model_path and process.service != "dashboard":
-        flags["model"] = stack.model_link(process.engine)
+        flags["model"] = stack.model_of(process.engine)
     if process.service == "worker":
         if stack.engines > 1:
             flags["engines-on-host"] = stack.engines

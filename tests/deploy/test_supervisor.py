@@ -43,9 +43,9 @@ def test_what_sets_processes_apart() -> None:
     names = ["worker-2", "worker-3", "scheduler-0", "frontend-0", "frontend-1"]
     assert [each.name for each in stack.processes() if each.service != "gateway"][:5] == names
     worker = settings(stack, shared, "worker-3")
-    assert (worker["MODEL"], worker["RANK"]) == ("100%/models/engine-0", "3")
+    assert (worker["MODEL"], worker["RANK"]) == (DEMO, "3")
     frontend = settings(stack, shared, "frontend-1")
-    assert (frontend["MODEL"], frontend["INDEX"]) == ("100%/models/stack", "1")
+    assert (frontend["MODEL"], frontend["INDEX"]) == (DEMO, "1")
 
 
 def test_what_sets_engines_apart() -> None:

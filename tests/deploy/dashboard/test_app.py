@@ -164,29 +164,6 @@ def test_no_chat_where_clients_must_say_who_they_are(tmp_path: Path) -> None:
         assert not page.frontend.service.requests
 
 
-def test_a_request_that_breaks_off_is_logged_without_a_traceback(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with running_page(tmp_path) as page:
-        host, _, port = page.host.partition(":")
-        for path, begins in (("/readiness", b""), ("/events", b"data: ")):
-            with socket.create_connection((host, int(port)), timeout=60) as connection:
-                head = f"GET {path} HTTP/1.1\r\nhost: {page.host}\r\n"
-                head += "transfer-encoding: chunked\r\n\r\n"
-                answer, rest = b"", b"no chunk\r\n"
-                if begins:
-                    connection.sendall(head.encode())
-                    while begins not in answer:
-                        answer += connection.recv(4096)
-                    connection.sendall(rest)
-                else:  # at once, or it might be answered before
-                    connection.sendall(head.encode() + rest)
-                while part := connection.recv(4096):
-                    answer += part
-            assert answer.startswith(b"HTTP/1.1 200 " if begins else b"HTTP/1.1 400 ")
-    assert "Traceback" not in "".join(capfd.readouterr())
-
-
 def test_only_so_many_connections_are_open(page: Page) -> None:
     host, _, port = page.host.partition(":")
 
