@@ -228,9 +228,9 @@ def config(environment: Environment, layout: Layout) -> int:
 @takes_variables
 def doctor(environment: Environment, layout: Layout) -> int:
     """Find problems that keep a stack with these variables from starting; suggest remedies."""
-    from cli.doctor.run import examine
+    from cli.doctor.run import diagnose
 
-    return examine(environment, layout)
+    return diagnose(environment, layout)
 
 
 @app.command(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from deploy.errors import LaunchError
-from deploy.first_tokens import PROMPT, stream_completion
+from deploy.first_tokens import show_completion
 from deploy.health import SERVING, check_health, http_health
 from deploy.model import model_name, resolve_model
 from deploy.plan import (
@@ -72,10 +72,8 @@ def up(environment: Environment, layout: Layout) -> int:
         port and http_health(url, tls=tls) != SERVING
     ):
         time.sleep(_POLL_S)
-    print(f"\n{PROMPT}", end="", flush=True)
-    token = first_token(settings.auth_tokens_file)
-    stream_completion(address, lambda text: print(text, end="", flush=True), tls, token)
-    print(f"\n\nThe stack serves on {address}; make chat PORT={settings.port} talks to it.")
+    show_completion(address, tls, first_token(settings.auth_tokens_file))
+    print(f"The stack serves on {address}; make chat PORT={settings.port} talks to it.")
     if port:
         print(f"The HTTP gateway serves on {url}.")
     return 0

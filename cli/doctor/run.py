@@ -23,7 +23,7 @@ from shared.config import PREFIX, SettingsError
 _COLORS = {"ok": "green", "warning": "yellow", "wrong": "red"}
 
 
-def examine(environment: Environment, layout: Layout) -> int:
+def diagnose(environment: Environment, layout: Layout) -> int:
     """Prints a line per check; returns 1 if a stack with these variables could not start."""
     console = Console(highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0))

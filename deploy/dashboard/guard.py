@@ -52,7 +52,7 @@ def _is_foreign(headers: Headers) -> bool:
     return elsewhere and headers.get("sec-fetch-mode") != "navigate"  # other sites may link here
 
 
-class Bounded:
+class Limit:
     """Rejects more than `limit` requests at a time with 503; the message calls them `what`."""
 
     def __init__(self, app: ASGIApp, limit: int, what: str) -> None:

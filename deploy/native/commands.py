@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from deploy.errors import LaunchError, StartError
-from deploy.first_tokens import PROMPT, stream_completion
+from deploy.first_tokens import PROMPT, show_completion
 from deploy.health import SERVING
 from deploy.logs import follow
 from deploy.native.guards import ignore_signals, locked, signals_interrupt
@@ -227,48 +227,33 @@ def _already_up(stack: Stack) -> int:
 
 
 def _greet(stack: Stack) -> None:
-    """Streams a completion and says how to send more."""
+    """Shows a completion, and says how to request more."""
     token = first_token(stack.auth_tokens_file)
-    ui = f"\nIts dashboard is {stack.dashboard_url}." if stack.ui_port else ""
-    print(f"\n{PROMPT}", end="", flush=True)
-    stream_completion(
-        stack.address,
-        lambda text: print(text, end="", flush=True),
-        stack.public_tls,
-        token,
-    )
+    show_completion(stack.address, stack.public_tls, token)
     http = f" and {stack.url}" if stack.http_port else ""
+    ui = f"\nIts dashboard is {stack.dashboard_url}." if stack.ui_port else ""
+    print(f"The stack serves on {stack.address}{http}.{ui}")
     if stack.public_tls or token:
-        asked = "the certificate's authority" * bool(stack.public_tls), "a token" * bool(token)
-        print(f"""
-
-The stack serves on {stack.address}{http}.{ui} Clients need {" and ".join(filter(None, asked))}
-(docs/security.md); make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.
-
-make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
-        return
-    print(f"""
-
-The stack serves on {stack.address}{http}.{ui} Send more:
+        needed = "the certificate's authority" * bool(stack.public_tls), "a token" * bool(token)
+        print(f"""Clients need {" and ".join(filter(None, needed))} (docs/security.md).
+make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.""")
+    else:
+        print(f"""Send more:
 
   make chat PORT={stack.port}
-{_http_examples(stack)}\
+{_http_example(stack)}\
   grpcurl -plaintext -d '{{"text": "{PROMPT}", "sampling": {{"max_tokens": 32}}}}' \\
     {stack.address} nanovllm.v1.InferenceService/GenerateStream
   .venv/bin/python -c 'from nano_vllm_grpc import LLM
-print(LLM("{stack.address}").generate(["{PROMPT}"])[0]["text"])'
-
+print(LLM("{stack.address}").generate(["{PROMPT}"])[0]["text"])'""")
+    print(f"""
 make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
 
 
-def _http_examples(stack: Stack) -> str:
+def _http_example(stack: Stack) -> str:
     if not stack.http_port:
         return ""
-    model = stack.model
     return f"""\
   curl {stack.url}/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-  python -c 'from openai import OpenAI
-client = OpenAI(base_url="{stack.url}/v1", api_key="none")
-print(client.completions.create(model="{model}", prompt="{PROMPT}").choices[0].text)'
+    -d '{{"model": "{stack.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 """

@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from deploy.errors import StartError, SupervisorGoneError
+from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.health import SERVING, check_health
 from deploy.logs import failure_reason
 from deploy.native.status import ProcessStatus, stack_status
@@ -16,17 +16,14 @@ from shared.process.fork import CANNOT_START
 Report = Callable[[Sequence[ProcessStatus]], None]
 
 _POLL_S = 0.2
-_SUPERVISOR_POLL_S = 0.02  # until it shows its first state
+_FIRST_POLL_S = 0.02  # until there is an answer
 _MAX_RESTARTS = 3
 
 
 def wait_until_serving(
     stack: Stack, report: Report, supervisor: subprocess.Popen[bytes] | None = None
 ) -> None:
-    """Returns once all processes are SERVING.
-
-    There is no time limit, since a large model may take any time to load. The wait ends early if a
-    process says that it cannot start, or crashes repeatedly.
+    """Returns once all processes of a stack are SERVING.
 
     Args:
         report: is called with the state of all processes, several times a second.
@@ -36,37 +33,58 @@ def wait_until_serving(
         StartError: a process cannot start; the message says why.
         SupervisorGoneError: the stack has stopped.
     """
-    starts: dict[str, set[int]] = {process.name: set() for process in stack.processes()}
-    while True:
+
+    def ask() -> Sequence[ProcessStatus]:
         if supervisor and supervisor.poll() is not None:
             log = stack.log("supervisor")
             raise StartError(f"the supervisor ended: {failure_reason(log)}", log)
         try:
-            statuses = stack_status(stack)
+            return stack_status(stack)
         except SupervisorGoneError:
             if not supervisor:
                 raise
-            time.sleep(_SUPERVISOR_POLL_S)
-            continue
+            return []  # it has not started yet
+
+    def failed(status: ProcessStatus, what: str) -> StartError:
+        log = stack.log(status.process.name)
+        return StartError(f"{status.process.name} {what}: {failure_reason(log)}", log)
+
+    poll_until_serving(ask, report, failed)
+    while not _all_answer(stack):
+        poll_until_serving(ask, report, failed)
+
+
+def poll_until_serving(
+    ask: Callable[[], Sequence[ProcessStatus]],
+    report: Report,
+    failed: Callable[[ProcessStatus, str], LaunchError],
+) -> Sequence[ProcessStatus]:
+    """Returns the state of all processes once all are SERVING.
+
+    There is no time limit, since a large model may take any time to load. The wait ends early if a
+    process says that it cannot start, or crashes repeatedly.
+
+    Args:
+        ask: returns the state of all processes, or none yet; an exception ends the wait.
+        report: is called with each answer.
+        failed: returns the error to raise for a process and what it does, such as "cannot start".
+    """
+    pids: dict[str, set[int]] = {}
+    while True:
+        statuses = ask()
         report(statuses)
         for status in statuses:
-            _check(stack, status, starts[status.process.name])
-        if all(status.health == SERVING for status in statuses) and _all_answer(stack):
-            return
-        time.sleep(_POLL_S)
-
-
-def _check(stack: Stack, status: ProcessStatus, pids: set[int]) -> None:
-    name = status.process.name
-    log = stack.log(name)
-    if status.state == "EXITED" and status.exit_status == CANNOT_START:
-        raise StartError(f"{name} cannot start: {failure_reason(log)}", log)
-    if status.state == "FAILED":
-        raise StartError(f"{name} {status.trouble}", stack.log("supervisor"))
-    if status.pid is not None:
-        pids.add(status.pid)
-    if len(pids) > _MAX_RESTARTS:
-        raise StartError(f"{name} crashes repeatedly: {failure_reason(log)}", log)
+            started = pids.setdefault(status.process.name, set())
+            started |= {status.pid} if status.pid else set()
+            if status.state == "FAILED":
+                raise LaunchError(f"{status.process.name} {status.trouble}")
+            if status.state == "EXITED" and status.exit_status == CANNOT_START:
+                raise failed(status, "cannot start")
+            if len(started) > _MAX_RESTARTS:
+                raise failed(status, "crashes repeatedly")
+        if statuses and all(status.health == SERVING for status in statuses):
+            return statuses
+        time.sleep(_POLL_S if statuses else _FIRST_POLL_S)
 
 
 def _all_answer(stack: Stack) -> bool:

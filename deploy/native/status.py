@@ -35,7 +35,7 @@ class ProcessStatus:
         return f"{self.state}/{self.health}" if has_health else self.state
 
     @property
-    def account(self) -> str:
+    def description(self) -> str:
         """The summary, and what keeps the process from running."""
         return f"{self.summary} {self.trouble}".rstrip()
 
@@ -96,7 +96,7 @@ def format_status(statuses: Iterable[ProcessStatus]) -> str:
     for status in statuses:
         process = status.process
         row = [process.service, str(process.index), _or_dash(status.pid), process.address]
-        rows.append([*row, status.account, _or_dash(process.engine), status.node])
+        rows.append([*row, status.description, _or_dash(process.engine), status.node])
     hidden = {"ENGINE"} if not any(status.process.engine for status in statuses) else set()
     hidden |= {"NODE"} if not any(status.node for status in statuses) else set()
     shown = [each for each in zip(*rows, strict=True) if each[0] not in hidden]

@@ -12,6 +12,8 @@ from deploy.first_tokens import PROMPT
 from deploy.health import SERVING
 from deploy.model import model_name, resolve_model
 from deploy.native.processes import is_running
+from deploy.native.progress import report_lines
+from deploy.native.startup import poll_until_serving
 from deploy.native.status import ProcessStatus, format_status, status_json
 from deploy.plan import (
     Environment,
@@ -26,10 +28,8 @@ from deploy.ray.layout import RayStack
 from deploy.stack import SERVICES, bracket_host, run_directory
 from nano_vllm_grpc.channels import stays_on_host
 from shared.config import KNOWN_NAMES, PREFIX
-from shared.process.fork import CANNOT_START
 
 _POLL_S = 0.5
-_MAX_RESTARTS = 3
 _FIRST_ANSWER_S = 600.0  # a large model on few cores can take minutes per token
 _LAST_LOG_BYTES = 4 << 10
 _RANK_CPUS = 0.5  # so that a small stack fits on two cores; NANO_THREADS overrides it
@@ -199,35 +199,21 @@ def _already_up(statuses: Sequence[ProcessStatus], port: int) -> int:
 
 
 def _wait_until_serving(cluster: Cluster) -> list[str]:
-    """Returns the frontends' addresses once all processes are SERVING. There is no time limit: a
-    model may take any time to load, and a node any time to join.
+    """Returns the frontends' addresses once all processes are SERVING. A node may take any time to
+    join.
 
     Raises:
         LaunchError: a process cannot start.
     """
-    shown: dict[str, str] = {}
-    pids: dict[str, set[int]] = {}
-    while True:
-        statuses = cluster.statuses()
-        for status in statuses:
-            name = status.process.name
-            if shown.get(name) != status.summary:
-                shown[name] = status.summary
-                print(f"{name:12} {status.summary:20} {status.node}", flush=True)
-            started = pids.setdefault(name, set())
-            started |= {status.pid} if status.pid else set()
-            if status.exit_status == CANNOT_START:
-                raise LaunchError(f"{name} cannot start on {status.node}: {_why(name)}")
-            if len(started) > _MAX_RESTARTS:
-                raise LaunchError(f"{name} crashes repeatedly: {_why(name)}")
-        if statuses and all(status.health == SERVING for status in statuses):
-            found = [status.process for status in statuses]
-            return [each.address for each in found if each.service == "frontend"]
-        time.sleep(_POLL_S)
 
+    def failed(status: ProcessStatus, what: str) -> LaunchError:
+        name = status.process.name
+        why = ask([name], "failure").get(name) or "its node is lost, too"
+        return LaunchError(f"{name} {what} on {status.node}: {why}")
 
-def _why(name: str) -> str:
-    return str(ask([name], "failure").get(name) or "its node is lost, too")
+    statuses = poll_until_serving(cluster.statuses, report_lines(), failed)
+    processes = [status.process for status in statuses]
+    return [each.address for each in processes if each.service == "frontend"]
 
 
 def _greet(cluster: Cluster, settings: StackSettings, addresses: Sequence[str]) -> None:

@@ -66,7 +66,7 @@ class ProcessActor:
         self._listed: dict[str, Endpoint] | None = None  # in the file `_schedulers`
         self._tls = self._settings.dialer.tls  # for health checks of the process
         self._retired = False
-        self._obstacle = ""
+        self._problem = ""
         self._stopping = threading.Event()
         directory = _directory(self._settings.port)
         self._schedulers = directory / f"{process.name}.schedulers"
@@ -111,7 +111,7 @@ class ProcessActor:
 
     def failure(self) -> str:
         """Returns the reason that the process gave for its end."""
-        return self._obstacle or self._child.failure or failure_reason(self._child.log)
+        return self._problem or self._child.failure or failure_reason(self._child.log)
 
     def read_log(self, offset: int) -> tuple[str, int]:
         """Returns the lines of the log from `offset` on, or its last -`offset` bytes, and the
@@ -137,8 +137,8 @@ class ProcessActor:
 
     def _idle(self) -> tuple[str, int | None, str]:
         """Returns state, exit status and trouble of a process that does not run."""
-        if self._obstacle:
-            return "EXITED", CANNOT_START, f"starts again soon: {self._obstacle}"
+        if self._problem:
+            return "EXITED", CANNOT_START, f"starts again soon: {self._problem}"
         if not self._child.starts:
             awaited = ", ".join(self._stack.peers(self._process)) or "its turn"
             return "WAITING", None, f"for {awaited}"
@@ -186,8 +186,8 @@ class ProcessActor:
             replace_file(self._schedulers, "".join(f"{address}\n" for address in addresses))
             self._listed = peers
         if not self._child.pid:
-            self._obstacle = self._check_certificates()
-        if self._obstacle:
+            self._problem = self._check_certificates()
+        if self._problem:
             return
         rotate(self._child.log)
         self._child.poll()

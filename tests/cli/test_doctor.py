@@ -48,7 +48,7 @@ def test_a_busy_port_and_impossible_settings() -> None:
     assert len(lines) == 2
 
 
-def test_what_is_left_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / ".run" / "50051"
     directory.mkdir(parents=True)

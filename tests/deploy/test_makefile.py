@@ -121,7 +121,7 @@ def test_every_test_is_run_by_one_of_two_targets() -> None:
     assert system == [*unit[:-1], "system and not soak"]
 
 
-def test_images_are_built_with_what_there_is(tmp_path: Path) -> None:
+def test_images_are_built_with_an_installed_builder(tmp_path: Path) -> None:
     podman = tmp_path / "podman"
     podman.write_text('#!/bin/sh\necho podman "$@"\n')
     podman.chmod(0o755)

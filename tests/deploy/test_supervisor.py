@@ -37,7 +37,7 @@ def settings(stack: Stack, shared: dict[str, str], name: str) -> dict[str, str]:
     return {key.removeprefix("NANO_"): value for key, value in shared.items()} | flags
 
 
-def test_what_sets_processes_apart() -> None:
+def test_flags_of_processes() -> None:
     environment = {"NANO_MODEL": DEMO, "NANO_TP": "4", "NANO_MASTER_PORT": "9"}
     stack, shared = plan_stack(environment, Layout(frontends=2, ranks="2-3"), Path("100%"), 1)
     names = ["worker-2", "worker-3", "scheduler-0", "frontend-0", "frontend-1"]
@@ -48,7 +48,7 @@ def test_what_sets_processes_apart() -> None:
     assert (frontend["MODEL"], frontend["INDEX"]) == (DEMO, "1")
 
 
-def test_what_sets_engines_apart() -> None:
+def test_flags_of_engines() -> None:
     environment = {"NANO_MODEL": DEMO, "NANO_TP": "2"}
     stack, shared = plan_stack(environment, Layout(engines=3), Path("run"), 1)
     for engine in range(3):
@@ -68,7 +68,7 @@ def test_what_sets_engines_apart() -> None:
     assert len(set(meeting)) == 3
 
 
-def test_no_stack(tmp_path: Path) -> None:
+def test_no_processes_without_a_stack(tmp_path: Path) -> None:
     with pytest.raises(SupervisorGoneError):
         running_processes(tmp_path)
 
@@ -117,7 +117,7 @@ def test_a_log_does_not_grow_without_end(tmp_path: Path) -> None:
     assert log.read_text() == "second\n"
 
 
-def test_a_pid_that_another_process_had_before(tmp_path: Path) -> None:
+def test_a_reused_pid(tmp_path: Path) -> None:
     with member(tmp_path) as process:
         (earlier,) = stack_members(tmp_path)
         # As psutil remembers a process from which this one has taken the pid over.

@@ -38,14 +38,14 @@ def test_pods_are_without_privileges(manifests: list[Manifest]) -> None:
             assert mounts["/models"]["readOnly"] is True
 
 
-def test_pods_of_a_kind_keep_apart(manifests: list[Manifest]) -> None:
+def test_pods_of_a_service_are_spread(manifests: list[Manifest]) -> None:
     for pod in pods(manifests):
         assert "podAntiAffinity" in pod.spec.get("affinity", {}) or (
             pod.spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
         )
 
 
-def test_evictions_leave_some_of_each_kind(manifests: list[Manifest]) -> None:
+def test_evictions_leave_some_pods_of_each_service(manifests: list[Manifest]) -> None:
     selectors = [
         budget["spec"]["selector"]["matchLabels"]
         for budget in named(manifests, "PodDisruptionBudget").values()
@@ -54,7 +54,7 @@ def test_evictions_leave_some_of_each_kind(manifests: list[Manifest]) -> None:
         assert sum(pod.selected_by(selector) for selector in selectors) == 1, pod.name
 
 
-def test_whatever_leaves_a_pod_is_encrypted(
+def test_traffic_between_pods_is_encrypted(
     started: list[Process], combination: Combination
 ) -> None:
     encrypted = "encrypted-network" in combination[1]
@@ -75,7 +75,7 @@ def test_clients_need_a_token(started: list[Process]) -> None:
             assert all(map(stays_on_host, process.settings.gateway_addresses))
 
 
-def test_every_pod_refuses_what_no_policy_allows(manifests: list[Manifest]) -> None:
+def test_pods_reject_traffic_without_a_policy(manifests: list[Manifest]) -> None:
     closed = named(manifests, "NetworkPolicy")["default"]["spec"]
     assert closed["policyTypes"] == ["Ingress", "Egress"]
     assert not {"ingress", "egress"} & closed.keys()
