@@ -104,7 +104,8 @@ def serve(
     environment: Environment,
     layout: Layout,
     served: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="like --model (default: the demo)")
+        str | None,
+        typer.Argument(metavar="MODEL", help="like --model (default: the demo model)"),
     ] = None,
 ) -> int:
     """Start a stack, show its logs, stop it on Ctrl-C or when this process ends."""
@@ -149,7 +150,7 @@ def restart(
     engine: Annotated[int | None, typer.Option(min=0, help="only this engine")] = None,
     model: Annotated[str | None, typer.Option(help="new model of the stack")] = None,
     handover_timeout_s: Annotated[
-        float, typer.Option(min=0, help="for streams to move to another engine or end")
+        float, typer.Option(min=0, help="seconds for streams to move to another engine or end")
     ] = DRAIN_S,
 ) -> int:
     """Restart processes or engines one at a time; wait until each one serves."""
@@ -184,7 +185,7 @@ def chat(
     port: Port = None,
     system: Annotated[str, typer.Option(help="system prompt")] = "",
     temperature: float | None = None,
-    max_tokens: Annotated[int | None, typer.Option(help="of each answer")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="maximum of each answer")] = None,
     seed: int | None = None,
     stop: Annotated[list[str] | None, typer.Option(help="may be given more than once")] = None,
 ) -> int:
@@ -198,10 +199,10 @@ def chat(
 @app.command()
 def generate(
     requests: Annotated[Path, typer.Argument(help="JSON lines, with a prompt or request each")],
-    output: Annotated[Path, typer.Argument(help="JSON lines, with a completion each; may exist")],
+    output: Annotated[Path, typer.Argument(help="file for completions, JSON lines; may exist")],
     address: Address = None,
     port: Port = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="requests at the same time")] = 256,
+    concurrency: Annotated[int, typer.Option(min=1, help="maximum of open requests")] = 256,
     params: Annotated[
         str, typer.Option(metavar="JSON", help="defaults for parameters that a line leaves unset")
     ] = "{}",

@@ -7,7 +7,7 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.errors import LaunchError
@@ -196,21 +196,18 @@ def file_services(settings: StackSettings) -> dict[str, object]:
             "CLIENT_KEY": _INSIDE.format("tls_key"),
         }
 
-    def service(wanted: Iterable[str], more: Mapping[str, str]) -> dict[str, object]:
+    services: dict[str, object] = {}
+    for service, wanted in (("frontend", names), ("http", names[:1]), ("gateway", names[:3])):
         inside = {name: _INSIDE.format(name) for name in wanted if name in given}
-        variables = {name.upper(): path for name, path in inside.items()} | dict(more)
-        return {
+        variables = {name.upper(): path for name, path in inside.items()}
+        variables |= probe if service == "frontend" else {}
+        services[service] = {
             "environment": {f"{PREFIX}{name}": value for name, value in variables.items()},
             "volumes": [
                 f"{Path(given[name]).resolve()}:{path}:ro" for name, path in inside.items()
             ],
         }
-
-    return {
-        "frontend": service(names, probe),
-        "http": service(names[:1], {}),
-        "gateway": service(names[:3], {}),
-    }
+    return services
 
 
 def _rank_flags(engine: int, index: int, tp: int) -> list[str]:

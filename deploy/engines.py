@@ -43,7 +43,7 @@ def check_engines(stack: Stack) -> None:
     for name, addresses in given.items():
         if not all(each.startswith(sockets) for each in addresses):
             raise LaunchError(
-                f"ENGINES: {PREFIX}{name} is that of one engine; leave it out for several"
+                f"ENGINES: must be 1 with {PREFIX}{name}, which is the address of one engine"
             )
 
 

@@ -212,11 +212,11 @@ def test_an_impossible_setting_is_named(variables: dict[str, str], named: str) -
         (Layout(ranks="0-x"), {}, "RANKS"),
         (Layout(services=("worker",), ranks="1"), {**RANKS, "MASTER_PORT": "0"}, "MASTER_PORT"),
         (Layout(), {"METRICS_PORT": "9464"}, "NANO_METRICS_PORT"),
-        (Layout(engines=2), ADDRESS, "ENGINES: NANO_SCHEDULER_ADDRESS is that of one"),
+        (Layout(engines=2), ADDRESS, "ENGINES: must be 1 with NANO_SCHEDULER_ADDRESS"),
         (
             Layout(engines=2),
             {"WORKER_ADDRESSES": "127.0.0.1:5"},
-            "ENGINES: NANO_WORKER_ADDRESSES is that of one",
+            "ENGINES: must be 1 with NANO_WORKER_ADDRESSES",
         ),
         (Layout(engines=2, services=("frontend",)), {}, "ENGINES: .* need worker and scheduler"),
         (
