@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,43 +84,40 @@ class Stack:
         """The public address that a client on this host dials."""
         return dialled_address(self.host, self.port)
 
+    def processes(self) -> list[Process]:
+        """Returns this host's processes in starting order."""
+        engines = range(self.engines)
+        ranks = range(self.first_rank, self.first_rank + self.engines * self.num_ranks)
+        found = [
+            *(Process("worker", i, self._worker_address(i), i // self.tp) for i in ranks),
+            *(Process("scheduler", i, self.scheduler_address_of(i), i) for i in engines),
+            *(Process("frontend", i, self.address) for i in range(self.frontends)),
+            *([Process("gateway", 0, self.url)] if self.http_port else []),
+            *([Process("dashboard", 0, self.dashboard_url)] if self.ui_port else []),
+        ]
+        return [each for each in found if each.service in self.services]
+
     def count(self, service: str) -> int:
         """The number of `service` processes on this host."""
-        if service not in self.services:
-            return 0
-        return {
-            "worker": self.engines * self.num_ranks,
-            "scheduler": self.engines,
-            "frontend": self.frontends,
-            "gateway": int(bool(self.http_port)),
-            "dashboard": int(bool(self.ui_port)),
-        }[service]
-
-    def first_index(self, service: str) -> int:
-        return self.first_rank if service == "worker" else 0
-
-    def processes(self) -> Iterator[Process]:
-        """Yields this host's processes in starting order."""
-        for service in SERVICES:
-            first = self.first_index(service)
-            for index in range(first, first + self.count(service)):
-                engine = self._engine_of(service, index)
-                yield Process(service, index, self._address_of(service, index), engine)
-
-    def engine_processes(self, engine: int) -> list[Process]:
-        """Returns the processes of an engine, in starting order."""
-        return [each for each in self.processes() if each.engine == engine]
+        return sum(each.service == service for each in self.processes())
 
     @property
     def tp(self) -> int:
         return len(self.worker_addresses)
 
     def scheduler_address_of(self, engine: int) -> str:
-        return self._address_of("scheduler", engine)
+        if not engine:
+            return self.scheduler_address
+        return f"unix:{self.directory}/scheduler-{engine}.sock"
 
     def worker_addresses_of(self, engine: int) -> tuple[str, ...]:
         first = engine * self.tp
-        return tuple(self._address_of("worker", first + rank) for rank in range(self.tp))
+        return tuple(map(self._worker_address, range(first, first + self.tp)))
+
+    def _worker_address(self, index: int) -> str:
+        if index < self.tp:
+            return self.worker_addresses[index]
+        return f"unix:{self.directory}/worker-{index}.sock"
 
     def tls(self, service: str) -> ClientTls | None:
         """The TLS for connecting to a `service` of this stack; None is plaintext."""
@@ -146,21 +142,6 @@ class Stack:
         if engine is None or engine >= len(self.engine_models):
             return self.model_path
         return self.engine_models[engine]
-
-    def _engine_of(self, service: str, index: int) -> int | None:
-        if service == "worker":
-            return index // self.tp
-        return index if service == "scheduler" else None
-
-    def _address_of(self, service: str, index: int) -> str:
-        if service == "worker" and index < self.tp:
-            return self.worker_addresses[index]
-        if service == "scheduler" and not index:
-            return self.scheduler_address
-        if service in ("worker", "scheduler"):
-            return f"unix:{self.directory}/{service}-{index}.sock"
-        urls = {"gateway": self.url, "dashboard": self.dashboard_url}
-        return urls.get(service, self.address)
 
     def save(self) -> None:
         values = dataclasses.asdict(self) | {"directory": str(self.directory)}

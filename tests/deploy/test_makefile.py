@@ -139,13 +139,6 @@ def test_images_are_built_with_an_installed_builder(tmp_path: Path) -> None:
     assert make("images", "BUILDER=echo").count("BASE=python:3.12-slim") == len(names)
 
 
-def test_tests_run_without_xdist() -> None:
-    """A GPU machine may bring its own pytest, without the plugin."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--collect-only", "-q", __file__]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "test_tests_run_without_xdist" in listed
-
-
 def test_help_lists_the_targets() -> None:
     targets = {line.split()[1] for line in make("help").splitlines()}
     (phony,) = re.findall(r"^\.PHONY:(.*)$", TEXT, re.MULTILINE)
