@@ -98,8 +98,7 @@ def changing(directory: Path) -> Iterator[Stack]:
 
 
 def apply(stack: Stack) -> None:
-    """Makes the running stack what `stack` says. Processes that it has already stay as they
-    are."""
+    """Starts and stops processes until those of `stack` run. Present ones stay as they are."""
     stack.save()
     names = {process.name for process in stack.processes()}
     stop_processes(stack, parent_processes(stack.directory).keys() - names)

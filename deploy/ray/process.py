@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -53,30 +53,28 @@ class ProcessActor:
 
     def __init__(self, stack: RayStack, process: Process) -> None:
         with _dying():
-            self._begin(stack, process)
-
-    def _begin(self, stack: RayStack, process: Process) -> None:
-        self._stack, self._settings = stack, stack.settings
-        self._node = node = ray.util.get_node_ip_address()
-        meeting = f"{bracket_host(node)}:{free_port(node)}" if stack.meets(process) else ""
-        address = stack.address(process, node, free_port(node))
-        self._own = Endpoint(address, meeting)
-        self._process = replace(process, address=address)
-        self._peers: dict[str, Endpoint] = {}  # by name; replaced, never changed
-        self._listed: dict[str, Endpoint] | None = None  # in the file `_schedulers`
-        self._tls = self._settings.dialer.tls  # for health checks of the process
-        self._retired = False
-        self._problem = ""
-        self._stopping = threading.Event()
-        directory = _directory(self._settings.port)
-        self._schedulers = directory / f"{process.name}.schedulers"
-        self._child = Child(process.name, directory / f"{process.name}.log")
-        module = MODULES[process.service]
-        self._command = [sys.executable, "-P", "-m", module, *stack.arguments(process)]
-        self._environment: Environment = {}  # of the running process
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        threading.Thread(target=self._follow_peers, daemon=True).start()
+            self._stack, self._settings = stack, stack.settings
+            self._node = node = ray.util.get_node_ip_address()
+            meeting = f"{bracket_host(node)}:{free_port(node)}" if stack.meets(process) else ""
+            address = stack.address(process, node, free_port(node))
+            self._own = Endpoint(address, meeting)
+            self._process = replace(process, address=address)
+            self._peers: dict[str, Endpoint] = {}  # by name; replaced, never changed
+            self._listed: dict[str, Endpoint] | None = None  # in the file `_schedulers`
+            self._tls = self._settings.dialer.tls  # for health checks of the process
+            self._retired = False
+            self._problem = ""
+            self._stopping = threading.Event()
+            directory = _directory(self._settings.port)
+            self._schedulers = directory / f"{process.name}.schedulers"
+            self._child = Child(process.name, directory / f"{process.name}.log")
+            module, arguments = MODULES[process.service], stack.arguments(process)
+            self._command = [sys.executable, "-P", "-m", module, *arguments]
+            self._environment: Environment = {}  # of the running process
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+            # Ray may take long to answer, and the process is to be kept meanwhile.
+            threading.Thread(target=self._repeat, args=[self._ask_peers], daemon=True).start()
 
     def stack(self) -> RayStack:
         return self._stack
@@ -152,15 +150,13 @@ class ProcessActor:
         return check_health(self._own.address, tls=self._tls)
 
     def _run(self) -> None:
-        with _dying():
-            while not self._stopping.wait(_POLL_S):
-                self._keep()
-            self._child.stop(self._settings.drain_timeout_s + _KILL_AFTER_S)
+        self._repeat(self._keep)
+        self._child.stop(self._settings.drain_timeout_s + _KILL_AFTER_S)
 
-    def _follow_peers(self) -> None:
+    def _repeat(self, action: Callable[[], None]) -> None:
         with _dying():
             while not self._stopping.wait(_POLL_S):
-                self._ask_peers()
+                action()
 
     def _ask_peers(self) -> None:
         """Asks the processes that this one calls for their endpoints. A silent one keeps its

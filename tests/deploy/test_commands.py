@@ -151,13 +151,13 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     worker.kill()
     wait_for(lambda: launcher.serving(port) == 1, "the worker to be missed")
 
-    # Another adopts what runs, with what the stack was started with, and starts what is missing.
+    # Another one adopts the running processes, and starts the worker with its first environment.
     assert "has a supervisor again" in launcher.succeed("up", "--port", port)
     members = launcher.members(port)
     assert not {supervisor, worker} & {*members}
     assert frontend in members
     assert named(members, "worker_svc").environ()["STANDIN_FILE"] == str(behaviour)
-    # What it has adopted it replaces, too.
+    # It also restarts processes that it has adopted.
     frontend.kill()
     wait_for(lambda: frontend not in launcher.members(port), "its end")
     wait_for(lambda: launcher.serving(port) == 2, "another frontend")

@@ -1,4 +1,4 @@
-"""RUNTIME=docker: what the launcher asks docker compose, or podman-compose, to do."""
+"""RUNTIME=docker: the commands and variables for docker compose or podman-compose."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_ranks_meet_at_rank_0() -> None:
     assert stack().environment_of(second, other, {}, FILE) is None
     addresses = {"NANO_WORKER_ADDRESSES": "10.0.0.2:2000,10.0.0.2:2000"}
     assert stack().environment_of(second, other, {"worker-2": own}, FILE) == meeting | addresses
-    # One rank alone meets nobody.
+    # A single rank needs no meeting place.
     found = stack(tp=1).environment_of(Process("worker", 3), other, {}, FILE)
     assert found == {"NANO_TP": "1", "NANO_WORKER_ADDRESSES": "10.0.0.2:2000"}
 

@@ -41,7 +41,7 @@ _KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
 
 
 class Tab:
-    """A page in a browser. `complaints` are its errors, and what its policy has kept it from."""
+    """A page in a browser. `complaints` are its errors and violations of its policy."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self.complaints: list[str] = []

@@ -1,5 +1,5 @@
-"""What connects pods fits where processes listen: Services, policies, annotations, the addresses by
-which services call each other, and the names in their certificates."""
+"""Services, policies, annotations, addresses and certificates fit the ports on which processes
+listen, and the names by which they are called."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Containers are started with settings that their services accept, and what names a port, a file or
-a variable in a manifest names what the settings make of it."""
+"""Containers start with settings that their services accept. The ports, files and variables that
+manifests name are those of the settings."""
 
 from __future__ import annotations
 
