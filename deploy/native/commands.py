@@ -32,7 +32,7 @@ from deploy.native.scale import scale as scale_stack
 from deploy.native.startup import wait_until_serving
 from deploy.native.status import format_status, stack_status, status_json, supervisor_status
 from deploy.plan import Environment, Layout, plan_stack, read_settings
-from deploy.ports import reserve_port
+from deploy.ports import free_port, reserve_port
 from deploy.stack import RUN, Stack, first_token, run_directory
 from shared.config import PREFIX
 
@@ -81,8 +81,8 @@ def run(environment: Environment, layout: Layout) -> int:
         directory = Path(temporary)
         try:
             threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
-            with reserve_port(settings.host, settings.port) as reservation:
-                port = int(reservation.getsockname()[1])
+            port = settings.port or free_port(settings.host)
+            with reserve_port(settings.host, port):
                 stack, shared = plan_stack(environment, layout, directory, port)
                 supervisor = start_supervisor(stack, shared, tied=True, temporary=True)
                 wait_until_serving(stack, lambda _: None, supervisor)

@@ -10,9 +10,9 @@ from deploy.errors import LaunchError
 from deploy.ports import free_port, reserve_port
 
 
-def test_a_reserved_port_is_ours_to_share_and_nobody_elses_to_take() -> None:
-    with reserve_port("127.0.0.1", 0) as reserved:
-        port = reserved.getsockname()[1]
+def test_only_this_stack_shares_a_reserved_port() -> None:
+    port = free_port()
+    with reserve_port("127.0.0.1", port):
         with pytest.raises(LaunchError, match=f"PORT: cannot listen on 127.0.0.1:{port}"):
             reserve_port("127.0.0.1", port)
         with socket.socket() as frontend:
