@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from deploy.errors import LaunchError
 from frontend.callers.tenants import read_clients
@@ -144,8 +144,8 @@ class Stack:
         return self.engine_models[engine]
 
     def save(self) -> None:
-        values = dataclasses.asdict(self) | {"directory": str(self.directory)}
-        replace_file(self.directory / "stack.json", json.dumps(values, indent=1))
+        text = _STACK.dump_json(self, indent=1).decode()
+        replace_file(self.directory / "stack.json", text)
 
     def reloaded(self) -> Stack:
         """Returns the stack as it is now; it may have been scaled."""
@@ -162,17 +162,12 @@ class Stack:
             LaunchError: no stack was.
         """
         try:
-            values = json.loads((directory / "stack.json").read_text(encoding="utf-8"))
+            return _STACK.validate_json((directory / "stack.json").read_bytes())
         except (OSError, ValueError) as error:
             raise LaunchError(f"no stack was started in {directory}") from error
-        values["directory"] = Path(values["directory"])
-        for name in ("services", "worker_addresses", "master_ports", "engine_models"):
-            values[name] = tuple(values[name])
-        for name in ("public_tls", "internal_tls"):
-            values[name] = values[name] and ClientTls(**values[name])
-        return cls(**values)
 
 
+_STACK = TypeAdapter(Stack)
 RUN = Path(".run")
 
 
