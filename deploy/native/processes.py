@@ -90,10 +90,10 @@ def replace_supervisor(directory: Path) -> subprocess.Popen[bytes] | None:
     supervisor = find_supervisor(directory)
     if supervisor and supervisor.state == "RUNNING":
         return None
-    others = [each for each in stack_members(directory) if not _is_supervisor(each)]
-    if not others or not (directory / "stack.json").exists():
+    parents = [*parent_processes(directory).values()]
+    if not parents or not (directory / "stack.json").exists():
         return None
-    environment = others[0].environ()
+    environment = parents[0].environ()
     if f"{PREFIX}EXIT_WITH_PARENT" in environment:  # these end with their supervisor
         return None
     if supervisor:
@@ -272,13 +272,6 @@ def stack_members(directory: Path) -> list[psutil.Process]:
         except (psutil.Error, OSError):  # it has ended, is a zombie, or is another user's
             continue
     return members
-
-
-def _is_supervisor(process: psutil.Process) -> bool:
-    try:
-        return "deploy.native.supervisor" in process.cmdline()
-    except psutil.Error:
-        return False
 
 
 def stop_stack(
