@@ -18,7 +18,7 @@ from deploy.engines import (
     wait_until_joined,
     wait_until_left,
 )
-from deploy.errors import LaunchError, StartError
+from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.first_tokens import stream_completion
 from deploy.model import resolve_model
 from deploy.native.guards import uninterrupted
@@ -67,6 +67,8 @@ def restart(
         try:
             for process in rest:
                 _restart(wanted, [process], report)
+        except SupervisorGoneError:  # another command has stopped the stack
+            raise
         except LaunchError:
             stack.save()
             raise
