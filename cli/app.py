@@ -14,13 +14,10 @@ from typer.core import TyperGroup
 
 from cli.errors import CommandError
 from cli.variables import takes_variables
-from deploy import compose
 from deploy.engines import DRAIN_S
 from deploy.errors import LaunchError
-from deploy.logs import follow
 from deploy.native import commands
 from deploy.native.restart import restart as restart_processes
-from deploy.native.scale import scale as scale_stack
 from deploy.plan import Environment, Layout, read_settings
 from deploy.stack import MODULES, SERVICES, dialled_address, run_directory
 from deploy.top import top as show_load
@@ -72,6 +69,12 @@ def _service(name: str) -> str:
     return service
 
 
+_COMMANDS = {
+    "native": "deploy.native.commands",
+    "docker": "deploy.compose",
+    "ray": "deploy.ray.commands",
+}
+
 Port = Annotated[
     str | None,
     typer.Option(metavar="INT", help="public port, which names the stack (default: 50051)"),
@@ -92,10 +95,7 @@ Service = Annotated[
 @takes_variables
 def up(environment: Environment, layout: Layout, runtime: Runtime = "native") -> int:
     """Start a stack in the background, wait until it serves, show a first completion."""
-    if runtime == "ray":
-        return _on_ray("up", environment, layout)
-    start = compose.up if runtime == "docker" else commands.up
-    return start(environment, layout)
+    return _run_in(runtime, "up", environment, layout)
 
 
 @app.command()
@@ -104,7 +104,8 @@ def serve(
     environment: Environment,
     layout: Layout,
     served: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="like --model (default: the demo)")
+        str | None,
+        typer.Argument(metavar="MODEL", help="like --model (default: the demo model)"),
     ] = None,
 ) -> int:
     """Start a stack, show its logs, stop it on Ctrl-C or when this process ends."""
@@ -129,11 +130,7 @@ def down(
         if port or runtime != "native":
             raise CommandError("--all: stops all stacks of RUNTIME=native; leave out other options")
         return commands.down_all()
-    if runtime == "ray":
-        return _on_ray("down", _environment(port))
-    if runtime == "docker":
-        return compose.down(_environment(port))
-    return commands.down(_directory(port))
+    return _run_in(runtime, "down", _environment(port))
 
 
 @app.command()
@@ -143,11 +140,7 @@ def scale(
     runtime: Runtime = "native",
 ) -> int:
     """Start more engines, or stop some, while the stack serves."""
-    if runtime == "ray":
-        return _on_ray("scale", _environment(port), engines)
-    if runtime == "docker":
-        raise CommandError("ENGINES: RUNTIME=docker cannot scale; run make down, then make up")
-    return scale_stack(_directory(port), engines)
+    return _run_in(runtime, "scale", _environment(port), engines)
 
 
 @app.command()
@@ -157,7 +150,7 @@ def restart(
     engine: Annotated[int | None, typer.Option(min=0, help="only this engine")] = None,
     model: Annotated[str | None, typer.Option(help="new model of the stack")] = None,
     handover_timeout_s: Annotated[
-        float, typer.Option(min=0, help="for streams to move to another engine or end")
+        float, typer.Option(min=0, help="seconds for streams to move to another engine or end")
     ] = DRAIN_S,
 ) -> int:
     """Restart processes or engines one at a time; wait until each one serves."""
@@ -171,21 +164,13 @@ def ps(
     as_json: Annotated[bool, typer.Option("--json", help="print a list in JSON")] = False,
 ) -> int:
     """Show a line per process: name, index, pid, address, state."""
-    if runtime == "ray":
-        return _on_ray("ps", _environment(port), as_json)
-    if runtime == "docker":
-        return compose.ps(_environment(port), as_json)
-    return commands.ps(_directory(port), as_json)
+    return _run_in(runtime, "ps", _environment(port), as_json)
 
 
 @app.command()
 def logs(port: Port = None, runtime: Runtime = "native", service: Service = None) -> int:
     """Show the logs and follow them."""
-    if runtime == "ray":
-        return _on_ray("logs", _environment(port), service)
-    if runtime == "docker":
-        return compose.logs(_environment(port), service)
-    follow(_directory(port), service)
+    return _run_in(runtime, "logs", _environment(port), service)
 
 
 @app.command()
@@ -200,7 +185,7 @@ def chat(
     port: Port = None,
     system: Annotated[str, typer.Option(help="system prompt")] = "",
     temperature: float | None = None,
-    max_tokens: Annotated[int | None, typer.Option(help="of each answer")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="maximum of each answer")] = None,
     seed: int | None = None,
     stop: Annotated[list[str] | None, typer.Option(help="may be given more than once")] = None,
 ) -> int:
@@ -214,10 +199,10 @@ def chat(
 @app.command()
 def generate(
     requests: Annotated[Path, typer.Argument(help="JSON lines, with a prompt or request each")],
-    output: Annotated[Path, typer.Argument(help="JSON lines, with a completion each; may exist")],
+    output: Annotated[Path, typer.Argument(help="file for completions, JSON lines; may exist")],
     address: Address = None,
     port: Port = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="requests at the same time")] = 256,
+    concurrency: Annotated[int, typer.Option(min=1, help="maximum of open requests")] = 256,
     params: Annotated[
         str, typer.Option(metavar="JSON", help="defaults for parameters that a line leaves unset")
     ] = "{}",
@@ -244,9 +229,9 @@ def config(environment: Environment, layout: Layout) -> int:
 @takes_variables
 def doctor(environment: Environment, layout: Layout) -> int:
     """Find problems that keep a stack with these variables from starting; suggest remedies."""
-    from cli.doctor.run import examine
+    from cli.doctor.run import diagnose
 
-    return examine(environment, layout)
+    return diagnose(environment, layout)
 
 
 @app.command(
@@ -260,10 +245,10 @@ def bench(context: typer.Context) -> int:
     return main(context.args)
 
 
-def _on_ray(command: str, *arguments: Any) -> int:
-    """Runs a command of RUNTIME=ray. These commands import Ray, which is optional."""
+def _run_in(runtime: str, command: str, *arguments: Any) -> int:
+    """Runs a command of a runtime. Those of Ray import Ray, which is optional."""
     try:
-        module = importlib.import_module("deploy.ray.commands")
+        module = importlib.import_module(_COMMANDS[runtime])
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

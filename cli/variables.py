@@ -67,8 +67,8 @@ def takes_variables(command: Callable[..., int]) -> Callable[..., int]:
     settings = _settings()
 
     def call(
-        frontends: Annotated[int, _Host(min=1, help="processes that share the port")] = 1,
-        engines: Annotated[int, _Host(min=1, help="each is a scheduler and its workers")] = 1,
+        frontends: Annotated[int, _Host(min=1, help="frontends, which share the port")] = 1,
+        engines: Annotated[int, _Host(min=1, help="a scheduler and its workers each")] = 1,
         services: Annotated[
             str, _Host(hidden=True, help="services to run on this host")
         ] = " ".join(SERVICES),

@@ -19,7 +19,7 @@ def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:
         LaunchError: a file cannot be used, or the server would reject the client.
     """
     client = ClientTls(server.cert, client_cert, client_key)
-    names = [name for name in _shake_hands(server, client) if not name.startswith(ROLE)]
+    names = [name for name in _handshake(server, client) if not name.startswith(ROLE)]
     if not names:
         raise LaunchError(f"{server.setting}_cert: {server.cert} has no name in subjectAltName")
     return ClientTls(server.cert, client_cert, client_key, names[0].replace("*", "any", 1))
@@ -33,7 +33,7 @@ def check_certificates(server: ServerTls, client: ClientTls, addresses: Iterable
     """
     for address in addresses:
         host = "localhost" if address.startswith("unix:") else address.rpartition(":")[0]
-        _shake_hands(server, client, host.strip("[]"))
+        _handshake(server, client, host.strip("[]"))
 
 
 def check_roles(
@@ -44,7 +44,7 @@ def check_roles(
     Raises:
         LaunchError: it lacks one of these roles, but has others, or must have roles (`required`).
     """
-    roles = roles_among(_shake_hands(server, client))
+    roles = roles_among(_handshake(server, client))
     missing = [service for service in services if service not in roles]
     if missing and (roles or required):
         raise LaunchError(
@@ -54,10 +54,10 @@ def check_roles(
         )
 
 
-def _shake_hands(server: ServerTls, client: ClientTls, host: str | None = None) -> list[str]:
+def _handshake(server: ServerTls, client: ClientTls, host: str | None = None) -> list[str]:
     """Returns the names in the server's certificate. If `host` is given, it must be one of them."""
     try:
-        return _converse(_server_side(server), client_context(client, host), host)
+        return _exchange(_server_side(server), client_context(client, host), host)
     except FileError as error:
         raise LaunchError(str(error)) from error
     except ssl.SSLCertVerificationError as error:
@@ -77,7 +77,7 @@ def _server_side(server: ServerTls) -> ssl.SSLContext:
     return context
 
 
-def _converse(
+def _exchange(
     server_context: ssl.SSLContext, client_context: ssl.SSLContext, host: str | None
 ) -> list[str]:
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -7,11 +7,11 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.errors import LaunchError
-from deploy.first_tokens import PROMPT, stream_completion
+from deploy.first_tokens import show_completion
 from deploy.health import SERVING, check_health, http_health
 from deploy.model import model_name, resolve_model
 from deploy.plan import (
@@ -72,10 +72,8 @@ def up(environment: Environment, layout: Layout) -> int:
         port and http_health(url, tls=tls) != SERVING
     ):
         time.sleep(_POLL_S)
-    print(f"\n{PROMPT}", end="", flush=True)
-    token = first_token(settings.auth_tokens_file)
-    stream_completion(address, lambda text: print(text, end="", flush=True), tls, token)
-    print(f"\n\nThe stack serves on {address}; make chat PORT={settings.port} talks to it.")
+    show_completion(address, tls, first_token(settings.auth_tokens_file))
+    print(f"The stack serves on {address}; make chat PORT={settings.port} talks to it.")
     if port:
         print(f"The HTTP gateway serves on {url}.")
     return 0
@@ -87,6 +85,14 @@ def down(environment: Environment) -> int:
     port = read_settings(environment).port
     _compose(port, [*profiles, "down", "--remove-orphans"], environment)
     return 0
+
+
+def scale(environment: Environment, engines: int) -> int:
+    """
+    Raises:
+        LaunchError: containers cannot be added while a stack runs.
+    """
+    raise LaunchError("ENGINES: RUNTIME=docker cannot scale; run make down, then make up")
 
 
 def ps(environment: Environment, as_json: bool = False) -> int:
@@ -190,21 +196,18 @@ def file_services(settings: StackSettings) -> dict[str, object]:
             "CLIENT_KEY": _INSIDE.format("tls_key"),
         }
 
-    def service(wanted: Iterable[str], more: Mapping[str, str]) -> dict[str, object]:
+    services: dict[str, object] = {}
+    for service, wanted in (("frontend", names), ("http", names[:1]), ("gateway", names[:3])):
         inside = {name: _INSIDE.format(name) for name in wanted if name in given}
-        variables = {name.upper(): path for name, path in inside.items()} | dict(more)
-        return {
+        variables = {name.upper(): path for name, path in inside.items()}
+        variables |= probe if service == "frontend" else {}
+        services[service] = {
             "environment": {f"{PREFIX}{name}": value for name, value in variables.items()},
             "volumes": [
                 f"{Path(given[name]).resolve()}:{path}:ro" for name, path in inside.items()
             ],
         }
-
-    return {
-        "frontend": service(names, probe),
-        "http": service(names[:1], {}),
-        "gateway": service(names[:3], {}),
-    }
+    return services
 
 
 def _rank_flags(engine: int, index: int, tp: int) -> list[str]:

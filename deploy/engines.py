@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import grpc
 
@@ -45,7 +43,7 @@ def check_engines(stack: Stack) -> None:
     for name, addresses in given.items():
         if not all(each.startswith(sockets) for each in addresses):
             raise LaunchError(
-                f"ENGINES: {PREFIX}{name} is that of one engine; leave it out for several"
+                f"ENGINES: must be 1 with {PREFIX}{name}, which is the address of one engine"
             )
 
 
@@ -62,23 +60,6 @@ def list_engines(stack: Stack, engines: Iterable[int]) -> None:
     """Lists the engines for frontends to use; they move their streams away from all others."""
     lines = (f"{stack.scheduler_address_of(each)}\n" for each in engines)
     replace_file(stack.engines_file, "".join(lines))
-
-
-def link_model(link: Path, model: Path) -> None:
-    """Makes `link` point to the directory of a model."""
-    link.parent.mkdir(exist_ok=True)
-    unfinished = link.with_name(f"{link.name}.new")
-    unfinished.unlink(missing_ok=True)
-    unfinished.symlink_to(os.path.abspath(model))
-    unfinished.replace(link)
-
-
-def link_missing_models(stack: Stack) -> None:
-    """Links the stack's model for the engines that have none."""
-    if stack.model_path:
-        for engine in (None, *range(stack.engines)):
-            if not (link := stack.model_link(engine)).is_symlink():
-                link_model(link, Path(stack.model_path))
 
 
 def ask_load(stack: Stack, engine: int, timeout_s: float = _LOAD_S) -> GetLoadResponse | None:

@@ -1,7 +1,7 @@
 """The launcher's errors.
 
 LaunchError        a stack cannot be started or reached
-├── StartError             a process of the stack cannot start; has its log
+├── StartError             a process of the stack cannot start; names its log
 └── SupervisorGoneError    the stack has no supervisor
 """
 
@@ -15,11 +15,11 @@ class LaunchError(Exception):
 
 
 class StartError(LaunchError):
-    """A process of the stack cannot start; its `log` has details."""
+    """A process of the stack cannot start. The message names its log, `reason` does not."""
 
-    def __init__(self, message: str, log: Path) -> None:
-        super().__init__(message)
-        self.log = log
+    def __init__(self, reason: str, log: Path) -> None:
+        super().__init__(f"{reason} (log: {log})")
+        self.reason = reason
 
 
 class SupervisorGoneError(LaunchError):

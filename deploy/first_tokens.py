@@ -17,6 +17,17 @@ _MAX_TOKENS = 32
 _TIMEOUT_S = 600.0  # a large model on few cores can take minutes per token
 
 
+def show_completion(address: str, tls: ClientTls | None, token: str | None) -> None:
+    """Prints a completion as it comes.
+
+    Raises:
+        LaunchError: the request failed; the message has its status.
+    """
+    print(f"\n{PROMPT}", end="", flush=True)
+    stream_completion(address, lambda text: print(text, end="", flush=True), tls, token)
+    print("\n")
+
+
 def stream_completion(
     address: str,
     write: Callable[[str], None],

@@ -65,7 +65,7 @@ class GatewaySettings(PublicSettings):
 
     http_port: int = Field(8000, gt=0, le=65535)
     gateway_addresses: Addresses = Field(
-        (), description="of all frontends, of one stack or several"
+        (), description="addresses of all frontends, of one stack or several"
     )
     gateway_policy: Literal["round_robin", "cache_aware"] = Field(
         "round_robin", description="cache_aware: prefer the stack that has the prompt's prefix"
@@ -274,11 +274,11 @@ async def _change(settings: GatewaySettings, admission: Admission) -> None:
         except (OSError, UnicodeDecodeError) as error:
             if str(error) != complaint:
                 complaint = str(error)
-                log.warning("cannot use new tokens or certificates; keeping old", reason=complaint)
+                log.warning("cannot read new tokens or certificates; keeping old", reason=complaint)
             continue
         complaint = ""
         if read != admission:
-            log.info("tokens or certificates have changed; draining and restarting")
+            log.info("tokens or certificates changed; draining and restarting")
             return
 
 

@@ -97,9 +97,9 @@ def plan_stack(
     """
     settings = read_settings(environment)
     if unknown := set(layout.services) - set(SERVICES):
-        raise LaunchError(f"SERVICES: {', '.join(sorted(unknown))}; known: {' '.join(SERVICES)}")
+        raise LaunchError(f"SERVICES: {min(unknown)} is not one of {', '.join(SERVICES)}")
     if settings.metrics_port:
-        raise LaunchError("NANO_METRICS_PORT: is for one process; a stack's use free ports")
+        raise LaunchError("NANO_METRICS_PORT: must be 0: each process of a stack has its own")
     stack = _plan_processes(settings, layout, directory, port)
     check_engines(stack)
     _check_internal_tls(settings, stack)

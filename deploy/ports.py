@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Literal
 
 from deploy.errors import LaunchError
-from shared.process.ports import bound_socket
+from deploy.stack import bracket_host
+from shared.process.ports import bound_socket, held_ports
 
 _USUAL_PORT = 50051
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -19,24 +21,19 @@ _SPREAD = 40_503  # processes that ask at the same time begin far apart (Knuth's
 _numbers = count()
 
 
-def reserve_port(host: str, port: int) -> socket.socket:
-    """Binds `host:port` (0: any free port) without listening; holds it while the socket is open.
-
-    Frontends share their port through SO_REUSEPORT, so the kernel would let a second stack take it,
-    too, and mix the two. A first, plain bind fails if the port is in use. A second bind lets this
-    stack's frontends in, and makes the plain bind of any other launcher fail.
+def reserve_port(host: str, port: int) -> ExitStack:
+    """Holds `host:port`, without listening, until the result is closed: this stack's frontends may
+    share the port, but no other stack.
 
     Raises:
         LaunchError: the port is in use, or the host is not an address of this machine.
     """
+    held = ExitStack()
     try:
-        if port:
-            # Like a server, this ignores a stopped stack's connections in TIME_WAIT.
-            bound_socket(host, port, socket.SO_REUSEADDR).close()
-        return bound_socket(host, port, socket.SO_REUSEPORT)
+        held.enter_context(held_ports([f"{bracket_host(host)}:{port}"]))
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise LaunchError(f"PORT: cannot listen on {host}:{port}: {reason}") from error
+        raise LaunchError(f"PORT: {error}") from error
+    return held
 
 
 def free_port(host: str = "127.0.0.1") -> int:

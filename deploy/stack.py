@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import stat
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from deploy.errors import LaunchError
 from frontend.callers.tenants import read_clients
@@ -35,7 +34,7 @@ class Process:
 
     service: str
     index: int
-    address: str
+    address: str = "-"
     engine: int | None = None  # None: it belongs to no engine
 
     @property
@@ -60,6 +59,7 @@ class Stack:
     engines: int = 1
     master_ports: tuple[int, ...] = ()  # of all engines but the first, if they have several ranks
     model_path: str = ""  # the model's directory, if a process on this host reads it
+    engine_models: tuple[str, ...] = ()  # of each engine, while `restart` replaces the model
     # For the launcher's own connections.
     public_tls: ClientTls | None = None
     internal_tls: ClientTls | None = None
@@ -67,6 +67,8 @@ class Stack:
     model: str = ""  # the model's name, if frontends run on this host
     http_port: int = 0  # of the gateway; 0: there is none
     ui_port: int = 0  # of the dashboard; 0: there is none
+    # Whether all processes have served at once. From then on, every process is restarted.
+    was_up: bool = False
 
     @property
     def url(self) -> str:
@@ -82,43 +84,40 @@ class Stack:
         """The public address that a client on this host dials."""
         return dialled_address(self.host, self.port)
 
+    def processes(self) -> list[Process]:
+        """Returns this host's processes in starting order."""
+        engines = range(self.engines)
+        ranks = range(self.first_rank, self.first_rank + self.engines * self.num_ranks)
+        found = [
+            *(Process("worker", i, self._worker_address(i), i // self.tp) for i in ranks),
+            *(Process("scheduler", i, self.scheduler_address_of(i), i) for i in engines),
+            *(Process("frontend", i, self.address) for i in range(self.frontends)),
+            *([Process("gateway", 0, self.url)] if self.http_port else []),
+            *([Process("dashboard", 0, self.dashboard_url)] if self.ui_port else []),
+        ]
+        return [each for each in found if each.service in self.services]
+
     def count(self, service: str) -> int:
         """The number of `service` processes on this host."""
-        if service not in self.services:
-            return 0
-        return {
-            "worker": self.engines * self.num_ranks,
-            "scheduler": self.engines,
-            "frontend": self.frontends,
-            "gateway": int(bool(self.http_port)),
-            "dashboard": int(bool(self.ui_port)),
-        }[service]
-
-    def first_index(self, service: str) -> int:
-        return self.first_rank if service == "worker" else 0
-
-    def processes(self) -> Iterator[Process]:
-        """Yields this host's processes in starting order."""
-        for service in SERVICES:
-            first = self.first_index(service)
-            for index in range(first, first + self.count(service)):
-                engine = self._engine_of(service, index)
-                yield Process(service, index, self._address_of(service, index), engine)
-
-    def engine_processes(self, engine: int) -> list[Process]:
-        """Returns the processes of an engine, in starting order."""
-        return [each for each in self.processes() if each.engine == engine]
+        return sum(each.service == service for each in self.processes())
 
     @property
     def tp(self) -> int:
         return len(self.worker_addresses)
 
     def scheduler_address_of(self, engine: int) -> str:
-        return self._address_of("scheduler", engine)
+        if not engine:
+            return self.scheduler_address
+        return f"unix:{self.directory}/scheduler-{engine}.sock"
 
     def worker_addresses_of(self, engine: int) -> tuple[str, ...]:
         first = engine * self.tp
-        return tuple(self._address_of("worker", first + rank) for rank in range(self.tp))
+        return tuple(map(self._worker_address, range(first, first + self.tp)))
+
+    def _worker_address(self, index: int) -> str:
+        if index < self.tp:
+            return self.worker_addresses[index]
+        return f"unix:{self.directory}/worker-{index}.sock"
 
     def tls(self, service: str) -> ClientTls | None:
         """The TLS for connecting to a `service` of this stack; None is plaintext."""
@@ -138,41 +137,15 @@ class Stack:
         """The file with the schedulers' addresses that frontends are to use."""
         return self.directory / "engines"
 
-    def model_link(self, engine: int | None = None) -> Path:
-        """The link to the directory of an engine's model; None: of the model for all other
-        processes. Links can change while processes run; command lines cannot."""
-        name = "stack" if engine is None else f"engine-{engine}"
-        return self.directory / "models" / name
-
-    def _engine_of(self, service: str, index: int) -> int | None:
-        if service == "worker":
-            return index // self.tp
-        return index if service == "scheduler" else None
-
-    def _address_of(self, service: str, index: int) -> str:
-        if service == "worker" and index < self.tp:
-            return self.worker_addresses[index]
-        if service == "scheduler" and not index:
-            return self.scheduler_address
-        if service in ("worker", "scheduler"):
-            return f"unix:{self.directory}/{service}-{index}.sock"
-        urls = {"gateway": self.url, "dashboard": self.dashboard_url}
-        return urls.get(service, self.address)
-
-    @property
-    def was_up(self) -> bool:
-        """Whether all processes have served at once. From then on, every process is restarted."""
-        return (self.directory / "up").exists()
-
-    def set_up(self, was_up: bool) -> None:
-        if was_up:
-            (self.directory / "up").touch()
-        else:
-            (self.directory / "up").unlink(missing_ok=True)
+    def model_of(self, engine: int | None) -> str:
+        """The directory of an engine's model; None: of the model for all other processes."""
+        if engine is None or engine >= len(self.engine_models):
+            return self.model_path
+        return self.engine_models[engine]
 
     def save(self) -> None:
-        values = dataclasses.asdict(self) | {"directory": str(self.directory)}
-        replace_file(self.directory / "stack.json", json.dumps(values, indent=1))
+        text = _STACK.dump_json(self, indent=1).decode()
+        replace_file(self.directory / "stack.json", text)
 
     def reloaded(self) -> Stack:
         """Returns the stack as it is now; it may have been scaled."""
@@ -189,17 +162,12 @@ class Stack:
             LaunchError: no stack was.
         """
         try:
-            values = json.loads((directory / "stack.json").read_text(encoding="utf-8"))
+            return _STACK.validate_json((directory / "stack.json").read_bytes())
         except (OSError, ValueError) as error:
             raise LaunchError(f"no stack was started in {directory}") from error
-        values["directory"] = Path(values["directory"])
-        for name in ("services", "worker_addresses", "master_ports"):
-            values[name] = tuple(values[name])
-        for name in ("public_tls", "internal_tls"):
-            values[name] = values[name] and ClientTls(**values[name])
-        return cls(**values)
 
 
+_STACK = TypeAdapter(Stack)
 RUN = Path(".run")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +17,7 @@ from deploy.stack import Stack
 from shared.pb.scheduler_pb2 import GetLoadResponse
 
 _REFRESH_S = 0.5
-_BAR_WIDTH = 40
+_COLUMNS = "engine", "frontends", "running", "waiting", "tokens/s", "step", "blocks used", "hits"
 _SILENT = "the scheduler does not answer; see make ps and make logs"
 
 Loads = Sequence[GetLoadResponse | None]  # by engine; None: it does not answer
@@ -34,7 +33,7 @@ def top(directory: Path) -> int:
     stack, console = Stack.load(directory), Console(highlight=False)
     if not console.is_terminal:
         loads = ask_loads(stack)
-        console.print(render(stack, loads))
+        console.print(_render(stack, loads))
         return 0 if any(loads) else 1
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while console.is_terminal:  # until it closes, which does not signal all processes
@@ -42,46 +41,28 @@ def top(directory: Path) -> int:
             loads = ask_loads(stack)
             if not any(loads) and not is_running(directory):
                 break
-            live.update(render(stack, loads), refresh=True)
+            live.update(_render(stack, loads), refresh=True)
             time.sleep(_REFRESH_S)
     if console.is_terminal:
         console.print(f"the stack on port {stack.port} has stopped")
     return 0
 
 
-def render(stack: Stack, loads: Loads) -> RenderableType:
-    """Returns the screen for the engines' answers."""
+def _render(stack: Stack, loads: Loads) -> RenderableType:
+    """Returns the screen: a line for each engine, and one for all of them."""
     title = Text.assemble(("nano-vllm-grpc", "bold"), f"  {stack.address}")
-    if len(loads) > 1:
-        return Group(title, Text(), _engines(loads))
-    (load,) = loads
-    if load is None:
-        return Group(title, Text(_SILENT, style="red"))
-    rows = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    batch = load.step_sequences / load.steps if load.steps else 0
-    rows.add_row("running", f"{load.running}", f"{load.frontends} frontends connected")
-    rows.add_row("waiting", f"{load.waiting}", f"{load.waiting_tokens} tokens")
-    rows.add_row("tokens/s", f"{load.tokens_per_s:.0f}", f"{load.sampled_tokens} since the start")
-    steps = f"{load.steps} steps of {batch:.1f} sequences"
-    rows.add_row("step", f"{load.step_time_s * 1e3:.1f} ms", steps)
-    rows.add_row("preempted", f"{load.preemptions}", f"of {load.admissions} admissions")
-    return Group(title, Text(), rows, Text(), _cache(load))
-
-
-def _engines(loads: Loads) -> Table:
-    """Returns a line for each engine, and one for all of them."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("engine")
-    for name in ("frontends", "running", "waiting", "tokens/s", "step", "blocks used", "hits"):
+    for name in _COLUMNS:
         table.add_column(name, justify="right")
     for engine, load in enumerate(loads):
-        if load is None:
-            table.add_row(f"{engine}", Text("does not answer", style="red"))
-        else:
+        if load is not None:
             step = f"{load.step_time_s * 1e3:.1f} ms"
             table.add_row(f"{engine}", f"{load.frontends}", *_figures([load], step))
-    table.add_row("all", "", *_figures([load for load in loads if load is not None], ""))
-    return table
+    if len(loads) > 1:
+        table.add_row("all", "", *_figures([load for load in loads if load is not None], ""))
+    silent = [engine for engine, load in enumerate(loads) if load is None]
+    notes = [Text(f"engine {engine}: {_SILENT}", style="red") for engine in silent]
+    return Group(title, Text(), table, *notes)
 
 
 def _figures(loads: Sequence[GetLoadResponse], step: str) -> list[str]:
@@ -95,22 +76,3 @@ def _figures(loads: Sequence[GetLoadResponse], step: str) -> list[str]:
         f"{sum(load.blocks_used for load in loads)} of {sum(load.blocks for load in loads)}",
         f"{cached / prompt_tokens if prompt_tokens else 0.0:.0%}",
     ]
-
-
-def _cache(load: GetLoadResponse) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, blocks in (
-        ("blocks used", load.blocks_used),
-        ("cached", load.blocks_cached),
-        ("free", load.blocks_free),
-    ):
-        bar = ProgressBar(total=max(load.blocks, 1), completed=blocks, width=_BAR_WIDTH)
-        table.add_row(name, f"{blocks} of {load.blocks}", bar)
-    hits = load.cached_prompt_tokens / load.prompt_tokens if load.prompt_tokens else 0.0
-    table.add_row(
-        "prefix cache",
-        f"{hits:.0%} hit",
-        f"{load.cached_prompt_tokens} of {load.prompt_tokens} prompt tokens, "
-        f"{load.evicted_blocks} blocks evicted",
-    )
-    return table

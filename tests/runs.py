@@ -88,10 +88,10 @@ def _soak() -> list[Run]:
 _FLAKY = {
     "bench/gpu/test_run.py": ("test_what_the_time_limit_cuts_off_is_listed",),
     "bench/test_modes.py": ("test_load", "test_routing"),
-    "cli/test_generate.py": ("test_killed_and_stopped_runs_go_on_where_they_were",),
+    "cli/test_generate.py": ("test_interrupted_batches_continue",),
     "client/test_resume.py": (),
     "deploy/dashboard/test_browser.py": ("test_an_answer_streams_outlives_its_worker_and_stops",),
-    "deploy/test_supervisor.py": ("test_a_pid_that_another_process_had_before",),
+    "deploy/test_supervisor.py": ("test_a_reused_pid",),
     "e2e/test_quantized.py": ("test_tokens_with_an_int8_cache",),
     "faults/test_clients.py": (),
     "faults/test_frontends.py": ("test_streams_of_other_frontends_are_untouched",),

@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from cli.doctor.check import Check
-from cli.doctor.host import check_shared_memory
+from cli.doctor.host import Check, check_shared_memory
 from frontend.text.model_files import ModelFilesError, read_model_facts
 from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2

@@ -5,30 +5,31 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
-from cli.doctor.check import Check
 from deploy.errors import LaunchError
 from deploy.native.processes import is_running, stack_members
 from deploy.ports import reserve_port
 from deploy.stack import run_directory
 
-_PYTHONS = ((3, 11), (3, 13))
 _MIN_DESCRIPTORS = 4096  # each client's connection takes one
 _MIN_FREE_BYTES = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def check_python() -> Check:
-    version = ".".join(map(str, sys.version_info[:3]))
-    if _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
-        return Check("Python", "ok", version)
-    first, last = (".".join(map(str, each)) for each in _PYTHONS)
-    return Check("Python", "wrong", version, f"use {first} to {last}: make PYTHON=...")
+@dataclass(frozen=True)
+class Check:
+    """A finding: `wrong` keeps a stack from starting, `warning` does not; `remedy` fixes it."""
+
+    name: str
+    state: Literal["ok", "warning", "wrong"]
+    found: str
+    remedy: str = ""
 
 
 def check_cores(ranks: int) -> Check:

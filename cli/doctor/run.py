@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cli.doctor import host
-from cli.doctor.check import Check
+from cli.doctor.host import Check
 from deploy.errors import LaunchError
 from deploy.model import HUB
 from deploy.native.processes import is_running
@@ -23,7 +23,7 @@ from shared.config import PREFIX, SettingsError
 _COLORS = {"ok": "green", "warning": "yellow", "wrong": "red"}
 
 
-def examine(environment: Environment, layout: Layout) -> int:
+def diagnose(environment: Environment, layout: Layout) -> int:
     """Prints a line per check; returns 1 if a stack with these variables could not start."""
     console = Console(highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -41,7 +41,6 @@ def examine(environment: Environment, layout: Layout) -> int:
 
 
 def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
-    yield host.check_python()
     yield host.check_descriptors()
     yield host.check_disk()
     yield from host.check_stacks()

@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from deploy.dashboard.guard import HOSTS, Bounded, Guard
+from deploy.dashboard.guard import HOSTS, Guard, Limit
 from deploy.dashboard.observer import Observer
 from deploy.stack import Stack
 from nano_vllm_grpc import AsyncLLM, LLMError
@@ -42,8 +42,8 @@ class ChatRequest(BaseModel, extra="forbid"):
 
 
 def make_app(stack: Stack, observer: Observer, llm: AsyncLLM) -> Starlette:
-    obstacle = chat_obstacle(stack)
-    facts = {"model": stack.model, "address": stack.address, "chat_obstacle": obstacle}
+    disabled = chat_disabled(stack)
+    facts = {"model": stack.model, "address": stack.address, "chat_disabled": disabled}
 
     async def index(_: Request) -> Response:
         return FileResponse(_STATIC / "index.html")
@@ -55,16 +55,16 @@ def make_app(stack: Stack, observer: Observer, llm: AsyncLLM) -> Starlette:
         return _stream(facts | state async for state in observer.states())
 
     async def chat(request: Request) -> Response:
-        if obstacle:
-            raise HTTPException(403, obstacle)
+        if disabled:
+            raise HTTPException(403, disabled)
         return _stream(_answer(llm, await _read(request)))
 
     return Starlette(
         routes=[
             Route("/", index),
             Route("/readiness", readiness),
-            Route("/events", events, middleware=[_bounded(_MAX_PAGES, "pages")]),
-            Route("/chat", chat, methods=["POST"], middleware=[_bounded(_MAX_ANSWERS, "answers")]),
+            Route("/events", events, middleware=[_limit(_MAX_PAGES, "pages")]),
+            Route("/chat", chat, methods=["POST"], middleware=[_limit(_MAX_ANSWERS, "answers")]),
             Mount("/static", StaticFiles(directory=_STATIC)),
         ],
         middleware=[
@@ -74,7 +74,7 @@ def make_app(stack: Stack, observer: Observer, llm: AsyncLLM) -> Starlette:
     )
 
 
-def chat_obstacle(stack: Stack) -> str:
+def chat_disabled(stack: Stack) -> str:
     """Returns why there can be no chat, or "". The dashboard does not authenticate users."""
     if stack.auth_tokens_file:
         return "the chat is disabled: clients of this stack need a token"
@@ -83,8 +83,8 @@ def chat_obstacle(stack: Stack) -> str:
     return ""
 
 
-def _bounded(limit: int, what: str) -> Middleware:
-    return Middleware(Bounded, limit=limit, what=what)
+def _limit(limit: int, what: str) -> Middleware:
+    return Middleware(Limit, limit=limit, what=what)
 
 
 async def _read(request: Request) -> ChatRequest:

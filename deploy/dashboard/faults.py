@@ -47,7 +47,7 @@ class Faults:
                 fault.began = now
             fault.ended = None
 
-    def look(self, pids: Mapping[str, int | None], now: float) -> None:
+    def observe(self, pids: Mapping[str, int | None], now: float) -> None:
         """Notices which processes have ended or been replaced. `pids`: by name, None for a process
         that does not run."""
         for name, pid in pids.items():

@@ -7,6 +7,8 @@ Sec-Fetch-Site tells that another site sends the request.
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -52,21 +54,17 @@ def _is_foreign(headers: Headers) -> bool:
     return elsewhere and headers.get("sec-fetch-mode") != "navigate"  # other sites may link here
 
 
-class Bounded:
+class Limit:
     """Rejects more than `limit` requests at a time with 503; the message calls them `what`."""
 
     def __init__(self, app: ASGIApp, limit: int, what: str) -> None:
         self._app = app
-        self._limit = limit
+        self._free = asyncio.Semaphore(limit)
         self._refusal = PlainTextResponse(f"{limit} {what} are open already", status_code=503)
-        self._open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._open >= self._limit:
+        if self._free.locked():
             await self._refusal(scope, receive, send)
             return
-        self._open += 1
-        try:
+        async with self._free:
             await self._app(scope, receive, send)
-        finally:
-            self._open -= 1

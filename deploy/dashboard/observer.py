@@ -111,7 +111,7 @@ class Observer:
         self._announce()
         with suppress(SupervisorGoneError):
             found = await asyncio.to_thread(running_processes, self._stack.directory)
-            self._faults.look({each.name: each.pid for each in found}, time.monotonic())
+            self._faults.observe({each.name: each.pid for each in found}, time.monotonic())
             self._announce()
 
     async def _keep_sampling(self) -> None:
@@ -121,7 +121,7 @@ class Observer:
             with suppress(SupervisorGoneError):
                 self._statuses = await asyncio.to_thread(_statuses, self._stack.reloaded())
                 pids = {each.process.name: each.pid for each in self._statuses}
-                self._faults.look(pids, time.monotonic())
+                self._faults.observe(pids, time.monotonic())
             self._samples.append(await asyncio.to_thread(self._sampler.take))
             self._announce()
             await asyncio.sleep(max(due - time.monotonic(), 0))

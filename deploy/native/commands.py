@@ -1,4 +1,4 @@
-"""up, serve, run, down and ps for stacks that run as processes on this host."""
+"""Commands for RUNTIME=native: stacks that run as processes on this host."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import sys
 import tempfile
 import threading
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from deploy.errors import LaunchError, StartError
-from deploy.first_tokens import PROMPT, stream_completion
+from deploy.first_tokens import PROMPT, show_completion
 from deploy.health import SERVING
-from deploy.native.guards import STOP_SIGNALS, ignore_signals, locked, signals_interrupt
+from deploy.logs import follow
+from deploy.native.guards import ignore_signals, locked, signals_interrupt
 from deploy.native.processes import (
     is_running,
     replace_supervisor,
@@ -25,14 +28,13 @@ from deploy.native.processes import (
     stop_stack,
 )
 from deploy.native.progress import show_progress
-from deploy.native.startup import wait_until_ready
+from deploy.native.scale import scale as scale_stack
+from deploy.native.startup import wait_until_serving
 from deploy.native.status import format_status, stack_status, status_json, supervisor_status
 from deploy.plan import Environment, Layout, plan_stack, read_settings
-from deploy.ports import reserve_port
+from deploy.ports import free_port, reserve_port
 from deploy.stack import RUN, Stack, first_token, run_directory
 from shared.config import PREFIX
-
-_WATCH_S = 0.5
 
 
 def up(environment: Environment, layout: Layout) -> int:
@@ -58,8 +60,7 @@ def serve(environment: Environment, layout: Layout) -> int:
     logs = subprocess.Popen([*follower, *sorted(directory.glob("*-*.log"))])
     try:
         with signals_interrupt():
-            supervisor.wait()
-        raise LaunchError("the stack's supervisor has ended; stopping the stack")
+            _wait_for_end(supervisor)
     except KeyboardInterrupt:
         return 0
     finally:
@@ -68,12 +69,56 @@ def serve(environment: Environment, layout: Layout) -> int:
         logs.terminate()
 
 
+def run(environment: Environment, layout: Layout) -> int:
+    """Starts a private stack and prints `READY HOST:PORT`; stops it and returns when stdin closes
+    or a stop signal arrives. The stack also stops if this process is killed."""
+    environment = {f"{PREFIX}HTTP_PORT": "0", f"{PREFIX}UI_PORT": "0"} | environment
+    settings = read_settings(environment)
+    with (
+        tempfile.TemporaryDirectory(prefix="nano-", ignore_cleanup_errors=True) as temporary,
+        signals_interrupt(),
+    ):
+        directory = Path(temporary)
+        try:
+            threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
+            port = settings.port or free_port(settings.host)
+            with reserve_port(settings.host, port):
+                stack, shared = plan_stack(environment, layout, directory, port)
+                supervisor = start_supervisor(stack, shared, tied=True, temporary=True)
+                wait_until_serving(stack, lambda _: None, supervisor)
+                replace(stack, was_up=True).save()
+            print(f"READY {stack.address}", flush=True)
+            _wait_for_end(supervisor)
+        except KeyboardInterrupt:
+            return 0
+        except StartError as error:  # its log is removed
+            raise LaunchError(error.reason) from error
+        finally:
+            ignore_signals()
+            stop_stack(directory, stack_grace_s(directory), lambda _: None)
+
+
+def _interrupt_at_end_of_input() -> None:
+    while os.read(sys.stdin.fileno(), 1 << 16):
+        pass
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _wait_for_end(supervisor: subprocess.Popen[bytes]) -> NoReturn:
+    supervisor.wait()
+    raise LaunchError("the supervisor ended; stopping the stack")
+
+
 def _named(environment: Environment) -> tuple[int, Path]:
     """The port that names a stack, and its directory."""
     port = read_settings(environment).port
     if port == 0:
         raise LaunchError("PORT: must not be 0, because it names the stack; only run accepts 0")
     return port, run_directory(port)
+
+
+def _directory(environment: Environment) -> Path:
+    return run_directory(read_settings(environment).port)
 
 
 def _start(
@@ -89,57 +134,24 @@ def _start(
         supervisor = start_supervisor(stack, shared, tied=tied)
         try:
             with show_progress(stack) as report:
-                wait_until_ready(stack, supervisor, report)
-            stack.set_up(True)
+                wait_until_serving(stack, report, supervisor)
+            replace(stack, was_up=True).save()
             if serves_public:
                 _greet(stack)
-        except BaseException as error:
+        except BaseException:
             ignore_signals()
             print("stopping the stack", file=sys.stderr)
             stop_stack(directory, stack_grace_s(directory), print)
-            if isinstance(error, StartError):
-                raise LaunchError(f"{error} (log: {error.log})") from error
             raise
     return supervisor
 
 
-def run(environment: Environment, layout: Layout) -> int:
-    """Starts a private stack and prints `READY HOST:PORT`; stops it and returns when stdin closes
-    or a stop signal arrives. The stack also stops if this process is killed."""
-    environment = {f"{PREFIX}HTTP_PORT": "0", f"{PREFIX}UI_PORT": "0"} | environment
-    settings = read_settings(environment)
-    stop = threading.Event()
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: stop.set())
-    threading.Thread(target=_wait_for_end_of_input, args=(stop,), daemon=True).start()
-
-    def check_stop() -> None:
-        if stop.is_set():
-            raise _StoppedError
-
-    with tempfile.TemporaryDirectory(prefix="nano-", ignore_cleanup_errors=True) as temporary:
-        directory = Path(temporary)
-        with reserve_port(settings.host, settings.port) as reservation:
-            port = int(reservation.getsockname()[1])
-            stack, shared = plan_stack(environment, layout, directory, port)
-            supervisor = start_supervisor(stack, shared, tied=True, temporary=True)
-            try:
-                wait_until_ready(stack, supervisor, lambda _: None, check_stop)
-                stack.set_up(True)
-                reservation.close()
-                print(f"READY {stack.address}", flush=True)
-                while not stop.wait(_WATCH_S):
-                    if supervisor.poll() is not None:
-                        raise LaunchError("the stack's supervisor has ended; stopping the stack")
-            except _StoppedError:
-                pass
-            finally:
-                stop_stack(directory, stack_grace_s(directory), lambda _: None)
-    return 0
+def down(environment: Environment) -> int:
+    """Stops a stack, or the processes that are left of one."""
+    return _down(_directory(environment))
 
 
-def down(directory: Path) -> int:
-    """Stops the stack in `directory`, or the processes that are left of one."""
+def _down(directory: Path) -> int:
     if stack_members(directory):
         print(f"stopping the stack on port {directory.name}", flush=True)
     count = stop_stack(directory, stack_grace_s(directory), print)
@@ -162,14 +174,25 @@ def down_all() -> int:
     """Stops all stacks that were started in this directory."""
     directories = [path for path in RUN.glob("*") if path.name.isdecimal() and stack_members(path)]
     for directory in sorted(directories, key=lambda path: int(path.name)):
-        down(directory)
+        _down(directory)
     if not directories:
         print(f"no stack runs in {RUN.absolute()}")
     return 0
 
 
-def ps(directory: Path, as_json: bool = False) -> int:
+def scale(environment: Environment, engines: int) -> int:
+    """Starts or stops engines of a running stack until it has this number."""
+    return scale_stack(_directory(environment), engines)
+
+
+def logs(environment: Environment, service: str | None) -> NoReturn:
+    """Follows the logs of a stack, of all its services or one."""
+    follow(_directory(environment), service)
+
+
+def ps(environment: Environment, as_json: bool = False) -> int:
     """Prints a line per process, or a list in JSON; returns 1 if no stack is running."""
+    directory = _directory(environment)
     try:
         stack = Stack.load(directory)
         statuses = [supervisor_status(stack), *stack_status(stack)]
@@ -185,17 +208,10 @@ def ps(directory: Path, as_json: bool = False) -> int:
     return 0
 
 
-class _StoppedError(Exception):
-    """`run` was told to stop while the stack was starting."""
-
-
 def _supervised_again(stack: Stack, supervisor: subprocess.Popen[bytes]) -> int:
-    try:
-        with show_progress(stack) as report:
-            wait_until_ready(stack, supervisor, report)
-    except StartError as error:
-        raise LaunchError(f"{error} (log: {error.log})") from error
-    stack.set_up(True)
+    with show_progress(stack) as report:
+        wait_until_serving(stack, report, supervisor)
+    replace(stack, was_up=True).save()
     print(f"the stack on port {stack.port} is up, and has a supervisor again")
     return 0
 
@@ -211,54 +227,33 @@ def _already_up(stack: Stack) -> int:
 
 
 def _greet(stack: Stack) -> None:
-    """Streams a completion and says how to send more."""
+    """Shows a completion, and says how to request more."""
     token = first_token(stack.auth_tokens_file)
-    ui = f"\nIts dashboard is {stack.dashboard_url}." if stack.ui_port else ""
-    print(f"\n{PROMPT}", end="", flush=True)
-    stream_completion(
-        stack.address,
-        lambda text: print(text, end="", flush=True),
-        stack.public_tls,
-        token,
-    )
+    show_completion(stack.address, stack.public_tls, token)
     http = f" and {stack.url}" if stack.http_port else ""
+    ui = f"\nIts dashboard is {stack.dashboard_url}." if stack.ui_port else ""
+    print(f"The stack serves on {stack.address}{http}.{ui}")
     if stack.public_tls or token:
-        asked = "the certificate's authority" * bool(stack.public_tls), "a token" * bool(token)
-        print(f"""
-
-The stack serves on {stack.address}{http}.{ui} Clients need {" and ".join(filter(None, asked))}
-(docs/security.md); make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.
-
-make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
-        return
-    print(f"""
-
-The stack serves on {stack.address}{http}.{ui} Send more:
+        needed = "the certificate's authority" * bool(stack.public_tls), "a token" * bool(token)
+        print(f"""Clients need {" and ".join(filter(None, needed))} (docs/security.md).
+make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.""")
+    else:
+        print(f"""Send more:
 
   make chat PORT={stack.port}
-{_http_examples(stack)}\
+{_http_example(stack)}\
   grpcurl -plaintext -d '{{"text": "{PROMPT}", "sampling": {{"max_tokens": 32}}}}' \\
     {stack.address} nanovllm.v1.InferenceService/GenerateStream
   .venv/bin/python -c 'from nano_vllm_grpc import LLM
-print(LLM("{stack.address}").generate(["{PROMPT}"])[0]["text"])'
-
+print(LLM("{stack.address}").generate(["{PROMPT}"])[0]["text"])'""")
+    print(f"""
 make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
 
 
-def _http_examples(stack: Stack) -> str:
+def _http_example(stack: Stack) -> str:
     if not stack.http_port:
         return ""
-    model = stack.model
     return f"""\
   curl {stack.url}/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-  python -c 'from openai import OpenAI
-client = OpenAI(base_url="{stack.url}/v1", api_key="none")
-print(client.completions.create(model="{model}", prompt="{PROMPT}").choices[0].text)'
+    -d '{{"model": "{stack.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 """
-
-
-def _wait_for_end_of_input(stop: threading.Event) -> None:
-    while os.read(sys.stdin.fileno(), 1 << 16):
-        pass
-    stop.set()

@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from deploy.engines import link_missing_models, list_engines
+from deploy.engines import list_engines
 from deploy.errors import LaunchError, SupervisorGoneError
 from deploy.stack import SERVICES, Stack, make_directory, replace_file
 from shared.config import PREFIX
@@ -36,6 +36,7 @@ NAME = "NANOVLLM_PROCESS"
 BOARD = "supervisor"  # on which the supervisor shows its state
 BEAT_S = 1.0  # maximum time between its updates of the board
 _SILENT_S = 5.0  # without an update
+_LOCK_FILE = "supervisor.lock"
 _LOCK = "hhqqi"  # struct flock: type, whence, start, length, process id
 _KILL_AFTER_S = 5.0  # beyond a service's own grace period
 _POLL_S = 0.02
@@ -72,9 +73,7 @@ def start_supervisor(
     directory = stack.directory
     make_directory(directory)
     _clear(directory, "*.log*")
-    stack.set_up(False)
     stack.save()
-    link_missing_models(stack)
     if stack.count("scheduler"):
         list_engines(stack, range(stack.engines))
     environment = environment | {MARKER: str(directory.absolute())}
@@ -91,10 +90,10 @@ def replace_supervisor(directory: Path) -> subprocess.Popen[bytes] | None:
     supervisor = find_supervisor(directory)
     if supervisor and supervisor.state == "RUNNING":
         return None
-    others = [each for each in stack_members(directory) if not _is_supervisor(each)]
-    if not others or not (directory / "stack.json").exists():
+    parents = [*parent_processes(directory).values()]
+    if not parents or not (directory / "stack.json").exists():
         return None
-    environment = others[0].environ()
+    environment = parents[0].environ()
     if f"{PREFIX}EXIT_WITH_PARENT" in environment:  # these end with their supervisor
         return None
     if supervisor:
@@ -126,7 +125,7 @@ def supervisor_lock(directory: Path) -> int | None:
     Returns:
         None, or the process id of the supervisor that holds the lock.
     """
-    descriptor = os.open(_lock_file(directory), os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -140,14 +139,10 @@ def _lock_owner(descriptor: int) -> int | None:
     return None if kind == fcntl.F_UNLCK else int(pid)
 
 
-def _lock_file(directory: Path) -> Path:
-    return directory / "supervisor.lock"
-
-
 def find_supervisor(directory: Path) -> SupervisorState | None:
     """Returns the state of a stack's supervisor; None if there is none."""
     try:
-        with _lock_file(directory).open("rb") as file:
+        with (directory / _LOCK_FILE).open("rb") as file:
             pid = _lock_owner(file.fileno())
     except FileNotFoundError:
         return None
@@ -268,20 +263,15 @@ def stack_members(directory: Path) -> list[psutil.Process]:
     """Returns all living processes of the stack, including the supervisor."""
     marker = str(directory.absolute())
     members = []
-    for process in _running():
+    # psutil remembers the processes of the last call, even if a pid was reused since.
+    psutil.process_iter.cache_clear()
+    for process in psutil.process_iter():
         try:
             if process.environ().get(MARKER) == marker:
                 members.append(process)
         except (psutil.Error, OSError):  # it has ended, is a zombie, or is another user's
             continue
     return members
-
-
-def _is_supervisor(process: psutil.Process) -> bool:
-    try:
-        return "deploy.native.supervisor" in process.cmdline()
-    except psutil.Error:
-        return False
 
 
 def stop_stack(
@@ -318,7 +308,7 @@ def stop_stack(
             deadline = float("inf")
         time.sleep(_POLL_S)
         members |= _others(directory, spared)
-    _clear(directory, "supervisor.lock", "stack.json", "up", "stopped")
+    _clear(directory, _LOCK_FILE, "stack.json", "stopped")
     return len(members)
 
 
@@ -360,16 +350,9 @@ def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
 
 def _clear(directory: Path, *patterns: str) -> None:
     """Removes files that only a running stack needs, and those that match `patterns`."""
-    for pattern in (*patterns, "*.sock", "metrics/*", "models/*", "engines"):
+    for pattern in (*patterns, "*.sock", "metrics/*", "engines"):
         for leftover in directory.glob(pattern):
             leftover.unlink(missing_ok=True)
-
-
-def _running() -> Iterator[psutil.Process]:
-    """Yields all processes of this machine."""
-    # psutil remembers the processes of the last call, even if a pid was reused since.
-    psutil.process_iter.cache_clear()
-    return psutil.process_iter()
 
 
 def _is_alive(process: psutil.Process) -> bool:

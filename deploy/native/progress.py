@@ -23,14 +23,15 @@ def show_progress(stack: Stack) -> Iterator[Report]:
     """Yields a function to call with each new state of the processes."""
     console = Console(highlight=False)
     if not console.is_terminal:
-        yield _line_reporter()
+        yield report_lines()
         return
     with Live(console=console, refresh_per_second=10) as live:
         spinners = {process.name: Spinner("dots") for process in stack.processes()}
         yield lambda statuses: live.update(_table(stack, statuses, spinners))
 
 
-def _line_reporter() -> Report:
+def report_lines() -> Report:
+    """Returns a function that prints a line for each change of a process."""
     shown: dict[str, str] = {}
 
     def report(statuses: Sequence[ProcessStatus]) -> None:
@@ -38,7 +39,7 @@ def _line_reporter() -> Report:
             name = status.process.name
             if shown.get(name) != status.summary:
                 shown[name] = status.summary
-                print(f"{name:12} {status.summary}", flush=True)
+                print(f"{name:12} {status.summary:20} {status.node}".rstrip(), flush=True)
 
     return report
 

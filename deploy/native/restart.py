@@ -1,24 +1,33 @@
-"""Restarts the processes of a running stack one after another, while it serves."""
+"""Restarts the processes of a running stack, and replaces its model, while it serves.
+
+If there are several engines, frontends leave each one before it restarts, and return after.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 
-from deploy.engines import link_model
-from deploy.errors import LaunchError, StartError
+from deploy.engines import (
+    list_engines,
+    num_frontends,
+    wait_until_joined,
+    wait_until_left,
+)
+from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.first_tokens import stream_completion
-from deploy.native.guards import locked, signals_interrupt, uninterrupted
-from deploy.native.processes import start_processes, stop_processes, wake_supervisor
+from deploy.model import resolve_model
+from deploy.native.guards import uninterrupted
+from deploy.native.processes import start_processes, stop_processes
 from deploy.native.progress import show_progress
-from deploy.native.rolling import find_model, replace_engine
-from deploy.native.scale import apply
+from deploy.native.scale import apply, changing
 from deploy.native.startup import Report, wait_until_serving
-from deploy.native.status import stack_status
 from deploy.stack import ENGINE_SERVICES, Process, Stack, first_token
+from frontend.text.model_files import ModelFilesError, read_model_facts
 
 
 def restart(
@@ -29,34 +38,40 @@ def restart(
     handover_timeout_s: float = 0.0,
 ) -> int:
     """Restarts the processes of `service`, of `engine` or all, each once the previous one serves
-    again; returns 0 when all serve. If there are several engines, it instead restarts engine after
-    engine, each without streams.
+    again; returns 0 when all serve. If there are several engines, or a new model, the processes of
+    an engine restart together.
 
     Args:
         model: replaces the model of the stack.
-        handover_timeout_s: seconds for streams to move to another engine or end.
+        handover_timeout_s: seconds for frontends to move their streams to other engines, and for
+            streams that only one engine can finish: those of the last engine with a model.
 
     Raises:
-        LaunchError: no stack runs in `directory`, or a process does not come back.
+        LaunchError: no stack runs in `directory`, or a process does not serve again. If the new
+            model is the reason, its engine serves the old one again.
     """
-    Stack.load(directory)  # raises if there is no stack
-    with locked(directory), signals_interrupt():
-        stack = Stack.load(directory)
-        wake_supervisor(directory)  # raises if there is no supervisor
+    with changing(directory) as stack, show_progress(stack) as report:
         processes = _choose(stack, service, engine, bool(model))
-        found = find_model(stack, model) if model else None
-        in_turn = [each for each in processes if stack.engines == 1 and not found]
-        with show_progress(stack) as report:
-            if not in_turn:
-                apply(stack)  # completes an interrupted command
-            for number in range(0 if in_turn else stack.engines):
+        found = _find_model(stack, model) if model else None
+        rest = processes
+        if stack.engines > 1 or found:
+            apply(stack)  # completes an interrupted command
+            for number in range(stack.engines):
                 if members := [each for each in processes if each.engine == number]:
-                    replace_engine(stack, number, members, handover_timeout_s, report, found)
-            rest = in_turn or [each for each in processes if each.engine is None]
-            if found:
-                _replace_model(stack, rest, report, found)
-            else:
-                _restart_each(stack, rest, report)
+                    wanted = _with_model(stack, number, found) if found else stack
+                    _replace_engine(stack, wanted, number, members, handover_timeout_s, report)
+                    stack = wanted
+            rest = [each for each in processes if each.engine is None]
+        wanted = replace(stack, model_path=str(found), engine_models=()) if found else stack
+        wanted.save()
+        try:
+            for process in rest:
+                _restart(wanted, [process], report)
+        except SupervisorGoneError:  # another command has stopped the stack
+            raise
+        except LaunchError:
+            stack.save()
+            raise
     print(f"restarted {len(processes)} processes" + (f" with {found}" if found else ""))
     return 0
 
@@ -77,38 +92,82 @@ def _choose(
     return chosen
 
 
-def _replace_model(stack: Stack, rest: Iterable[Process], report: Report, model: Path) -> None:
-    """Gives the model to processes that belong to no engine, and to future engines."""
-    link_model(stack.model_link(), model)
+def _find_model(stack: Stack, model: str) -> Path:
+    """Returns the directory of a model that is to replace the stack's.
+
+    Raises:
+        LaunchError: the model does not exist, or frontends cannot read it.
+    """
+    if not stack.model_path:
+        raise LaunchError("MODEL: no process of the stack on this host reads a model")
+    directory = Path(os.path.abspath(resolve_model(model)))
+    # Imported here: the import is slow, and other restarts do not need it.
+    from frontend.text.tokenizer import Tokenizer
+
     try:
-        _restart_each(stack, rest, report)
-    except LaunchError:
-        link_model(stack.model_link(), Path(stack.model_path))
-        raise
-    replace(stack, model_path=str(model)).save()
+        read_model_facts(directory)
+        Tokenizer(directory, threads=1).close()
+    except ModelFilesError as error:
+        raise LaunchError(f"MODEL: {error}") from error
+    return directory
 
 
-def _restart_each(stack: Stack, processes: Iterable[Process], report: Report) -> None:
-    for process in processes:
-        _restart(stack, process, report)
+def _with_model(stack: Stack, engine: int, model: Path) -> Stack:
+    models = [stack.model_of(each) for each in range(stack.engines)]
+    models[engine] = str(model)
+    return replace(stack, engine_models=tuple(models))
 
 
-def _restart(stack: Stack, process: Process, report: Report) -> None:
-    with uninterrupted():
-        stop_processes(stack, [process.name])
-        start_processes(stack, [process.name])
+def _replace_engine(
+    stack: Stack,
+    wanted: Stack,
+    engine: int,
+    processes: Sequence[Process],
+    handover_timeout_s: float,
+    report: Report,
+) -> None:
+    """Restarts these processes of an engine, without streams if there are other engines. `wanted`
+    is the stack with the engine's new model, if it gets one."""
+    frontends = num_frontends(stack, engine)
+    if stack.engines > 1:
+        list_engines(stack, (each for each in range(stack.engines) if each != engine))
     try:
-        wait_until_serving(stack, lambda: stack_status(stack), report)
-        # The engine may still be recovering. If it lost another process before it had computed
-        # anything, it would conclude that the same step has failed again.
-        while not _answers(stack):
-            wait_until_serving(stack, lambda: stack_status(stack), report)
+        wait_until_left(stack, engine, handover_timeout_s)
+        wanted.save()
+        _restart(wanted, processes, report)
     except StartError as error:
-        raise LaunchError(f"{error} (log: {error.log})") from error
+        if wanted == stack:
+            raise
+        stack.save()
+        _restart(stack, processes, report)
+        raise LaunchError(
+            f"MODEL: {error}. Engine {engine} serves {stack.model_of(engine)} again"
+        ) from error
+    finally:
+        list_engines(stack, range(stack.engines))
+    # The engine to be replaced next may be the last one that they use.
+    wait_until_joined(stack, engine, frontends)
+
+
+def _restart(stack: Stack, processes: Sequence[Process], report: Report) -> None:
+    """Restarts these processes at the same time; returns once the stack answers a request.
+
+    Raises:
+        StartError: a process cannot start.
+    """
+    names = [each.name for each in processes]
+    with uninterrupted():
+        stop_processes(stack, names)
+        start_processes(stack, names)
+    wait_until_serving(stack, report)
+    # The engine may still be recovering. If it lost another process before it had computed
+    # anything, it would conclude that the same step has failed again.
+    while not _answers(stack):
+        wait_until_serving(stack, report)
 
 
 def _answers(stack: Stack) -> bool:
-    """Whether the engine answers a request, or has a full queue. True if only a part of the stack
+    """Whether an engine answers a request, or has a full queue. True if only a part of the stack
     runs on this host, because then no request can be sent.
 
     Raises:
@@ -116,14 +175,9 @@ def _answers(stack: Stack) -> bool:
     """
     if not set(ENGINE_SERVICES) <= set(stack.services):
         return True
+    token = first_token(stack.auth_tokens_file)
     try:
-        stream_completion(
-            stack.address,
-            lambda _: None,
-            stack.public_tls,
-            first_token(stack.auth_tokens_file),
-            max_tokens=1,
-        )
+        stream_completion(stack.address, lambda _: None, stack.public_tls, token, max_tokens=1)
     except LaunchError as error:
         code = error.__cause__.code() if isinstance(error.__cause__, grpc.RpcError) else None
         if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,12 @@ from deploy.engines import (
     DRAIN_S,
     check_engines,
     extra_master_ports,
-    link_missing_models,
     list_engines,
     num_frontends,
     wait_until_joined,
     wait_until_left,
 )
-from deploy.errors import LaunchError, StartError, SupervisorGoneError
+from deploy.errors import SupervisorGoneError
 from deploy.native.guards import ignore_signals, locked, signals_interrupt
 from deploy.native.processes import (
     parent_processes,
@@ -28,7 +28,6 @@ from deploy.native.processes import (
 )
 from deploy.native.progress import show_progress
 from deploy.native.startup import wait_until_serving
-from deploy.native.status import stack_status
 from deploy.stack import Stack
 
 
@@ -41,11 +40,13 @@ def scale(directory: Path, engines: int) -> int:
         LaunchError: no stack runs in `directory`, it cannot have this number of engines, or a new
             engine cannot start. In this case, the number of engines is as before.
     """
-    Stack.load(directory)  # raises if there is no stack
-    with locked(directory), signals_interrupt():
-        stack = Stack.load(directory)
-        wake_supervisor(directory)  # raises if there is no supervisor
-        wanted = replace(stack, engines=engines, master_ports=extra_master_ports(stack, engines))
+    with changing(directory) as stack:
+        wanted = replace(
+            stack,
+            engines=engines,
+            engine_models=stack.engine_models[:engines],
+            master_ports=extra_master_ports(stack, engines),
+        )
         check_engines(wanted)
         if engines >= stack.engines:
             _start_engines(stack, wanted)
@@ -59,16 +60,14 @@ def _start_engines(stack: Stack, wanted: Stack) -> None:
     try:
         apply(wanted)
         with show_progress(wanted) as report:
-            wait_until_serving(wanted, lambda: stack_status(wanted), report)
+            wait_until_serving(wanted, report)
     except SupervisorGoneError:  # the stack is stopping, or its next supervisor starts them
         raise
-    except BaseException as error:
+    except BaseException:
         if wanted.engines > stack.engines:
             ignore_signals()
             print("stopping the new engines", file=sys.stderr)
             apply(stack)
-        if isinstance(error, StartError):
-            raise LaunchError(f"{error} (log: {error.log})") from error
         raise
     frontends = num_frontends(stack, 0)
     list_engines(wanted, range(wanted.engines))
@@ -83,11 +82,24 @@ def _stop_engines(stack: Stack, wanted: Stack) -> None:
     apply(wanted)
 
 
+@contextmanager
+def changing(directory: Path) -> Iterator[Stack]:
+    """Yields a running stack that a command is going to change. One command at a time may, and
+    stop signals interrupt it.
+
+    Raises:
+        LaunchError: no stack or no supervisor runs in `directory`, or another command is changing
+            the stack.
+    """
+    Stack.load(directory)  # first, because the lock makes the directory
+    with locked(directory), signals_interrupt():
+        wake_supervisor(directory)
+        yield Stack.load(directory)
+
+
 def apply(stack: Stack) -> None:
-    """Makes the running stack what `stack` says. Processes that it has already stay as they
-    are."""
+    """Starts and stops processes until those of `stack` run. Present ones stay as they are."""
     stack.save()
-    link_missing_models(stack)
     names = {process.name for process in stack.processes()}
     stop_processes(stack, parent_processes(stack.directory).keys() - names)
     _remove_leftovers(stack, names)
@@ -100,7 +112,3 @@ def _remove_leftovers(stack: Stack, names: Collection[str]) -> None:
         for file in stack.directory.glob(pattern):
             if file.stem not in names:
                 file.unlink(missing_ok=True)
-    links = {stack.model_link(), *map(stack.model_link, range(stack.engines))}
-    for link in (stack.directory / "models").glob("*"):
-        if link not in links:
-            link.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from deploy.errors import StartError, SupervisorGoneError
+from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.health import SERVING, check_health
 from deploy.logs import failure_reason
 from deploy.native.status import ProcessStatus, stack_status
@@ -16,43 +16,50 @@ from shared.process.fork import CANNOT_START
 Report = Callable[[Sequence[ProcessStatus]], None]
 
 _POLL_S = 0.2
-_SUPERVISOR_POLL_S = 0.02
+_FIRST_POLL_S = 0.02  # until there is an answer
 _MAX_RESTARTS = 3
 
 
-def wait_until_ready(
-    stack: Stack,
-    supervisor: subprocess.Popen[bytes],
-    report: Report,
-    check_stop: Callable[[], None] = lambda: None,
+def wait_until_serving(
+    stack: Stack, report: Report, supervisor: subprocess.Popen[bytes] | None = None
 ) -> None:
-    """Returns once all processes of a stack that was just started are SERVING.
+    """Returns once all processes of a stack are SERVING.
 
     Args:
         report: is called with the state of all processes, several times a second.
-        check_stop: is called as often; an exception that it raises ends the wait.
+        supervisor: that of the stack, if it has just been started.
 
     Raises:
-        StartError: the stack cannot start; the message says why.
+        StartError: a process cannot start; the message says why.
+        SupervisorGoneError: the stack has stopped.
     """
 
     def ask() -> Sequence[ProcessStatus]:
-        check_stop()
-        if supervisor.poll() is not None:
+        if supervisor and supervisor.poll() is not None:
             log = stack.log("supervisor")
             raise StartError(f"the supervisor ended: {failure_reason(log)}", log)
         try:
             return stack_status(stack)
-        except SupervisorGoneError:  # it has not started yet
-            return []
+        except SupervisorGoneError:
+            if not supervisor:
+                raise
+            return []  # it has not started yet
 
-    wait_until_serving(stack, ask, report)
+    def failed(status: ProcessStatus, what: str) -> StartError:
+        log = stack.log(status.process.name)
+        return StartError(f"{status.process.name} {what}: {failure_reason(log)}", log)
+
+    poll_until_serving(ask, report, failed)
+    while not _all_answer(stack):
+        poll_until_serving(ask, report, failed)
 
 
-def wait_until_serving(
-    stack: Stack, ask: Callable[[], Sequence[ProcessStatus]], report: Report
-) -> None:
-    """Returns once all processes are SERVING.
+def poll_until_serving(
+    ask: Callable[[], Sequence[ProcessStatus]],
+    report: Report,
+    failed: Callable[[ProcessStatus, str], LaunchError],
+) -> Sequence[ProcessStatus]:
+    """Returns the state of all processes once all are SERVING.
 
     There is no time limit, since a large model may take any time to load. The wait ends early if a
     process says that it cannot start, or crashes repeatedly.
@@ -60,33 +67,24 @@ def wait_until_serving(
     Args:
         ask: returns the state of all processes, or none yet; an exception ends the wait.
         report: is called with each answer.
-
-    Raises:
-        StartError: a process cannot start; the message says why.
+        failed: returns the error to raise for a process and what it does, such as "cannot start".
     """
-    starts: dict[str, set[int]] = {process.name: set() for process in stack.processes()}
+    pids: dict[str, set[int]] = {}
     while True:
         statuses = ask()
         report(statuses)
         for status in statuses:
-            _check(stack, status, starts[status.process.name])
-        serving = bool(statuses) and all(status.health == SERVING for status in statuses)
-        if serving and _all_answer(stack):
-            return
-        time.sleep(_POLL_S if statuses else _SUPERVISOR_POLL_S)
-
-
-def _check(stack: Stack, status: ProcessStatus, pids: set[int]) -> None:
-    name = status.process.name
-    log = stack.log(name)
-    if status.state == "EXITED" and status.exit_status == CANNOT_START:
-        raise StartError(f"{name} cannot start: {failure_reason(log)}", log)
-    if status.state == "FAILED":
-        raise StartError(f"{name} {status.trouble}", stack.log("supervisor"))
-    if status.pid is not None:
-        pids.add(status.pid)
-    if len(pids) > _MAX_RESTARTS:
-        raise StartError(f"{name} crashes repeatedly: {failure_reason(log)}", log)
+            started = pids.setdefault(status.process.name, set())
+            started |= {status.pid} if status.pid else set()
+            if status.state == "FAILED":
+                raise LaunchError(f"{status.process.name} {status.trouble}")
+            if status.state == "EXITED" and status.exit_status == CANNOT_START:
+                raise failed(status, "cannot start")
+            if len(started) > _MAX_RESTARTS:
+                raise failed(status, "crashes repeatedly")
+        if statuses and all(status.health == SERVING for status in statuses):
+            return statuses
+        time.sleep(_POLL_S if statuses else _FIRST_POLL_S)
 
 
 def _all_answer(stack: Stack) -> bool:

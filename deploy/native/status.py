@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -26,6 +26,7 @@ class ProcessStatus:
     health: str
     exit_status: int | None
     trouble: str = ""  # what keeps the process from running, if that is known
+    node: str = ""  # IP address of its node on a Ray cluster
 
     @property
     def summary(self) -> str:
@@ -34,7 +35,7 @@ class ProcessStatus:
         return f"{self.state}/{self.health}" if has_health else self.state
 
     @property
-    def account(self) -> str:
+    def description(self) -> str:
         """The summary, and what keeps the process from running."""
         return f"{self.summary} {self.trouble}".rstrip()
 
@@ -86,29 +87,28 @@ def listens(pid: int, port: int) -> bool:
     return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
 
 
-def format_status(statuses: Iterable[ProcessStatus], nodes: Iterable[str] | None = None) -> str:
-    """Returns a table: name, index, pid, address, state, engine if there are several, and node if
-    `nodes` has the node of each process."""
+def format_status(statuses: Iterable[ProcessStatus]) -> str:
+    """Returns a table: name, index, pid, address, state, and engine and node if there are
+    several."""
     columns = ["NAME", "INDEX", "PID", "ADDRESS", "STATE", "ENGINE", "NODE"]
     statuses = list(statuses)
-    shown = len(columns) if nodes is not None else len(columns) - 1
-    rows = [columns[:shown]]
-    for status, node in zip(statuses, nodes or [""] * len(statuses), strict=True):
+    rows = [columns]
+    for status in statuses:
         process = status.process
         row = [process.service, str(process.index), _or_dash(status.pid), process.address]
-        rows.append([*row, status.account, _or_dash(process.engine), node][:shown])
-    if not any(status.process.engine for status in statuses):
-        for row in rows:
-            del row[columns.index("ENGINE")]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        rows.append([*row, status.description, _or_dash(process.engine), status.node])
+    hidden = {"ENGINE"} if not any(status.process.engine for status in statuses) else set()
+    hidden |= {"NODE"} if not any(status.node for status in statuses) else set()
+    shown = [each for each in zip(*rows, strict=True) if each[0] not in hidden]
+    widths = [max(map(len, column)) for column in shown]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        for row in zip(*shown, strict=True)
     )
 
 
-def status_json(statuses: Iterable[ProcessStatus], nodes: Sequence[str] | None = None) -> str:
-    """Returns a JSON list of an object per process; `nodes` has the node of each, if given."""
+def status_json(statuses: Iterable[ProcessStatus]) -> str:
+    """Returns a JSON list of an object per process."""
     found = [
         {
             "service": status.process.service,
@@ -119,11 +119,10 @@ def status_json(statuses: Iterable[ProcessStatus], nodes: Sequence[str] | None =
             "state": status.state,
             "health": status.health,
             "trouble": status.trouble,
+            **({"node": status.node} if status.node else {}),
         }
         for status in statuses
     ]
-    for entry, node in zip(found, nodes or (), strict=nodes is not None):
-        entry["node"] = node
     return json.dumps(found, indent=2)
 
 

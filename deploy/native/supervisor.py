@@ -68,7 +68,7 @@ class Supervisor:
         self._directory = directory
         self._board = Board(BOARD)
         self._children: dict[str, Child] = {}
-        self._is_told_to_stop = False
+        self._is_stopping = False
         self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(self._waking)
         # A child's end wakes the loop through its pidfd, a command through SIGCONT. SIGHUP has a
@@ -79,7 +79,7 @@ class Supervisor:
             signal.signal(number, self._stop)
 
     def _stop(self, *_: object) -> None:
-        self._is_told_to_stop = True
+        self._is_stopping = True
 
     def start(self) -> None:
         """Adopts the processes that run, and starts the others."""
@@ -89,7 +89,7 @@ class Supervisor:
 
     def run(self) -> None:
         """Supervises until SIGTERM or SIGINT."""
-        while not self._is_told_to_stop:
+        while not self._is_stopping:
             self._turn()
             self._sleep()
 
@@ -162,7 +162,7 @@ def command(stack: Stack, process: Process) -> list[str]:
         elif stack.master_ports:
             flags["master-port"] = stack.master_ports[process.engine - 1]
     if stack.model_path and process.service != "dashboard":
-        flags["model"] = stack.model_link(process.engine)
+        flags["model"] = stack.model_of(process.engine)
     if process.service == "worker":
         if stack.engines > 1:
             flags["engines-on-host"] = stack.engines

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -20,15 +19,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from deploy.errors import LaunchError
 from deploy.health import UNREACHABLE
 from deploy.native.status import ProcessStatus
-from deploy.ray.layout import Member, RayStack, service_resources
-from deploy.ray.process import CALLS, ProcessActor, Report
+from deploy.ray.actors import ANSWER_S, actor_names, ask
+from deploy.ray.layout import RayStack
+from deploy.ray.process import CALLS, ProcessActor
 from deploy.stack import ENGINE_SERVICES, Process
 
-_ANSWER_S = 5.0
 _POLL_S = 0.2
 _FORGET_S = 30.0
 _FRONTENDS = "frontends"  # name of their placement group
-_ORDER = {service: order for order, service in enumerate(ENGINE_SERVICES)}
 
 
 @contextmanager
@@ -66,13 +64,14 @@ class Cluster:
     def gpus(self) -> int:
         return int(ray.cluster_resources().get("GPU", 0))
 
-    def members(self) -> list[Member]:
-        """The processes of the stack, in starting order."""
-        named = map(Member.named, ray.util.list_named_actors())
-        return sorted(named, key=lambda each: (_ORDER[each.service], each.index))
+    def names(self, service: str | None = None) -> list[str]:
+        """The names of the processes of a service, or of all, in starting order."""
+        services = [service] if service else ENGINE_SERVICES
+        found = [name for name in actor_names() if _service(name) in services]
+        return sorted(found, key=lambda name: (services.index(_service(name)), _index(name)))
 
     def engines(self) -> list[int]:
-        return [each.index for each in self.members() if each.service == "scheduler"]
+        return [_index(name) for name in self.names("scheduler")]
 
     def start_engine(self, stack: RayStack, index: int) -> None:
         """Starts an engine's processes, on one node if they fit, once there is room for all.
@@ -88,8 +87,7 @@ class Cluster:
         Raises:
             ValueError: there are frontends already.
         """
-        members = (Member("frontend", index) for index in range(count))
-        _start(stack, _FRONTENDS, "SPREAD", [(each, service_resources()) for each in members])
+        _start(stack, _FRONTENDS, "SPREAD", stack.frontends(count))
 
     def stack(self) -> RayStack:
         """Returns the stack that runs, according to one of its processes.
@@ -97,91 +95,66 @@ class Cluster:
         Raises:
             LaunchError: no process answers.
         """
-        for _, stack in self.ask(self.members(), "stack"):
-            if stack is not None:
-                found: RayStack = stack
-                return found
+        for stack in ask(self.names(), "stack").values():
+            found: RayStack = stack
+            return found
         raise LaunchError("RUNTIME=ray: no process of the stack answers")
 
-    def reports(self, members: Sequence[Member]) -> list[Report]:
-        """Returns a report per member; PENDING until Ray has placed it, or placed it again."""
-        return [report or _pending(member) for member, report in self.ask(members, "report")]
-
-    def ask(
-        self,
-        members: Iterable[Member],
-        method: str,
-        *arguments: object,
-        timeout_s: float = _ANSWER_S,
-    ) -> list[tuple[Member, Any]]:
-        """Calls `method` of all members' actors at once; returns the answers, or None for each."""
-        questions = []
-        for member in members:
-            try:
-                actor = ray.get_actor(member.name)
-                questions.append((member, getattr(actor, method).remote(*arguments)))
-            except (ValueError, RayError):  # the actor has ended
-                questions.append((member, None))
-        asked = [question for _, question in questions if question is not None]
-        if asked:
-            ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
-        return [(member, _answer(question)) for member, question in questions]
+    def statuses(self) -> list[ProcessStatus]:
+        """Returns the state of each process: PENDING until Ray has placed it."""
+        names = self.names()
+        answers = ask(names, "status")
+        return [answers.get(name) or _pending(name) for name in names]
 
     def stop_engine(self, stack: RayStack, index: int) -> None:
         """Retires an engine's scheduler, and stops the engine once no frontend uses it."""
-        members = [member for member, _ in stack.engine(index)]
-        scheduler = members[-1]
-        self.ask([scheduler], "retire")
-        frontends = [each for each in self.members() if each.service == "frontend"]
+        *ranks, scheduler = [each.name for each in stack.engine(index)]
+        ask([scheduler], "retire")
         deadline = time.monotonic() + _FORGET_S
         while time.monotonic() < deadline:
-            known = self.ask(frontends, "peers")
-            if not any(peers and scheduler.name in peers for _, peers in known):
+            known = ask(self.names("frontend"), "peers")
+            if not any(scheduler in peers for peers in known.values()):
                 break
             time.sleep(_POLL_S)
         self.stop([scheduler], stack)
-        self.stop(members[:-1], stack)
+        self.stop(ranks, stack)
         _remove_group(_engine(index))
 
     def stop_all(self) -> int:
         """Stops the stack, clients before the servers that they call. Returns the number of
         processes."""
-        members = self.members()
-        if members:
+        names = self.names()
+        if names:
             try:
                 stack = self.stack()
             except LaunchError:
                 stack = None
             groups = [_FRONTENDS, *map(_engine, self.engines())]
             for service in reversed(ENGINE_SERVICES):
-                self.stop([each for each in members if each.service == service], stack)
+                self.stop(self.names(service), stack)
             for name in groups:
                 _remove_group(name)
-        return len(members)
+        return len(names)
 
-    def stop(self, members: Sequence[Member], stack: RayStack | None) -> None:
+    def stop(self, names: Sequence[str], stack: RayStack | None) -> None:
         """Stops processes at the same time, and kills those that do not answer."""
         if stack:
-            self.ask(members, "stop", timeout_s=stack.settings.drain_timeout_s + 2 * _ANSWER_S)
-        for member in members:
+            ask(names, "stop", timeout_s=stack.settings.drain_timeout_s + 2 * ANSWER_S)
+        for name in names:
             try:
-                ray.kill(ray.get_actor(member.name), no_restart=True)
+                ray.kill(ray.get_actor(name), no_restart=True)
             except (ValueError, RayError):
                 continue
 
 
-def _start(
-    stack: RayStack,
-    group_name: str,
-    placement: str,
-    processes: Sequence[tuple[Member, Mapping[str, float]]],
-) -> None:
+def _start(stack: RayStack, group_name: str, placement: str, processes: Sequence[Process]) -> None:
     """Reserves all resources of the processes, or none, and starts an actor for each."""
-    bundles = [dict(resources) for _, resources in processes]
+    bundles = [dict(stack.resources(each)) for each in processes]
     group = placement_group(bundles, strategy=placement, name=group_name, lifetime="detached")
-    for bundle, (member, resources) in enumerate(processes):
+    for bundle, process in enumerate(processes):
+        resources = bundles[bundle]
         options = {
-            "name": member.name,
+            "name": process.name,
             "lifetime": "detached",
             "max_restarts": -1,
             "max_concurrency": CALLS,
@@ -191,21 +164,20 @@ def _start(
                 group, placement_group_bundle_index=bundle
             ),
         }
-        ray.remote(ProcessActor).options(**options).remote(stack, member)
+        ray.remote(ProcessActor).options(**options).remote(stack, process)
 
 
-def _answer(question: Any) -> Any:
-    if question is None:
-        return None
-    try:
-        return ray.get(question, timeout=0)
-    except RayError:
-        return None
+def _pending(name: str) -> ProcessStatus:
+    process = Process(_service(name), _index(name))
+    return ProcessStatus(process, None, "PENDING", UNREACHABLE, None, node="-")
 
 
-def _pending(member: Member) -> Report:
-    process = Process(member.service, member.index, "-")
-    return Report(ProcessStatus(process, None, "PENDING", UNREACHABLE, None), "-")
+def _service(name: str) -> str:
+    return name.rpartition("-")[0]
+
+
+def _index(name: str) -> int:
+    return int(name.rpartition("-")[2])
 
 
 def _engine(index: int) -> str:

@@ -12,7 +12,9 @@ from deploy.first_tokens import PROMPT
 from deploy.health import SERVING
 from deploy.model import model_name, resolve_model
 from deploy.native.processes import is_running
-from deploy.native.status import format_status, status_json
+from deploy.native.progress import report_lines
+from deploy.native.startup import poll_until_serving
+from deploy.native.status import ProcessStatus, format_status, status_json
 from deploy.plan import (
     Environment,
     Layout,
@@ -20,16 +22,14 @@ from deploy.plan import (
     read_settings,
     stack_settings,
 )
+from deploy.ray.actors import ask
 from deploy.ray.cluster import Cluster, connected
-from deploy.ray.layout import Member, RayStack
-from deploy.ray.process import Report
+from deploy.ray.layout import RayStack
 from deploy.stack import SERVICES, bracket_host, run_directory
 from nano_vllm_grpc.channels import stays_on_host
 from shared.config import KNOWN_NAMES, PREFIX
-from shared.process.fork import CANNOT_START
 
 _POLL_S = 0.5
-_MAX_RESTARTS = 3
 _FIRST_ANSWER_S = 600.0  # a large model on few cores can take minutes per token
 _LAST_LOG_BYTES = 4 << 10
 _RANK_CPUS = 0.5  # so that a small stack fits on two cores; NANO_THREADS overrides it
@@ -52,8 +52,8 @@ def up(environment: Environment, layout: Layout) -> int:
     if is_running(run_directory(settings.port)):
         raise LaunchError("PORT: a stack of RUNTIME=native runs on this port; make down stops it")
     with connected(settings.port) as cluster:
-        if members := cluster.members():
-            return _already_up(cluster.reports(members), settings.port)
+        if cluster.names():
+            return _already_up(cluster.statuses(), settings.port)
         stack = plan(environment, settings, layout, cluster)
         try:
             for index in range(layout.engines):
@@ -87,7 +87,7 @@ def scale(environment: Environment, engines: int) -> int:
             if index >= engines:
                 cluster.stop_engine(stack, index)
         _wait_until_serving(cluster)
-        print(f"{len(cluster.engines())} engines serve")
+        print(f"{engines} engines serve" if engines > 1 else "1 engine serves")
     return 0
 
 
@@ -104,13 +104,12 @@ def ps(environment: Environment, as_json: bool = False) -> int:
     """Prints a line per process, or a list in JSON; returns 1 if no stack is running."""
     port = read_settings(environment).port
     with connected(port) as cluster:
-        reports = cluster.reports(cluster.members())
-    statuses, nodes = [report.status for report in reports], [report.node for report in reports]
+        statuses = cluster.statuses()
     if as_json:
-        print(status_json(statuses, nodes))
+        print(status_json(statuses))
     else:
-        print(format_status(statuses, nodes) if reports else f"no stack runs on port {port}")
-    return int(not reports)
+        print(format_status(statuses) if statuses else f"no stack runs on port {port}")
+    return int(not statuses)
 
 
 def logs(environment: Environment, service: str | None) -> int:
@@ -119,15 +118,14 @@ def logs(environment: Environment, service: str | None) -> int:
     with connected(port) as cluster, suppress(KeyboardInterrupt):
         offsets: dict[str, int] = {}
         shown = ""
-        while members := [m for m in cluster.members() if service in (None, m.service)]:
-            for member in members:
-                offset = offsets.get(member.name, -_LAST_LOG_BYTES)
-                for _, answer in cluster.ask([member], "read_log", offset):
-                    text, offsets[member.name] = answer or ("", offset)
-                    if text and shown != member.name:
-                        shown = member.name
-                        print(f"\n==> {shown} <==")
-                    print(text, end="", flush=True)
+        while names := cluster.names(service):
+            for name in names:
+                offset = offsets.get(name, -_LAST_LOG_BYTES)
+                text, offsets[name] = ask([name], "read_log", offset).get(name, ("", offset))
+                if text and shown != name:
+                    shown = name
+                    print(f"\n==> {shown} <==")
+                print(text, end="", flush=True)
             time.sleep(_POLL_S)
         raise LaunchError(f"no {service or 'stack'} runs on port {port}")
     return 0
@@ -190,8 +188,8 @@ def _check_variables(settings: StackSettings, layout: Layout) -> None:
             raise LaunchError(f"{name.upper()}: RUNTIME=ray has neither HTTP gateway nor dashboard")
 
 
-def _already_up(reports: Sequence[Report], port: int) -> int:
-    if all(report.status.health == SERVING for report in reports):
+def _already_up(statuses: Sequence[ProcessStatus], port: int) -> int:
+    if all(status.health == SERVING for status in statuses):
         print(f"the stack on port {port} is already up; make down RUNTIME=ray stops it")
         return 0
     raise LaunchError(
@@ -201,47 +199,29 @@ def _already_up(reports: Sequence[Report], port: int) -> int:
 
 
 def _wait_until_serving(cluster: Cluster) -> list[str]:
-    """Returns the frontends' addresses once all processes are SERVING. There is no time limit: a
-    model may take any time to load, and a node any time to join.
+    """Returns the frontends' addresses once all processes are SERVING. A node may take any time to
+    join.
 
     Raises:
         LaunchError: a process cannot start.
     """
-    shown: dict[str, str] = {}
-    pids: dict[str, set[int]] = {}
-    while True:
-        reports = cluster.reports(cluster.members())
-        for report in reports:
-            name, status = report.status.process.name, report.status
-            if shown.get(name) != status.summary:
-                shown[name] = status.summary
-                print(f"{name:12} {status.summary:20} {report.node}", flush=True)
-            started = pids.setdefault(name, set())
-            started |= {status.pid} if status.pid else set()
-            if status.exit_status == CANNOT_START:
-                raise LaunchError(f"{name} cannot start on {report.node}: {_why(cluster, name)}")
-            if len(started) > _MAX_RESTARTS:
-                raise LaunchError(f"{name} crashes repeatedly: {_why(cluster, name)}")
-        if reports and all(report.status.health == SERVING for report in reports):
-            return [r.status.process.address for r in reports if _is_frontend(r)]
-        time.sleep(_POLL_S)
 
+    def failed(status: ProcessStatus, what: str) -> LaunchError:
+        name = status.process.name
+        why = ask([name], "failure").get(name) or "its node is lost, too"
+        return LaunchError(f"{name} {what} on {status.node}: {why}")
 
-def _why(cluster: Cluster, name: str) -> str:
-    ((_, reason),) = cluster.ask([Member.named(name)], "failure")
-    return reason or "its node is lost, too"
-
-
-def _is_frontend(report: Report) -> bool:
-    return report.status.process.service == "frontend"
+    statuses = poll_until_serving(cluster.statuses, report_lines(), failed)
+    processes = [status.process for status in statuses]
+    return [each.address for each in processes if each.service == "frontend"]
 
 
 def _greet(cluster: Cluster, settings: StackSettings, addresses: Sequence[str]) -> None:
     """Shows a completion, which a frontend's actor requests, and the frontends' addresses."""
-    frontends = [each for each in cluster.members() if each.service == "frontend"]
-    ((_, text),) = cluster.ask(frontends[:1], "complete", timeout_s=_FIRST_ANSWER_S)
-    if text is None:
+    answers = ask(cluster.names("frontend")[:1], "complete", timeout_s=_FIRST_ANSWER_S)
+    if not answers:
         raise LaunchError("the first request failed; make logs RUNTIME=ray shows why")
+    (text,) = answers.values()
     distinct = sorted(set(addresses))
     print(f"""
 {PROMPT}{text}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.plan import Environment, StackSettings
-from deploy.stack import bracket_host, dialled_address
+from deploy.stack import Process, bracket_host, dialled_address
 from shared.config import PREFIX
 
 _SERVICE_CPUS = 0.25  # of each scheduler and frontend
@@ -21,25 +21,9 @@ _ANY_HOST = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
-class Member:
-    """A process of the stack. A worker's index counts the ranks of the engines before its own."""
-
-    service: str
-    index: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.service}-{self.index}"
-
-    @classmethod
-    def named(cls, name: str) -> Member:
-        service, _, index = name.rpartition("-")
-        return cls(service, int(index))
-
-
-@dataclass(frozen=True)
 class Endpoint:
-    """The address of a process, `host:port`; at `meeting`, rank 0 meets its engine's ranks."""
+    """The address of a process, `host:port`, or "" if no process is to call it any more; at
+    `meeting`, rank 0 meets its engine's ranks."""
 
     address: str
     meeting: str = ""
@@ -57,44 +41,46 @@ class RayStack:
     def tp(self) -> int:
         return self.settings.tp
 
-    def engine(self, index: int) -> list[tuple[Member, Mapping[str, float]]]:
-        """Returns the processes of an engine, with the resources to reserve for each."""
-        ranks = (Member("worker", index * self.tp + rank) for rank in range(self.tp))
-        scheduler = Member("scheduler", index)
-        return [*((rank, self.rank_resources) for rank in ranks), (scheduler, service_resources())]
+    def engine(self, index: int) -> list[Process]:
+        """Returns the processes of an engine; their addresses are not known yet."""
+        first = index * self.tp
+        ranks = (Process("worker", first + rank, engine=index) for rank in range(self.tp))
+        return [*ranks, Process("scheduler", index, engine=index)]
 
-    def engine_of(self, member: Member) -> int | None:
-        if member.service == "worker":
-            return member.index // self.tp
-        return member.index if member.service == "scheduler" else None
+    def frontends(self, count: int) -> list[Process]:
+        return [Process("frontend", index) for index in range(count)]
 
-    def arguments(self, member: Member) -> list[str]:
+    def resources(self, process: Process) -> Mapping[str, float]:
+        """Returns the resources that Ray is to reserve for a process."""
+        return self.rank_resources if process.service == "worker" else {"CPU": _SERVICE_CPUS}
+
+    def arguments(self, process: Process) -> list[str]:
         """Returns the command line after the service's name."""
-        if member.service == "worker":
-            return ["--rank", str(member.index % self.tp)]
-        return ["--index", str(member.index)] if member.service == "frontend" else []
+        if process.service == "worker":
+            return ["--rank", str(process.index % self.tp)]
+        return ["--index", str(process.index)] if process.service == "frontend" else []
 
-    def meets(self, member: Member) -> bool:
-        """Whether the engine's ranks meet at this member."""
-        return self.tp > 1 and member.service == "worker" and member.index % self.tp == 0
+    def meets(self, process: Process) -> bool:
+        """Whether the engine's ranks meet at this process."""
+        return self.tp > 1 and process.service == "worker" and process.index % self.tp == 0
 
-    def peers(self, member: Member) -> list[str]:
+    def peers(self, process: Process) -> list[str]:
         """Returns the names of the processes whose endpoints a process needs before it starts."""
-        if member.service == "scheduler":
-            return [each.name for each, _ in self.engine(member.index)[: self.tp]]
-        rank = member.index % self.tp if member.service == "worker" else 0
-        return [Member("worker", member.index - rank).name] if rank else []
+        if process.service == "scheduler":
+            return [each.name for each in self.engine(process.index)[: self.tp]]
+        rank = process.index % self.tp if process.service == "worker" else 0
+        return [f"worker-{process.index - rank}"] if rank else []
 
-    def address(self, member: Member, node: str, port: int) -> str:
+    def address(self, process: Process, node: str, port: int) -> str:
         """Returns the address of a process on the node with the IP address `node`. Frontends do
         not use `port`, but the public port."""
-        if member.service != "frontend":
+        if process.service != "frontend":
             return f"{bracket_host(node)}:{port}"
         host = self.settings.host.strip("[]")
         return dialled_address(node if host in _ANY_HOST else host, self.settings.port)
 
     def environment_of(
-        self, member: Member, own: Endpoint, peers: Mapping[str, Endpoint], schedulers: Path
+        self, process: Process, own: Endpoint, peers: Mapping[str, Endpoint], schedulers: Path
     ) -> Environment | None:
         """Returns the environment of a process, to be added to its node's; None while a needed
         peer is unknown.
@@ -102,15 +88,15 @@ class RayStack:
         Args:
             schedulers: the file from which frontends read the schedulers' addresses.
         """
-        needed = self.peers(member)
+        needed = self.peers(process)
         if not peers.keys() >= set(needed):
             return None
         ours: Environment = {}
-        if member.service == "frontend":
+        if process.service == "frontend":
             ours["SCHEDULER_ADDRESSES"] = f"file:{schedulers}"
-        elif member.service == "scheduler":
+        elif process.service == "scheduler":
             ours["SCHEDULER_ADDRESS"] = own.address
-            ours["ENGINE_NAME"] = str(member.index)
+            ours["ENGINE_NAME"] = str(process.index)
             ours["WORKER_ADDRESSES"] = ",".join(peers[name].address for name in needed)
         else:
             # A worker reads only its own entry.
@@ -120,8 +106,3 @@ class RayStack:
                 host, _, port = meeting.rpartition(":")
                 ours |= {"MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
         return self.environment | {PREFIX + name: value for name, value in ours.items()}
-
-
-def service_resources() -> Mapping[str, float]:
-    """Returns the resources that Ray is to reserve for a scheduler or frontend."""
-    return {"CPU": _SERVICE_CPUS}

@@ -11,12 +11,13 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import ray
+import structlog
 
 from deploy.certificates import check_certificates
 from deploy.child import Child, rotate
@@ -27,26 +28,20 @@ from deploy.logs import failure_reason
 from deploy.native.status import ProcessStatus, listens
 from deploy.plan import Environment, public_tls
 from deploy.ports import free_port
-from deploy.ray.layout import Endpoint, Member, RayStack
-from deploy.ray.peers import Peers
-from deploy.stack import MODULES, Process, bracket_host, make_private
-from frontend.callers.tenants import read_clients
+from deploy.ray.actors import actor_names, ask
+from deploy.ray.layout import Endpoint, RayStack
+from deploy.stack import MODULES, Process, bracket_host, first_token, make_private, replace_file
 from shared.config import PREFIX
 from shared.process.fork import CANNOT_START
 from shared.process.parent_state import read_parent_state
 
+log = structlog.get_logger(__name__)
+
 CALLS = 8  # the maximum that an actor answers at a time
 _POLL_S = 0.5
+_PEERS_S = 2.0
 _KILL_AFTER_S = 5.0  # beyond a service's own grace period
 _LOG_PIECE = 1 << 16
-
-
-@dataclass(frozen=True)
-class Report:
-    """A process's state, and the IP address of its node."""
-
-    status: ProcessStatus
-    node: str
 
 
 class ProcessActor:
@@ -56,41 +51,40 @@ class ProcessActor:
     process never outlives its actor.
     """
 
-    def __init__(self, stack: RayStack, member: Member) -> None:
+    def __init__(self, stack: RayStack, process: Process) -> None:
         with _dying():
-            self._begin(stack, member)
-
-    def _begin(self, stack: RayStack, member: Member) -> None:
-        self._stack, self._member, self._settings = stack, member, stack.settings
-        self._node = node = ray.util.get_node_ip_address()
-        meeting = f"{bracket_host(node)}:{free_port(node)}" if stack.meets(member) else ""
-        address = stack.address(member, node, free_port(node))
-        self._own = Endpoint(address, meeting)
-        self._peers = Peers(stack, member)
-        self._tls = self._settings.dialer.tls  # for health checks of the process
-        self._retired = False
-        self._obstacle = ""
-        self._stopping = threading.Event()
-        directory = _directory(self._settings.port)
-        self._schedulers = directory / f"{member.name}.schedulers"
-        self._child = Child(member.name, directory / f"{member.name}.log")
-        module = MODULES[member.service]
-        self._command = [sys.executable, "-P", "-m", module, *stack.arguments(member)]
-        self._environment: Environment = {}  # of the running process
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        threading.Thread(target=self._follow_peers, daemon=True).start()
+            self._stack, self._settings = stack, stack.settings
+            self._node = node = ray.util.get_node_ip_address()
+            meeting = f"{bracket_host(node)}:{free_port(node)}" if stack.meets(process) else ""
+            address = stack.address(process, node, free_port(node))
+            self._own = Endpoint(address, meeting)
+            self._process = replace(process, address=address)
+            self._peers: dict[str, Endpoint] = {}  # by name; replaced, never changed
+            self._listed: dict[str, Endpoint] | None = None  # in the file `_schedulers`
+            self._tls = self._settings.dialer.tls  # for health checks of the process
+            self._retired = False
+            self._problem = ""
+            self._stopping = threading.Event()
+            directory = _directory(self._settings.port)
+            self._schedulers = directory / f"{process.name}.schedulers"
+            self._child = Child(process.name, directory / f"{process.name}.log")
+            module, arguments = MODULES[process.service], stack.arguments(process)
+            self._command = [sys.executable, "-P", "-m", module, *arguments]
+            self._environment: Environment = {}  # of the running process
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+            # Ray may take long to answer, and the process is to be kept meanwhile.
+            threading.Thread(target=self._repeat, args=[self._ask_peers], daemon=True).start()
 
     def stack(self) -> RayStack:
         return self._stack
 
-    def endpoint(self) -> Endpoint | None:
-        """Returns the process's endpoint, or None if no process is to call it any more."""
-        return None if self._retired else self._own
+    def endpoint(self) -> Endpoint:
+        return Endpoint("") if self._retired else self._own
 
     def peers(self) -> dict[str, Endpoint]:
-        """Returns the endpoints that the process knows."""
-        return self._peers.known
+        """Returns the endpoints of other processes that the process knows."""
+        return self._peers
 
     def retire(self) -> None:
         """Hides the endpoint of this process, which continues to run."""
@@ -101,23 +95,21 @@ class ProcessActor:
         self._stopping.set()
         self._thread.join()
 
-    def report(self) -> Report:
+    def status(self) -> ProcessStatus:
         pid = self._child.pid
         parent = read_parent_state(pid) if pid else None
         serving = (parent.pid or None) if parent else pid
         state, exit_status, trouble = "RUNNING", None, parent.trouble if parent else ""
         if not pid:
             state, exit_status, trouble = self._idle()
-        member = self._member
-        engine = self._stack.engine_of(member)
-        process = Process(member.service, member.index, self._own.address, engine)
         health = self._health(serving) if serving else UNREACHABLE
-        status = ProcessStatus(process, serving, state, health, exit_status, trouble)
-        return Report(status, self._node)
+        return ProcessStatus(
+            self._process, serving, state, health, exit_status, trouble, self._node
+        )
 
     def failure(self) -> str:
         """Returns the reason that the process gave for its end."""
-        return self._obstacle or self._child.failure or failure_reason(self._child.log)
+        return self._problem or self._child.failure or failure_reason(self._child.log)
 
     def read_log(self, offset: int) -> tuple[str, int]:
         """Returns the lines of the log from `offset` on, or its last -`offset` bytes, and the
@@ -137,48 +129,61 @@ class ProcessActor:
     def complete(self) -> str:
         """Returns a first completion, requested from this frontend on its own node."""
         pieces: list[str] = []
-        tokens = self._settings.auth_tokens_file
-        token = next(iter(read_clients(tokens)), None) if tokens else None
+        token = first_token(self._settings.auth_tokens_file)
         stream_completion(self._own.address, pieces.append, self._tls, token)
         return "".join(pieces)
 
     def _idle(self) -> tuple[str, int | None, str]:
         """Returns state, exit status and trouble of a process that does not run."""
-        if self._obstacle:
-            return "EXITED", CANNOT_START, f"starts again soon: {self._obstacle}"
+        if self._problem:
+            return "EXITED", CANNOT_START, f"starts again soon: {self._problem}"
         if not self._child.starts:
-            awaited = ", ".join(self._stack.peers(self._member)) or "its turn"
+            awaited = ", ".join(self._stack.peers(self._process)) or "its turn"
             return "WAITING", None, f"for {awaited}"
         return "EXITED", self._child.exit_status, f"starts again soon: {self.failure()}"
 
     def _health(self, pid: int) -> str:
         # Frontends of a node share an address: if one does not listen yet, another one would
         # answer.
-        if self._member.service == "frontend" and not listens(pid, self._settings.port):
+        if self._process.service == "frontend" and not listens(pid, self._settings.port):
             return UNREACHABLE
         return check_health(self._own.address, tls=self._tls)
 
     def _run(self) -> None:
-        with _dying():
-            while not self._stopping.wait(_POLL_S):
-                self._keep()
-            self._child.stop(self._settings.drain_timeout_s + _KILL_AFTER_S)
+        self._repeat(self._keep)
+        self._child.stop(self._settings.drain_timeout_s + _KILL_AFTER_S)
 
-    def _follow_peers(self) -> None:
+    def _repeat(self, action: Callable[[], None]) -> None:
         with _dying():
             while not self._stopping.wait(_POLL_S):
-                self._peers.ask()
+                action()
+
+    def _ask_peers(self) -> None:
+        """Asks the processes that this one calls for their endpoints. A silent one keeps its
+        endpoint."""
+        try:
+            names = self._stack.peers(self._process)
+            if self._process.service == "frontend":
+                names = [name for name in actor_names() if name.startswith("scheduler-")]
+            found = ask(names, "endpoint", timeout_s=_PEERS_S)
+        except Exception as error:  # Ray raises many kinds; known endpoints stay
+            log.warning("cannot ask Ray for endpoints; keeping the known ones", reason=str(error))
+            return
+        known = {name: at for name, at in self._peers.items() if name in names} | found
+        self._peers = {name: endpoint for name, endpoint in known.items() if endpoint.address}
 
     def _keep(self) -> None:
-        peers = self._peers.known
-        settings = self._stack.environment_of(self._member, self._own, peers, self._schedulers)
+        peers = self._peers
+        settings = self._stack.environment_of(self._process, self._own, peers, self._schedulers)
         if settings is None:
             return
-        if self._member.service == "frontend":
-            _write(self._schedulers, sorted(each.address for each in peers.values()))
+        if self._process.service == "frontend" and peers != self._listed:
+            addresses = sorted(each.address for each in peers.values())
+            replace_file(self._schedulers, "".join(f"{address}\n" for address in addresses))
+            self._listed = peers
         if not self._child.pid:
-            self._obstacle = self._check_certificates()
-        if self._obstacle:
+            self._problem = self._check_certificates()
+        if self._problem:
             return
         rotate(self._child.log)
         self._child.poll()
@@ -194,7 +199,7 @@ class ProcessActor:
         """Returns why other processes would not trust this node's certificates, or ""."""
         server = self._settings.internal_tls
         try:
-            if self._member.service == "frontend":
+            if self._process.service == "frontend":
                 self._tls = public_tls(self._settings)
             elif server and self._tls:
                 check_certificates(server, self._tls, [self._own.address])
@@ -236,12 +241,3 @@ def _node_environment() -> Environment:
         for name, value in os.environ.items()
         if not name.startswith(PREFIX) and name != "OMP_NUM_THREADS"
     }
-
-
-def _write(path: Path, lines: list[str]) -> None:
-    """Writes these lines to `path`, unless it has them, as one change."""
-    text = "".join(f"{line}\n" for line in lines)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        unfinished = path.with_name(f"{path.name}.new")
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)

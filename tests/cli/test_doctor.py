@@ -31,7 +31,7 @@ def test_nothing_is_wrong_with_the_demo_model() -> None:
     done = doctor("--model", DEMO_MODEL, "--port", free_port(), "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wrong" not in done.stdout
-    names = "Python", "port", "torch", "device", "model", "attention", "weights", "memory"
+    names = "port", "torch", "device", "model", "attention", "weights", "memory"
     for name in (*names, "tokenizer"):
         assert f"  {name} " in done.stdout
 
@@ -48,7 +48,7 @@ def test_a_busy_port_and_impossible_settings() -> None:
     assert len(lines) == 2
 
 
-def test_what_is_left_of_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / ".run" / "50051"
     directory.mkdir(parents=True)

@@ -161,7 +161,7 @@ def test_one_writer_at_a_time(server: FakeServer, files: Files) -> None:
         (["--address", "127.0.0.1:1"], "the server does not accept requests: UNAVAILABLE"),
     ],
 )
-def test_what_cannot_begin_is_a_plain_message(
+def test_a_batch_that_cannot_start(
     server: FakeServer, files: Files, options: list[str], message: str
 ) -> None:
     files.write('"a"')
@@ -180,7 +180,7 @@ def test_requests_in_flight_are_bounded(server: FakeServer, files: Files) -> Non
 
 
 @pytest.mark.system
-def test_killed_and_stopped_runs_go_on_where_they_were(files: Files) -> None:
+def test_interrupted_batches_continue(files: Files) -> None:
     prompts = [f"Once upon a time there were {n} foxes" for n in range(40)]
     params = {"max_tokens": 48, "temperature": 0, "ignore_eos": True}
     files.write(*({"prompt": prompt, **params} for prompt in prompts))

@@ -40,7 +40,7 @@ def test_clients_certificates(authority: Authority, certificates: Path) -> None:
         plan(**files, TLS_CLIENT_CA=theirs.ca)
 
 
-def test_an_inner_certificate_must_name_what_is_dialled(
+def test_an_internal_certificate_must_name_the_addresses(
     authority: Authority, certificates: Path
 ) -> None:
     inner = authority.issue("inner", "DNS:gpu-a")
@@ -63,7 +63,7 @@ def test_clients_and_services_need_authorities_of_their_own(authority: Authority
         plan(**files, INTERNAL_TLS_CA=authority.ca)
 
 
-def test_an_inner_certificate_must_be_for_the_services_that_run_here(authority: Authority) -> None:
+def test_an_internal_certificate_must_have_the_roles_of_this_host(authority: Authority) -> None:
     role = "URI:urn:nano-vllm-grpc:role:"
     inner = authority.issue("worker", f"{role}worker", "DNS:localhost", "DNS:gpu-a")
     files = {"INTERNAL_TLS_CERT": inner.cert, "INTERNAL_TLS_KEY": inner.key}

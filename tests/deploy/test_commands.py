@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -61,7 +60,7 @@ def test_a_stack_from_up_to_down(launcher: Launcher, port: int) -> None:
     assert stops == ["frontend", "frontend", "scheduler", "worker", "worker"]
 
 
-def test_the_page_from_up_to_down(launcher: Launcher, port: int) -> None:
+def test_the_dashboard_from_up_to_down(launcher: Launcher, port: int) -> None:
     ui_port = free_port()
     url = f"http://127.0.0.1:{ui_port}"
     up = launcher.succeed("up", "--port", port, "--ui-port", ui_port)
@@ -94,7 +93,9 @@ def test_nothing_to_stop_or_show(launcher: Launcher, port: int) -> None:
     assert "no stack runs in" in launcher("down", "--all").stdout
 
 
-def test_two_stacks_side_by_side_and_what_dies_comes_back(launcher: Launcher, port: int) -> None:
+def test_stacks_are_independent_and_dead_processes_are_restarted(
+    launcher: Launcher, port: int
+) -> None:
     other = free_port()
     for each in (port, other):
         launcher.succeed("up", "--port", each, "--services", "frontend")
@@ -107,6 +108,7 @@ def test_two_stacks_side_by_side_and_what_dies_comes_back(launcher: Launcher, po
     wait_for(lambda: check_health(f"127.0.0.1:{port}") == SERVING, "another to serve")
     assert named(launcher.members(port), "frontend").pid != frontend.pid
     launcher.succeed("up", "--port", other, "--services", "frontend")
+    named(launcher.members(other), "deploy.native.supervisor").kill()  # down does without
     assert launcher("down", "--all").stdout.count("stopping the stack") == 2
     assert not launcher.members(port) + launcher.members(other)
 
@@ -149,13 +151,13 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     worker.kill()
     wait_for(lambda: launcher.serving(port) == 1, "the worker to be missed")
 
-    # Another adopts what runs, with what the stack was started with, and starts what is missing.
+    # Another one adopts the running processes, and starts the worker with its first environment.
     assert "has a supervisor again" in launcher.succeed("up", "--port", port)
     members = launcher.members(port)
     assert not {supervisor, worker} & {*members}
     assert frontend in members
     assert named(members, "worker_svc").environ()["STANDIN_FILE"] == str(behaviour)
-    # What it has adopted it replaces, too.
+    # It also restarts processes that it has adopted.
     frontend.kill()
     wait_for(lambda: frontend not in launcher.members(port), "its end")
     wait_for(lambda: launcher.serving(port) == 2, "another frontend")
@@ -164,15 +166,7 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     assert not launcher.members(port)
 
 
-def test_down_without_a_supervisor(launcher: Launcher, port: int) -> None:
-    launcher.succeed("up", "--port", port, "--services", "worker frontend")
-    members = launcher.members(port)
-    named(members, "deploy.native.supervisor").kill()
-    launcher.succeed("down", "--port", port)
-    assert gone(members)
-
-
-def test_interrupting_up_stops_even_what_ignores_signals(launcher: Launcher, port: int) -> None:
+def test_interrupting_up_stops_processes_that_ignore_signals(launcher: Launcher, port: int) -> None:
     up = launcher.start(
         *("up", "--port", port, "--services", "worker"), STANDIN="stuck", NANO_DRAIN_TIMEOUT_S="0"
     )
@@ -200,28 +194,19 @@ def test_a_worker_that_cannot_start_ends_up_with_its_reason(launcher: Launcher, 
     assert not launcher.members(port)
 
 
-def test_a_crash_loop_ends_up_with_the_last_error(launcher: Launcher, port: int) -> None:
-    refused = launcher.fail("up", "--port", port, "--services", "worker", STANDIN="crash")
-    assert "worker-0 crashes repeatedly: RuntimeError: out of memory, say" in refused
-    assert not launcher.members(port)
-
-
-def test_a_taken_port_is_refused(launcher: Launcher) -> None:
-    # Held as by another stack's frontends, which let others share it.
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        refused = launcher.fail("up", "--port", port)
-    assert f"PORT: cannot listen on 127.0.0.1:{port}: Address already in use" in refused
-    assert not launcher.members(port)
-
-
-def test_a_bad_value_fails_at_once_in_one_line(launcher: Launcher, port: int) -> None:
-    refused = launcher.fail("up", "--port", port, "--max-num-seqs", "many")
-    assert "max_num_seqs" in refused
-    assert len(refused.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("options", "standin", "said"),
+    [
+        ((), "crash", "worker-0 crashes repeatedly: RuntimeError: out of memory, say (log: "),
+        (("--max-num-seqs", "many"), "", "max_num_seqs: Input should be a valid integer"),
+        (("--host", "192.0.2.1", "--allow-public-plaintext", 1), "", "PORT: cannot listen on 192."),
+    ],
+)
+def test_up_says_in_its_last_line_why_it_fails(
+    launcher: Launcher, port: int, options: tuple[object, ...], standin: str, said: str
+) -> None:
+    refused = launcher.fail("up", "--port", port, *options, STANDIN=standin)
+    assert said in refused.splitlines()[-1]
     assert not launcher.members(port)
 
 

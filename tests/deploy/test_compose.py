@@ -1,4 +1,4 @@
-"""RUNTIME=docker: what the launcher asks docker compose, or podman-compose, to do."""
+"""RUNTIME=docker: the commands and variables for docker compose or podman-compose."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def install_fake(launcher: Launcher, program: str) -> str:
 
 
 @pytest.mark.system
-def test_what_docker_and_podman_are_asked_to_do(launcher: Launcher, port: int) -> None:
+def test_commands_of_docker_and_podman(launcher: Launcher, port: int) -> None:
     # A process stands in for the container that answers the first request.
     launcher.succeed("up", "--port", port, "--services", "frontend")
     for program, command, wait in (
@@ -97,7 +97,7 @@ def test_what_docker_and_podman_are_asked_to_do(launcher: Launcher, port: int) -
         ("neither", (), "or podman-compose"),
     ],
 )
-def test_http_is_a_profile_and_what_cannot_be_done_is_refused(
+def test_http_is_a_profile_and_impossible_options_are_rejected(
     launcher: Launcher, port: int, program: str, flags: tuple[object, ...], said: str
 ) -> None:
     path = install_fake(launcher, program)

@@ -82,7 +82,7 @@ def services() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_what_is_copied_exists_and_reaches_the_builder(image: str) -> None:
+def test_copied_files_exist_and_reach_the_builder(image: str) -> None:
     patterns = (ROOT / ".dockerignore").read_text().split()
     kept = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     for source in copied(image):
@@ -92,10 +92,11 @@ def test_what_is_copied_exists_and_reaches_the_builder(image: str) -> None:
 
 
 @pytest.mark.parametrize(("image", "package"), IMAGES.items())
-def test_what_is_started_exists_and_all_that_it_imports_is_in_the_image(
-    image: str, package: str
-) -> None:
+def test_images_contain_what_their_service_imports(image: str, package: str) -> None:
     assert json.loads(dict(instructions(image))["ENTRYPOINT"]) == ["python", "-m", package]
+    names = [name for name, _ in instructions(image)]
+    assert dict(instructions(image))["USER"] == "10001"  # a number: Kubernetes knows it is not root
+    assert names.index("USER") < names.index("ENTRYPOINT")
     program = "import runpy, sys, deploy.health\nrunpy.run_module(sys.argv[1])\nprint(*sys.modules)"
     ran = subprocess.run(
         [sys.executable, "-c", program, package], cwd=ROOT, check=True, stdout=PIPE, text=True
@@ -120,13 +121,6 @@ def test_packages_are_installed_by_hash_but_for_torch(image: str) -> None:
     names = {image, "torch"} if needs_torch else {image}
     assert hashed == {f"requirements/{name}.txt": name != "torch" for name in names}
     assert hashed.keys() <= set(copied(image))
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_images_do_not_run_as_root(image: str) -> None:
-    names = [name for name, _ in instructions(image)]
-    assert dict(instructions(image))["USER"] == "10001"  # a number: Kubernetes knows it is not root
-    assert names.index("USER") < names.index("ENTRYPOINT")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -187,6 +181,12 @@ def test_ranks_and_engines_are_services_whose_flags_are_known(kind: str) -> None
     given = compose_variables(StackSettings(model=str(ROOT / "models" / "demo")), Layout(engines=2))
     assert scheduler.scheduler_address in given["NANO_SCHEDULER_ADDRESSES"].split(",")
     assert given["NANO_ENGINES_ON_HOST"] == "2"
+    # The first rank has the same address with either profile.
+    first = load("compose.yaml")["services"][f"worker-{kind}"]
+    assert first["profiles"] == [kind]
+    assert [f"{each}:50053" for each in first["networks"]["default"]["aliases"]] == [
+        given["NANO_WORKER_ADDRESSES"]
+    ]
 
 
 def test_builds_find_their_files_and_arguments() -> None:
@@ -203,23 +203,10 @@ def test_builds_find_their_files_and_arguments() -> None:
         assert build["args"]["BASE"] == "${BASE:-python:3.12-slim}"
 
 
-def test_the_first_rank_has_its_address_in_either_profile() -> None:
-    given = compose_variables(StackSettings(model=str(ROOT / "models" / "demo")), Layout())
-    host, _, _ = given["NANO_WORKER_ADDRESSES"].partition(":")
-    for kind in ("cpu", "gpu"):
-        worker = load("compose.yaml")["services"][f"worker-{kind}"]
-        assert worker["profiles"] == [kind]
-        assert worker["networks"]["default"]["aliases"] == [host]
-
-
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_passed_are_known_to_the_service(name: str) -> None:
+def test_services_know_their_settings_and_are_probed_by_a_command_in_the_image(name: str) -> None:
     known = {f"NANO_{field.upper()}" for field in SETTINGS[name].model_fields}
     assert set(services()[name]["environment"]) <= known
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_health_is_probed_by_a_command_in_the_image(name: str) -> None:
     kind, *command = services()[name]["healthcheck"]["test"]
     words = shlex.split(command[0]) if kind == "CMD-SHELL" else command
     assert words[:3] == ["python", "-m", "deploy.health"]

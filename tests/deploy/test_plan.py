@@ -20,6 +20,10 @@ from worker_svc.weights.fingerprint import ModelFiles
 from .conftest import DEMO, DIRECTORY, plan
 
 WITH_HTTP = (*ENGINE_SERVICES, "gateway")
+ADDRESS = {"SCHEDULER_ADDRESS": "127.0.0.1:7"}
+ADDRESSES = {"SCHEDULER_ADDRESSES": "127.0.0.1:7,127.0.0.1:8"}
+RANKS = {"TP": "4", "WORKER_ADDRESSES": "a:1,b:2,c:3,d:4", "ALLOW_PLAINTEXT": "1"}
+RANKS |= {"MASTER_PORT": "4321"}
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 @pytest.mark.parametrize(
     ("name", "service", "usual"), [("HTTP_PORT", "gateway", 8000), ("UI_PORT", "dashboard", 8080)]
 )
-def test_the_usual_port_is_the_usual_stacks(
+def test_the_default_port_belongs_to_the_default_stack(
     busy: set[int], name: str, service: str, usual: int
 ) -> None:
     layout = Layout(services=(*ENGINE_SERVICES, service))
@@ -58,16 +62,14 @@ def test_the_usual_port_is_the_usual_stacks(
 
 
 @pytest.mark.usefixtures("busy")
-def test_the_stack_itself_may_have_the_pages_port() -> None:
+def test_the_dashboard_gets_a_free_port() -> None:
     assert plan(Layout(), HTTP_PORT="8080")[0].ui_port not in (0, 8080)
     for taken in ({"UI_PORT": "50051"}, {"UI_PORT": "7000", "HTTP_PORT": "7000"}):
         with pytest.raises(LaunchError, match=f"UI_PORT: {taken['UI_PORT']} is in use"):
             plan(Layout(), **taken)
 
 
-def test_where_clients_need_tokens_or_tls_there_is_http(
-    tmp_path: Path, authority: Authority
-) -> None:
+def test_http_is_served_with_tokens_or_tls(tmp_path: Path, authority: Authority) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("a-token-of-sixteen\n")
     shown = authority.issue("http", "IP:127.0.0.1")
@@ -80,7 +82,7 @@ def test_where_clients_need_tokens_or_tls_there_is_http(
         assert [address.startswith("127.0.0.1:") for address in {*addresses}] == [True, True]
 
 
-def test_where_clients_need_certificates_there_is_no_http(authority: Authority) -> None:
+def test_no_http_if_clients_need_certificates(authority: Authority) -> None:
     shown = authority.issue("http", "IP:127.0.0.1")
     settings = {"TLS_CERT": str(shown.cert), "TLS_KEY": str(shown.key)}
     settings |= {"TLS_CLIENT_CA": str(authority.ca)}
@@ -112,63 +114,48 @@ def test_defaults() -> None:
     }
 
 
-def test_metrics_can_be_left_out_but_not_put_on_one_port() -> None:
-    _, environment = plan(Layout(metrics=False))
-    assert "NANO_METRICS_DIRECTORY" not in environment
-    with pytest.raises(LaunchError, match="NANO_METRICS_PORT"):
-        plan(METRICS_PORT="9464")
+FILE_OF_ENGINES = {"SCHEDULER_ADDRESSES": "file:.run/50051/engines"}
 
 
-def test_ranks_have_a_meeting_place_of_their_own(busy: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "variables", "expected"),
+    [
+        (Layout(metrics=False), {}, {"METRICS_DIRECTORY": None}),
+        (Layout(), {"SERVED_MODEL_NAME": "acme/fox-1"}, {"SERVED_MODEL_NAME": "acme/fox-1"}),
+        (Layout(services=("scheduler",)), {"MODEL": "/elsewhere"}, {"MODEL": "/elsewhere"}),
+        (Layout(services=("frontend",)), ADDRESS, {**ADDRESS, "SCHEDULER_ADDRESSES": None}),
+        (Layout(services=("frontend",)), ADDRESSES, ADDRESSES),
+        (Layout(services=ENGINE_SERVICES), ADDRESS, ADDRESS | FILE_OF_ENGINES),
+        (Layout(services=("worker", "scheduler")), {}, {"SCHEDULER_ADDRESSES": None}),
+        (Layout(services=("worker",), ranks="2-3"), RANKS, RANKS),
+    ],
+)
+def test_shared_environment(
+    layout: Layout, variables: dict[str, str], expected: dict[str, str | None]
+) -> None:
+    _, environment = plan(layout, **variables)
+    assert {name: environment.get(f"NANO_{name}") for name in expected} == expected
+
+
+def test_ranks_meet_at_a_port_that_no_other_stack_has(busy: set[int]) -> None:
     _, first = plan(TP="2")
     _, second = plan(TP="2")
     assert first["NANO_WORKER_ADDRESSES"].count("worker-") == 2
     assert first["NANO_MASTER_PORT"] != second["NANO_MASTER_PORT"]
-    _, fixed = plan(TP="2", MASTER_PORT="4321")
-    assert fixed["NANO_MASTER_PORT"] == "4321"
     busy.add(23457)
     for port in ("23457", "50051"):
         with pytest.raises(LaunchError, match=rf"NANO_MASTER_PORT: {port} is in use on 127\.0"):
             plan(TP="2", MASTER_PORT=port)
-
-
-def test_a_meeting_place_of_the_cluster() -> None:
-    given = {
-        "NANO_MODEL": DEMO,
-        "NANO_TP": "4",
-        "NANO_WORKER_ADDRESSES": "a:1,b:2,c:3,d:4",
-        "NANO_ALLOW_PLAINTEXT": "1",
-        "MASTER_PORT": "4322",
-    }
+    # As clusters set it.
+    given = {"NANO_MODEL": DEMO, "MASTER_PORT": "4322"}
+    given |= {f"NANO_{name}": value for name, value in RANKS.items() if name != "MASTER_PORT"}
     layout = Layout(services=("worker",), ranks="2-3")
-    _, environment = plan_stack(given, layout, DIRECTORY, 50051)
+    stack, environment = plan_stack(given, layout, DIRECTORY, 50051)
     assert environment["NANO_MASTER_PORT"] == "4322"
-
-
-def test_addresses_given_are_kept() -> None:
-    stack, environment = plan(
-        Layout(frontends=3, services=("frontend",)),
-        SCHEDULER_ADDRESS="10.0.0.1:7000",
-        ALLOW_PLAINTEXT="1",
-    )
-    assert [process.name for process in stack.processes()] == [
-        "frontend-0",
-        "frontend-1",
-        "frontend-2",
-    ]
-    assert environment["NANO_SCHEDULER_ADDRESS"] == "10.0.0.1:7000"
-
-
-def test_some_ranks_of_a_stack() -> None:
-    layout = Layout(services=("worker",), ranks="1-2")
-    given = {"TP": "4", "WORKER_ADDRESSES": "a:1,b:2,c:3,d:4", "ALLOW_PLAINTEXT": "1"}
-    stack, _ = plan(layout, **given, MASTER_PORT="9")
     assert list(stack.processes()) == [
-        Process("worker", 1, "b:2", engine=0),
         Process("worker", 2, "c:3", engine=0),
+        Process("worker", 3, "d:4", engine=0),
     ]
-    with pytest.raises(LaunchError, match="NANO_MASTER_PORT"):
-        plan(layout, **given)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +193,7 @@ def test_hosts(host: str, passed: str, dialled: str) -> None:
         ),
         ({"SCHEDULER_ADDRESS": "unix-abstract:a"}, "scheduler_address: unix-abstract:a would"),
         ({"INTERNAL_TLS_ROLES": "required"}, "internal_tls_roles: needs internal_tls_cert"),
+        ({"SERVED_MODEL_NAME": "two\nlines"}, "served_model_name"),
         ({"TLS_CERT": "cert.pem"}, "tls_cert, tls_key: give both"),
         ({"TLS_CLIENT_CA": "ca.pem"}, "tls_client_ca: needs tls_cert"),
         ({"INTERNAL_TLS_CA": "ca.pem"}, "internal_tls_ca: give all three"),
@@ -217,16 +205,37 @@ def test_an_impossible_setting_is_named(variables: dict[str, str], named: str) -
 
 
 @pytest.mark.parametrize(
-    ("layout", "named"),
+    ("layout", "variables", "named"),
     [
-        (Layout(services=("worker", "database")), "SERVICES: database"),
-        (Layout(ranks="1"), "RANKS"),
-        (Layout(ranks="0-x"), "RANKS"),
+        (Layout(services=("worker", "database")), {}, "SERVICES: database"),
+        (Layout(ranks="1"), {}, "RANKS"),
+        (Layout(ranks="0-x"), {}, "RANKS"),
+        (Layout(services=("worker",), ranks="1"), {**RANKS, "MASTER_PORT": "0"}, "MASTER_PORT"),
+        (Layout(), {"METRICS_PORT": "9464"}, "NANO_METRICS_PORT"),
+        (Layout(engines=2), ADDRESS, "ENGINES: must be 1 with NANO_SCHEDULER_ADDRESS"),
+        (
+            Layout(engines=2),
+            {"WORKER_ADDRESSES": "127.0.0.1:5"},
+            "ENGINES: must be 1 with NANO_WORKER_ADDRESSES",
+        ),
+        (Layout(engines=2, services=("frontend",)), {}, "ENGINES: .* need worker and scheduler"),
+        (
+            Layout(engines=2, services=("scheduler", "frontend")),
+            {},
+            "ENGINES: .* need worker and scheduler",
+        ),
+        (
+            Layout(engines=2, ranks="0"),
+            {"TP": "2", "MASTER_PORT": "9"},
+            "ENGINES: must be 1 with RANKS",
+        ),
     ],
 )
-def test_an_impossible_layout_is_named(layout: Layout, named: str) -> None:
+def test_an_impossible_layout_is_named(
+    layout: Layout, variables: dict[str, str], named: str
+) -> None:
     with pytest.raises(LaunchError, match=named):
-        plan(layout)
+        plan(layout, **variables)
 
 
 @pytest.mark.parametrize(
@@ -245,15 +254,6 @@ def test_an_impossible_layout_is_named(layout: Layout, named: str) -> None:
 def test_an_impossible_model_is_named(model: str, message: str) -> None:
     with pytest.raises(LaunchError, match=f"MODEL: .*{message}"):
         plan(MODEL=model)
-
-
-def test_a_hub_id_that_cannot_be_downloaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(LaunchError, match=r"MODEL: hub:nobody/nothing@main cannot be downloaded"):
-        plan(MODEL="hub:nobody/nothing@main")
 
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -293,53 +293,5 @@ def test_a_branch_of_the_hub_says_which_commit_it_was(
     _, environment = plan(MODEL="hub:somebody/demo@main")
     assert environment["NANO_MODEL"] == str(cached)
     assert f"MODEL=hub:somebody/demo@{COMMIT} pins it" in capsys.readouterr().err
-
-
-def test_a_model_has_its_directorys_name_unless_it_is_given_one() -> None:
-    stack, environment = plan()
-    assert environment["NANO_SERVED_MODEL_NAME"] == stack.model == "demo"
-    stack, environment = plan(SERVED_MODEL_NAME="acme/fox-1.5")
-    assert environment["NANO_SERVED_MODEL_NAME"] == stack.model == "acme/fox-1.5"
-    with pytest.raises(SettingsError, match="served_model_name"):
-        plan(SERVED_MODEL_NAME="two\nlines")
-
-
-@pytest.mark.parametrize(
-    ("services", "variables", "named"),
-    [
-        (ENGINE_SERVICES, {"SCHEDULER_ADDRESS": "127.0.0.1:5"}, "NANO_SCHEDULER_ADDRESS is that"),
-        (ENGINE_SERVICES, {"WORKER_ADDRESSES": "127.0.0.1:5"}, "NANO_WORKER_ADDRESSES is that of"),
-        (("frontend",), {}, "several engines need worker and scheduler in SERVICES"),
-        (("scheduler", "frontend"), {}, "several engines need worker and scheduler in SERVICES"),
-    ],
-)
-def test_engines_whose_addresses_are_given_are_refused(
-    services: tuple[str, ...], variables: dict[str, str], named: str
-) -> None:
-    with pytest.raises(LaunchError, match=f"ENGINES: {named}"):
-        plan(Layout(services=services, engines=2), **variables)
-    plan(Layout(services=services), **variables)
-
-
-def test_ranks_elsewhere_are_those_of_one_engine() -> None:
-    layout = Layout(services=ENGINE_SERVICES, ranks="0", engines=2)
-    with pytest.raises(LaunchError, match="ENGINES: must be 1 with RANKS"):
-        plan(layout, TP="2", MASTER_PORT="9")
-
-
-def test_frontends_find_schedulers_in_a_file_unless_they_are_told() -> None:
-    def found(*services: str, **variables: str) -> str | None:
-        _, environment = plan(Layout(services=services), **variables)
-        return environment.get("NANO_SCHEDULER_ADDRESSES")
-
-    assert found(*ENGINE_SERVICES) == "file:.run/50051/engines"
-    assert found(*ENGINE_SERVICES, SCHEDULER_ADDRESS="127.0.0.1:7") == "file:.run/50051/engines"
-    assert found("frontend", SCHEDULER_ADDRESS="127.0.0.1:7") is None
-    assert found("worker", "scheduler") is None
-    given = "127.0.0.1:7,127.0.0.1:8"
-    assert found("frontend", SCHEDULER_ADDRESSES=given) == given
-
-
-def test_a_scheduler_alone_needs_no_model() -> None:
-    _, environment = plan(Layout(services=("scheduler",)), MODEL="/not/on/this/host")
-    assert environment["NANO_MODEL"] == "/not/on/this/host"
+    with pytest.raises(LaunchError, match=r"MODEL: hub:nobody/nothing@main cannot be downloaded"):
+        plan(MODEL="hub:nobody/nothing@main")

@@ -10,9 +10,9 @@ from deploy.errors import LaunchError
 from deploy.ports import free_port, reserve_port
 
 
-def test_a_reserved_port_is_ours_to_share_and_nobody_elses_to_take() -> None:
-    with reserve_port("127.0.0.1", 0) as reserved:
-        port = reserved.getsockname()[1]
+def test_only_this_stack_shares_a_reserved_port() -> None:
+    port = free_port()
+    with reserve_port("127.0.0.1", port):
         with pytest.raises(LaunchError, match=f"PORT: cannot listen on 127.0.0.1:{port}"):
             reserve_port("127.0.0.1", port)
         with socket.socket() as frontend:
@@ -34,11 +34,6 @@ def test_lingering_connections_of_a_stopped_stack_do_not_keep_its_port() -> None
             accepted.close()  # closed first, so that TIME_WAIT is on our side
             assert client.recv(1) == b""
     reserve_port("127.0.0.1", port).close()
-
-
-def test_a_host_of_another_machine() -> None:
-    with pytest.raises(LaunchError, match=r"192\.0\.2\.1"):
-        reserve_port("192.0.2.1", free_port())
 
 
 def test_no_port_is_returned_twice() -> None:

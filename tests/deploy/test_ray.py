@@ -9,8 +9,8 @@ import pytest
 
 from deploy.errors import LaunchError
 from deploy.plan import StackSettings
-from deploy.ray.layout import Endpoint, Member, RayStack
-from deploy.stack import make_private
+from deploy.ray.layout import Endpoint, RayStack
+from deploy.stack import Process, make_private
 
 from .conftest import Launcher
 
@@ -24,39 +24,29 @@ def stack(tp: int = 2, host: str = "127.0.0.1") -> RayStack:
 
 def test_an_engine_is_its_ranks_and_their_scheduler() -> None:
     found = stack().engine(1)
-    assert [member.name for member, _ in found] == ["worker-2", "worker-3", "scheduler-1"]
-    assert [resources["CPU"] for _, resources in found] == [0.5, 0.5, 0.25]
-    assert Member.named("worker-3") == found[1][0]
-    assert stack().arguments(found[1][0]) == ["--rank", "1"]
+    assert [each.name for each in found] == ["worker-2", "worker-3", "scheduler-1"]
+    assert [stack().resources(each)["CPU"] for each in found] == [0.5, 0.5, 0.25]
+    assert stack().arguments(found[1]) == ["--rank", "1"]
 
 
-def test_ranks_meet_where_rank_0_is() -> None:
-    first, second = Member("worker", 2), Member("worker", 3)
+def test_ranks_meet_at_rank_0() -> None:
+    first, second, _ = stack().engine(1)
     own, other = Endpoint("10.0.0.1:2000", "10.0.0.1:3000"), Endpoint("10.0.0.2:2000")
     assert stack().meets(first)
     assert not stack().meets(second)
-    found = stack().environment_of(first, own, {}, FILE)
-    assert found == {
-        "NANO_TP": "2",
-        "NANO_WORKER_ADDRESSES": "10.0.0.1:2000,10.0.0.1:2000",
-        "NANO_MASTER_ADDR": "10.0.0.1",
-        "NANO_MASTER_PORT": "3000",
-    }
+    meeting = {"NANO_TP": "2", "NANO_MASTER_ADDR": "10.0.0.1", "NANO_MASTER_PORT": "3000"}
+    addresses = {"NANO_WORKER_ADDRESSES": "10.0.0.1:2000,10.0.0.1:2000"}
+    assert stack().environment_of(first, own, {}, FILE) == meeting | addresses
     assert stack().environment_of(second, other, {}, FILE) is None
-    found = stack().environment_of(second, other, {"worker-2": own}, FILE)
-    assert found is not None
-    assert (found["NANO_MASTER_ADDR"], found["NANO_MASTER_PORT"]) == ("10.0.0.1", "3000")
-    assert found["NANO_WORKER_ADDRESSES"] == "10.0.0.2:2000,10.0.0.2:2000"
+    addresses = {"NANO_WORKER_ADDRESSES": "10.0.0.2:2000,10.0.0.2:2000"}
+    assert stack().environment_of(second, other, {"worker-2": own}, FILE) == meeting | addresses
+    # A single rank needs no meeting place.
+    found = stack(tp=1).environment_of(Process("worker", 3), other, {}, FILE)
+    assert found == {"NANO_TP": "1", "NANO_WORKER_ADDRESSES": "10.0.0.2:2000"}
 
 
-def test_one_rank_meets_nobody() -> None:
-    found = stack(tp=1).environment_of(Member("worker", 3), Endpoint("10.0.0.1:2000"), {}, FILE)
-    assert found is not None
-    assert not [name for name in found if "MASTER" in name]
-
-
-def test_a_scheduler_needs_all_its_ranks() -> None:
-    scheduler, own = Member("scheduler", 1), Endpoint("[fd00::1]:2000")
+def test_a_scheduler_needs_all_its_ranks_and_a_frontend_no_scheduler() -> None:
+    scheduler, own = Process("scheduler", 1), Endpoint("[fd00::1]:2000")
     ranks = {"worker-2": Endpoint("10.0.0.1:2000"), "worker-3": Endpoint("10.0.0.2:2000")}
     assert stack().environment_of(scheduler, own, {"worker-2": own}, FILE) is None
     assert stack().environment_of(scheduler, own, ranks, FILE) == {
@@ -65,12 +55,7 @@ def test_a_scheduler_needs_all_its_ranks() -> None:
         "NANO_SCHEDULER_ADDRESS": "[fd00::1]:2000",
         "NANO_WORKER_ADDRESSES": "10.0.0.1:2000,10.0.0.2:2000",
     }
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_frontends_start_without_any_scheduler(index: int) -> None:
-    frontend = Member("frontend", index)
-    found = stack().environment_of(frontend, Endpoint(""), {}, FILE)
+    found = stack().environment_of(Process("frontend", 1), Endpoint(""), {}, FILE)
     assert found == {"NANO_TP": "2", "NANO_SCHEDULER_ADDRESSES": "file:/state/schedulers"}
 
 
@@ -78,8 +63,8 @@ def test_frontends_start_without_any_scheduler(index: int) -> None:
     ("host", "address"),
     [("127.0.0.1", "127.0.0.1:6000"), ("0.0.0.0", "10.0.0.1:6000"), ("[::]", "10.0.0.1:6000")],
 )
-def test_where_a_frontend_is_reached(host: str, address: str) -> None:
-    assert stack(host=host).address(Member("frontend", 0), "10.0.0.1", 2000) == address
+def test_address_of_a_frontend(host: str, address: str) -> None:
+    assert stack(host=host).address(Process("frontend", 0), "10.0.0.1", 2000) == address
 
 
 def test_a_directory_that_others_may_have_made_is_refused(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_engines_restart_one_after_another_when_their_frontends_have_left(
     assert launcher.pids(port) == fourth
 
 
-def test_a_model_takes_the_place_of_another_unless_it_cannot_be_loaded(
+def test_restart_replaces_the_model_unless_it_cannot_be_loaded(
     launcher: Launcher, port: int
 ) -> None:
     launcher.succeed("up", "--port", port, "--engines", 2)

@@ -23,7 +23,7 @@ from deploy.native.processes import (
 )
 from deploy.native.supervisor import command
 from deploy.plan import Layout, plan_stack
-from deploy.stack import Stack
+from deploy.stack import Stack, run_directory
 from tests.waiting import WAIT_S, wait_for
 
 DEMO = str(Path(__file__).parents[2] / "models" / "demo")
@@ -37,18 +37,18 @@ def settings(stack: Stack, shared: dict[str, str], name: str) -> dict[str, str]:
     return {key.removeprefix("NANO_"): value for key, value in shared.items()} | flags
 
 
-def test_what_sets_processes_apart() -> None:
+def test_flags_of_processes() -> None:
     environment = {"NANO_MODEL": DEMO, "NANO_TP": "4", "NANO_MASTER_PORT": "9"}
     stack, shared = plan_stack(environment, Layout(frontends=2, ranks="2-3"), Path("100%"), 1)
     names = ["worker-2", "worker-3", "scheduler-0", "frontend-0", "frontend-1"]
     assert [each.name for each in stack.processes() if each.service != "gateway"][:5] == names
     worker = settings(stack, shared, "worker-3")
-    assert (worker["MODEL"], worker["RANK"]) == ("100%/models/engine-0", "3")
+    assert (worker["MODEL"], worker["RANK"]) == (DEMO, "3")
     frontend = settings(stack, shared, "frontend-1")
-    assert (frontend["MODEL"], frontend["INDEX"]) == ("100%/models/stack", "1")
+    assert (frontend["MODEL"], frontend["INDEX"]) == (DEMO, "1")
 
 
-def test_what_sets_engines_apart() -> None:
+def test_flags_of_engines() -> None:
     environment = {"NANO_MODEL": DEMO, "NANO_TP": "2"}
     stack, shared = plan_stack(environment, Layout(engines=3), Path("run"), 1)
     for engine in range(3):
@@ -68,7 +68,7 @@ def test_what_sets_engines_apart() -> None:
     assert len(set(meeting)) == 3
 
 
-def test_no_stack(tmp_path: Path) -> None:
+def test_no_processes_without_a_stack(tmp_path: Path) -> None:
     with pytest.raises(SupervisorGoneError):
         running_processes(tmp_path)
 
@@ -117,7 +117,7 @@ def test_a_log_does_not_grow_without_end(tmp_path: Path) -> None:
     assert log.read_text() == "second\n"
 
 
-def test_a_pid_that_another_process_had_before(tmp_path: Path) -> None:
+def test_a_reused_pid(tmp_path: Path) -> None:
     with member(tmp_path) as process:
         (earlier,) = stack_members(tmp_path)
         # As psutil remembers a process from which this one has taken the pid over.
@@ -151,14 +151,17 @@ def test_a_process_that_ignores_signals_is_killed_after_the_grace(tmp_path: Path
     assert "killing 1 processes" in said[0]
 
 
-def test_down_removes_a_directory_without_files(tmp_path: Path) -> None:
-    directory = tmp_path / "6000"
+def test_down_removes_a_directory_without_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = run_directory(6000)
     (directory / "models").mkdir(parents=True)
     (directory / "lock").touch()
     log = directory / "worker-0.log"
     log.touch()
-    down(directory)
+    down({"NANO_PORT": "6000"})
     assert log.exists()
     log.unlink()
-    down(directory)
+    down({"NANO_PORT": "6000"})
     assert not directory.exists()

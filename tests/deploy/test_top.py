@@ -54,14 +54,11 @@ def test_top_has_a_line_for_each_engine_and_ends_with_its_terminal(
     launcher.succeed("up", "--port", port, "--engines", 2)
     lines = [line.split() for line in launcher.succeed("top", "--port", port).splitlines()]
     # Engine, frontends, running, as the stand-ins say.
-    assert ["0", "1", "3"] in [line[:3] for line in lines]
-    assert ["1", "1", "3"] in [line[:3] for line in lines]
-    assert ["all", "6"] in [line[:2] for line in lines]
+    assert [line[:3] for line in lines[3:5]] == [["0", "1", "3"], ["1", "1", "3"]]
+    assert lines[5][:2] == ["all", "6"]
+    assert lines[3][8:10] == ["of", "64"]
     launcher.succeed("scale", "--port", port, "--engines", 1)
-    one = launcher.succeed("top", "--port", port)
-    assert "all" not in one.split()
-    assert "1 frontends connected" in one
-    assert "of 64" in one
+    assert len(launcher.succeed("top", "--port", port).splitlines()) == 4
 
     # On a terminal, it ends with that.
     with top_on_terminal(launcher, port) as (top, terminal):

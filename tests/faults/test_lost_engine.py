@@ -67,7 +67,7 @@ def _lost_engine(stack: RealStack, number: int, streams: OpenStreams) -> Iterato
     Raises:
         UnmetPreconditionError: a long stream has ended.
     """
-    processes = stack.stack.engine_processes(number)
+    processes = [each for each in stack.processes() if each.engine == number]
     all_of_it = [each for process in processes for each in _family(stack, process)]
     for each in all_of_it:  # so that none notices what becomes of the others, or of itself
         with suppress(psutil.NoSuchProcess):

@@ -92,6 +92,6 @@ def test_engines_come_and_go(tmp_path: Path) -> None:
         ]
         with open_streams(cluster.address, _STREAMS) as streams:
             streams.wait_for_tokens(10, *_STREAMS)
-            assert "1 engines serve" in cluster.cli("scale", "--engines=1")
+            assert "1 engine serves" in cluster.cli("scale", "--engines=1")
             assert_undamaged(streams.wait_ended(), expected)
         assert sorted(cluster.ps()) == ["frontend-0", "scheduler-0", "worker-0"]

@@ -46,9 +46,9 @@ function show(state) {
   showProcesses(find("processes"), state.processes);
   showFaults(find("faults"), state.faults, state.now);
   chat.tell(state.faults);
-  if (state.chat_obstacle) {
+  if (state.chat_disabled) {
     prompt.disabled = send.disabled = reset.disabled = true;
-    hint.textContent = state.chat_obstacle;
+    hint.textContent = state.chat_disabled;
     hint.className = "bad";
   }
 }

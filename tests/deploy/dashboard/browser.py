@@ -9,7 +9,6 @@ with opened("http://127.0.0.1:8080") as tab:
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -42,7 +41,7 @@ _KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
 
 
 class Tab:
-    """A page in a browser. `complaints` are its errors, and what its policy has kept it from."""
+    """A page in a browser. `complaints` are its errors and violations of its policy."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self.complaints: list[str] = []
@@ -114,21 +113,17 @@ class Tab:
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
         self.call("Input.dispatchKeyEvent", type="keyUp", **event)
 
-    def show(self, width: int, height: int, theme: str, scale: float = 1) -> None:
+    def show(self, width: int, height: int, theme: str) -> None:
         """Sets the size of the window, in CSS pixels, and the user's preference."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
             height=height,
-            deviceScaleFactor=scale,
+            deviceScaleFactor=1,
             mobile=False,
         )
         preference = {"name": "prefers-color-scheme", "value": theme}
         self.call("Emulation.setEmulatedMedia", features=[preference])
-
-    def screenshot(self) -> bytes:
-        """A PNG of the window."""
-        return base64.b64decode(self.call("Page.captureScreenshot")["data"])
 
 
 @contextmanager

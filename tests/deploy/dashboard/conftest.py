@@ -28,8 +28,8 @@ def stack_in(directory: Path, frontend_port: int = 1, **facts: Any) -> Stack:
     return replace(stack, services=SERVICES, **facts)
 
 
-class Page:
-    """A page that serves, and the frontend that it asks."""
+class Dashboard:
+    """A dashboard that serves, and the frontend that it calls."""
 
     def __init__(self, stack: Stack, frontend: FakeServer) -> None:
         self.host = f"127.0.0.1:{stack.ui_port}"
@@ -47,7 +47,7 @@ class Page:
 
 
 @contextmanager
-def running_page(directory: Path, **facts: Any) -> Iterator[Page]:
+def running_dashboard(directory: Path, **facts: Any) -> Iterator[Dashboard]:
     with running_server() as frontend:
         port = int(frontend.address.rpartition(":")[2])
         stack = stack_in(directory, port, ui_port=free_port(), **facts)
@@ -57,28 +57,28 @@ def running_page(directory: Path, **facts: Any) -> Iterator[Page]:
         process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
             wait_for(lambda: http_health(stack.dashboard_url) == SERVING, "the dashboard to serve")
-            yield Page(stack, frontend)
+            yield Dashboard(stack, frontend)
         finally:
             process.terminate()
             assert process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")
-def shared_page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with running_page(tmp_path_factory.mktemp("dashboard")) as page:
-        yield page
+def shared_dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    with running_dashboard(tmp_path_factory.mktemp("dashboard")) as dashboard:
+        yield dashboard
 
 
 @pytest.fixture
-def page(shared_page: Page) -> Page:
+def dashboard(shared_dashboard: Dashboard) -> Dashboard:
     """For requests that end by themselves."""
-    shared_page.frontend.service.requests.clear()
-    return shared_page
+    shared_dashboard.frontend.service.requests.clear()
+    return shared_dashboard
 
 
 @pytest.fixture
-def stuck_page(tmp_path: Path) -> Iterator[Page]:
-    """A page whose answers do not even begin."""
-    with running_page(tmp_path) as page:
-        page.frontend.service.start_together = 99
-        yield page
+def stuck_dashboard(tmp_path: Path) -> Iterator[Dashboard]:
+    """A dashboard whose answers never begin."""
+    with running_dashboard(tmp_path) as dashboard:
+        dashboard.frontend.service.start_together = 99
+        yield dashboard

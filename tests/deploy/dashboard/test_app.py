@@ -16,7 +16,7 @@ from starlette.requests import Request
 from deploy.dashboard import app
 from tests.waiting import wait_for
 
-from .conftest import Page, running_page
+from .conftest import Dashboard, running_dashboard
 
 JSON = {"content-type": "application/json"}
 HELLO = json.dumps({"messages": [{"role": "user", "content": "abc"}]}).encode()
@@ -39,12 +39,14 @@ HELLO = json.dumps({"messages": [{"role": "user", "content": "abc"}]}).encode()
         ({"origin": "http://[::1]:9", "host": "[::1]:9"}, 200),
     ],
 )
-def test_only_the_page_itself_may_ask(page: Page, headers: dict[str, str], status: int) -> None:
+def test_only_the_dashboard_itself_may_send_requests(
+    dashboard: Dashboard, headers: dict[str, str], status: int
+) -> None:
     for path, body in (("/", None), ("/static/dashboard.js", None), ("/chat", HELLO)):
-        with page.ask(path, JSON | headers, body) as answer:
+        with dashboard.ask(path, JSON | headers, body) as answer:
             assert answer.status_code == status
             answer.read()
-    assert len(page.frontend.service.requests) == (status == 200)
+    assert len(dashboard.frontend.service.requests) == (status == 200)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +59,10 @@ def test_only_the_page_itself_may_ask(page: Page, headers: dict[str, str], statu
         ("/", {"origin": "http://evil.example"}),
     ],
 )
-def test_every_answer_forbids_what_the_page_does_not_need(
-    page: Page, path: str, headers: dict[str, str]
+def test_every_response_restricts_the_dashboard(
+    dashboard: Dashboard, path: str, headers: dict[str, str]
 ) -> None:
-    with page.ask(path, headers) as answer:
+    with dashboard.ask(path, headers) as answer:
         said = answer.headers
     policy = said["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self';")
@@ -72,10 +74,10 @@ def test_every_answer_forbids_what_the_page_does_not_need(
     assert said["referrer-policy"] == "no-referrer"
 
 
-def test_all_that_the_page_loads_comes_from_here(page: Page) -> None:
+def test_the_dashboard_loads_nothing_from_elsewhere(dashboard: Dashboard) -> None:
     unread, needed = ["/"], {"/"}
     while unread:
-        with page.ask(unread.pop()) as answer:
+        with dashboard.ask(unread.pop()) as answer:
             assert answer.status_code == 200
             found = set(re.findall(r'(?:href=|src=|from )"([^"]*)"', answer.read().decode()))
         unread += found - needed
@@ -83,33 +85,33 @@ def test_all_that_the_page_loads_comes_from_here(page: Page) -> None:
     assert len(needed) == 9
 
 
-def chat(page: Page, body: bytes) -> list[dict[str, object]]:
-    with page.ask("/chat", JSON, body) as answer:
+def chat(dashboard: Dashboard, body: bytes) -> list[dict[str, object]]:
+    with dashboard.ask("/chat", JSON, body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = answer.read().split(b"\n\n")[:-1]
     return [json.loads(each.removeprefix(b"data: ")) for each in events]
 
 
-def test_a_chat_streams_over_a_frontend_that_goes_away(page: Page) -> None:
-    page.frontend.service.cuts.extend([3])
-    answer = chat(page, HELLO)
+def test_a_chat_streams_over_a_frontend_that_goes_away(dashboard: Dashboard) -> None:
+    dashboard.frontend.service.cuts.extend([3])
+    answer = chat(dashboard, HELLO)
     assert "".join(str(each["text"]) for each in answer) == "bcdbcdbc"
     assert answer[-1]["finish_reason"] == "length"
-    first, second = page.frontend.service.requests
+    first, second = dashboard.frontend.service.requests
     assert [each.content for each in first.chat.messages] == ["abc"]
     assert len(second.resume_token_ids) == 3
 
 
-def test_an_error_ends_the_answer(page: Page) -> None:
+def test_an_error_ends_the_answer(dashboard: Dashboard) -> None:
     long = {"messages": [{"role": "user", "content": "a" * 300}]}
-    (error,) = chat(page, json.dumps(long).encode())
+    (error,) = chat(dashboard, json.dumps(long).encode())
     assert error == {"error": "sampling.max_tokens: 300 + 8 exceed 200"}
 
 
-def test_who_goes_away_stops_the_answer(stuck_page: Page) -> None:
-    with stuck_page.ask("/chat", JSON, HELLO):
-        wait_for(lambda: stuck_page.frontend.service.in_flight, "the request")
-    assert stuck_page.frontend.service.cancelled.wait(60)
+def test_a_disconnect_cancels_the_request(stuck_dashboard: Dashboard) -> None:
+    with stuck_dashboard.ask("/chat", JSON, HELLO):
+        wait_for(lambda: stuck_dashboard.frontend.service.in_flight, "the request")
+    assert stuck_dashboard.frontend.service.cancelled.wait(60)
 
 
 @pytest.mark.parametrize(
@@ -124,74 +126,51 @@ def test_who_goes_away_stops_the_answer(stuck_page: Page) -> None:
         (JSON, b" " * (1 << 20) + HELLO, 413, "body: more than 1048576 bytes"),
     ],
 )
-def test_a_bad_request_is_refused_with_its_field(
-    page: Page, headers: dict[str, str], body: bytes, status: int, message: str
+def test_a_bad_request_is_rejected_with_its_field(
+    dashboard: Dashboard, headers: dict[str, str], body: bytes, status: int, message: str
 ) -> None:
-    with page.ask("/chat", headers, body) as answer:
+    with dashboard.ask("/chat", headers, body) as answer:
         assert answer.status_code == status
         assert answer.read().decode().startswith(message)
-    assert not page.frontend.service.requests
+    assert not dashboard.frontend.service.requests
 
 
 @pytest.mark.parametrize(("path", "limit"), [("/chat", 8), ("/events", 16)])
-def test_only_so_many_streams_are_open(stuck_page: Page, path: str, limit: int) -> None:
+def test_open_streams_are_limited(stuck_dashboard: Dashboard, path: str, limit: int) -> None:
     headers, body = (JSON, HELLO) if path == "/chat" else ({}, None)
     with ExitStack() as streams:
         for _ in range(limit):
-            streams.enter_context(stuck_page.ask(path, headers, body))
-        refused = streams.enter_context(stuck_page.ask(path, headers, body))
+            streams.enter_context(stuck_dashboard.ask(path, headers, body))
+        refused = streams.enter_context(stuck_dashboard.ask(path, headers, body))
         assert refused.status_code == 503
         assert refused.read().decode().startswith(f"{limit} ")
 
     def accepted() -> bool:
-        with stuck_page.ask(path, headers, body) as answer:
+        with stuck_dashboard.ask(path, headers, body) as answer:
             return answer.status_code == 200
 
     wait_for(accepted, "a place")
 
 
-def test_no_chat_where_clients_must_say_who_they_are(tmp_path: Path) -> None:
+def test_no_chat_if_clients_need_tokens(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("k3J9sT0vX2mQp7Rz\n")
-    with running_page(tmp_path, auth_tokens_file=str(tokens)) as page:
-        with page.ask("/chat", JSON, HELLO) as answer:
+    with running_dashboard(tmp_path, auth_tokens_file=str(tokens)) as dashboard:
+        with dashboard.ask("/chat", JSON, HELLO) as answer:
             assert answer.status_code == 403
             reason = answer.read().decode()
         assert "need a token" in reason
-        with page.ask("/events") as events:
+        with dashboard.ask("/events") as events:
             state = json.loads(next(events.iter_lines()).removeprefix("data: "))
-        assert state["chat_obstacle"] == reason
-        assert not page.frontend.service.requests
+        assert state["chat_disabled"] == reason
+        assert not dashboard.frontend.service.requests
 
 
-def test_a_request_that_breaks_off_is_logged_without_a_traceback(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with running_page(tmp_path) as page:
-        host, _, port = page.host.partition(":")
-        for path, begins in (("/readiness", b""), ("/events", b"data: ")):
-            with socket.create_connection((host, int(port)), timeout=60) as connection:
-                head = f"GET {path} HTTP/1.1\r\nhost: {page.host}\r\n"
-                head += "transfer-encoding: chunked\r\n\r\n"
-                answer, rest = b"", b"no chunk\r\n"
-                if begins:
-                    connection.sendall(head.encode())
-                    while begins not in answer:
-                        answer += connection.recv(4096)
-                    connection.sendall(rest)
-                else:  # at once, or it might be answered before
-                    connection.sendall(head.encode() + rest)
-                while part := connection.recv(4096):
-                    answer += part
-            assert answer.startswith(b"HTTP/1.1 200 " if begins else b"HTTP/1.1 400 ")
-    assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def test_only_so_many_connections_are_open(page: Page) -> None:
-    host, _, port = page.host.partition(":")
+def test_open_connections_are_limited(dashboard: Dashboard) -> None:
+    host, _, port = dashboard.host.partition(":")
 
     def status() -> int:
-        with page.ask("/static/dashboard.js") as answer:
+        with dashboard.ask("/static/dashboard.js") as answer:
             answer.read()
             return answer.status_code
 
@@ -202,7 +181,7 @@ def test_only_so_many_connections_are_open(page: Page) -> None:
     wait_for(lambda: status() == 200, "a place")
 
 
-async def test_a_body_that_never_comes_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_body_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_BODY_S", 0.01)
     scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}
     with pytest.raises(HTTPException) as refused:

@@ -3,10 +3,8 @@ and environment as the kubelet and the LeaderWorkerSet's controller make them.""
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,10 +25,6 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "nano-vllm-grpc/worker": WorkerSettings,
     "nano-vllm-grpc/gateway": GatewaySettings,
 }
-
-
-class Impossible(Exception):
-    """A manifest that could not run; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +82,7 @@ def pods(manifests: list[Manifest]) -> Iterator[Pod]:
 
 @dataclass(frozen=True)
 class Process:
-    """A container's process: the image, and what it is started with.
-
-    Raises:
-        Impossible: by its properties, if the kubelet or the service would not start it.
-    """
+    """A container's process: the image, and what it is started with."""
 
     pod: Pod
     container: Any
@@ -102,45 +92,33 @@ class Process:
         return f"{self.pod.owner['metadata']['name']}/{self.container['name']}"
 
     @property
-    def image(self) -> str:
-        """Without its tag and registry."""
-        path = re.sub(":[^/]*$", "", self.container["image"])
-        return "/".join(path.split("/")[-2:])
-
-    @property
     def service(self) -> type[ServiceSettings]:
-        if self.image not in SERVICES:
-            raise Impossible(f"{self}: an image of no service, {self.image}")
-        return SERVICES[self.image]
+        path = re.sub(":[^/]*$", "", self.container["image"])  # without its tag
+        return SERVICES["/".join(path.split("/")[-2:])]
 
     @cached_property
     def environment(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for source in self.container.get("envFrom", ()):
-            found |= self._map(source["configMapRef"]["name"])
+            found |= self.maps[source["configMapRef"]["name"]]["data"]
         found |= self.pod.injected
         for entry in self.container.get("env", ()):
             if "value" in entry:
-                found[entry["name"]] = self._expanded(entry["value"], found)
+                found[entry["name"]] = _expanded(entry["value"], found)
             else:
                 found[entry["name"]] = self._looked_up(entry["valueFrom"])
         return found
-
-    @property
-    def arguments(self) -> list[str]:
-        if "command" in self.container:
-            raise Impossible(f"{self}: a command of its own instead of the image's")
-        return [self._expanded(arg, self.environment) for arg in self.container.get("args", ())]
 
     @cached_property
     def settings(self) -> Any:
         """What the service reads.
 
         Raises:
-            Impossible: it refuses.
+            SettingsError, SystemExit: it does not accept them.
         """
-        with self._refusals():
-            return load_settings(self.service, self.arguments, self.environment)
+        assert "command" not in self.container, f"{self} does not run the image's command"
+        arguments = [_expanded(arg, self.environment) for arg in self.container.get("args", ())]
+        return load_settings(self.service, arguments, self.environment)
 
     @property
     def mounts(self) -> dict[str, str]:
@@ -178,40 +156,22 @@ class Process:
     def secret(self, path: str) -> str:
         """The name of the Secret that holds this file."""
         volumes = {each["name"]: each for each in self.pod.spec["volumes"]}
-        for at, name in self.mounts.items():
-            if path.startswith(f"{at}/") and "secret" in volumes[name]:
-                return str(volumes[name]["secret"]["secretName"])
-        raise Impossible(f"{self}: no Secret holds {path}")
-
-    @contextmanager
-    def _refusals(self) -> Iterator[None]:
-        said = io.StringIO()
-        try:
-            with redirect_stderr(said):
-                yield
-        except (ValueError, SystemExit) as error:
-            raise Impossible(f"{self}: {error} {said.getvalue()}") from error
-
-    def _map(self, name: str) -> dict[str, str]:
-        if name not in self.maps:
-            raise Impossible(f"{self}: there is no ConfigMap {name}")
-        return dict(self.maps[name]["data"])
+        held = [name for at, name in self.mounts.items() if path.startswith(f"{at}/")]
+        (found,) = (each for each in held if "secret" in volumes[each])
+        return str(volumes[found]["secret"]["secretName"])
 
     def _looked_up(self, source: Any) -> str:
         match source:
             case {"fieldRef": {"fieldPath": "metadata.name"}}:
                 return self.pod.name
             case {"configMapKeyRef": {"name": name, "key": key}}:
-                if key in self._map(name):
-                    return self._map(name)[key]
-        raise Impossible(f"{self}: cannot look up {source}")
+                return str(self.maps[name]["data"][key])
+        raise ValueError(f"{self}: cannot look up {source}")
 
-    def _expanded(self, text: str, known: Mapping[str, str]) -> str:
-        """Expands `$(NAME)`, of which the kubelet leaves alone what has not been set before."""
-        result = re.sub(r"\$\((\w+)\)", lambda name: known.get(name[1], name[0]), text)
-        if "$(" in result:
-            raise Impossible(f"{self}: nothing sets what {result} names")
-        return result
+
+def _expanded(text: str, known: Mapping[str, str]) -> str:
+    """Expands `$(NAME)` as the kubelet does, with what has been set before."""
+    return re.sub(r"\$\((\w+)\)", lambda name: known[name[1]], text)
 
 
 def processes(manifests: list[Manifest]) -> list[Process]:

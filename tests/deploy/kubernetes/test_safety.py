@@ -3,33 +3,14 @@ plaintext or to the wrong pod."""
 
 from __future__ import annotations
 
-import pytest
-
 from deploy.gateway import GatewaySettings
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.channels import stays_on_host
 from scheduler_svc.settings import SchedulerSettings
-from tests.deploy.kubernetes.pods import named, pods, processes
-from tests.deploy.kubernetes.rendering import (
-    COMBINATIONS,
-    KUBERNETES,
-    Manifest,
-    render,
-    render_combination,
-)
+from tests.deploy.kubernetes.pods import Process, named, pods
+from tests.deploy.kubernetes.rendering import KUBERNETES, Manifest, render, render_combination
 
-Combination = tuple[str, tuple[str, ...]]
-
-
-@pytest.fixture(scope="module", params=COMBINATIONS, ids=lambda each: "+".join((each[0], *each[1])))
-def combination(request: pytest.FixtureRequest) -> Combination:
-    found: Combination = request.param
-    return found
-
-
-@pytest.fixture(scope="module")
-def manifests(combination: Combination) -> list[Manifest]:
-    return render_combination(*combination)
+from .conftest import Combination
 
 
 def test_pods_are_without_privileges(manifests: list[Manifest]) -> None:
@@ -57,14 +38,14 @@ def test_pods_are_without_privileges(manifests: list[Manifest]) -> None:
             assert mounts["/models"]["readOnly"] is True
 
 
-def test_pods_of_a_kind_keep_apart(manifests: list[Manifest]) -> None:
+def test_pods_of_a_service_are_spread(manifests: list[Manifest]) -> None:
     for pod in pods(manifests):
         assert "podAntiAffinity" in pod.spec.get("affinity", {}) or (
             pod.spec["topologySpreadConstraints"][0]["topologyKey"] == "kubernetes.io/hostname"
         )
 
 
-def test_evictions_leave_some_of_each_kind(manifests: list[Manifest]) -> None:
+def test_evictions_leave_some_pods_of_each_service(manifests: list[Manifest]) -> None:
     selectors = [
         budget["spec"]["selector"]["matchLabels"]
         for budget in named(manifests, "PodDisruptionBudget").values()
@@ -73,11 +54,11 @@ def test_evictions_leave_some_of_each_kind(manifests: list[Manifest]) -> None:
         assert sum(pod.selected_by(selector) for selector in selectors) == 1, pod.name
 
 
-def test_whatever_leaves_a_pod_is_encrypted(
-    manifests: list[Manifest], combination: Combination
+def test_traffic_between_pods_is_encrypted(
+    started: list[Process], combination: Combination
 ) -> None:
     encrypted = "encrypted-network" in combination[1]
-    for process in processes(manifests):
+    for process in started:
         if not all(map(stays_on_host, process.served)):
             assert (process.tls is None) is encrypted
         if process.service is not GatewaySettings:
@@ -86,24 +67,24 @@ def test_whatever_leaves_a_pod_is_encrypted(
             assert process.settings.internal_tls_roles == expected
 
 
-def test_clients_need_a_token(manifests: list[Manifest]) -> None:
-    for process in processes(manifests):
+def test_clients_need_a_token(started: list[Process]) -> None:
+    for process in started:
         if process.service in (FrontendSettings, GatewaySettings):
             assert process.settings.callers_need_tokens
         if process.service is GatewaySettings:
             assert all(map(stays_on_host, process.settings.gateway_addresses))
 
 
-def test_every_pod_refuses_what_no_policy_allows(manifests: list[Manifest]) -> None:
+def test_pods_reject_traffic_without_a_policy(manifests: list[Manifest]) -> None:
     closed = named(manifests, "NetworkPolicy")["default"]["spec"]
     assert closed["policyTypes"] == ["Ingress", "Egress"]
     assert not {"ingress", "egress"} & closed.keys()
     assert all(pod.selected_by(closed["podSelector"]["matchLabels"]) for pod in pods(manifests))
 
 
-def test_ranks_end_after_their_scheduler(manifests: list[Manifest]) -> None:
+def test_ranks_end_after_their_scheduler(started: list[Process]) -> None:
     """As sidecars do."""
-    for process in processes(manifests):
+    for process in started:
         if process.service is not SchedulerSettings:
             continue
         ranks = [each for each in process.pod.containers if each["name"].startswith("worker")]

@@ -1,96 +1,100 @@
-"""The manifests of deploy/kubernetes fit the services' settings, and what no longer would is found:
-a renamed flag, variable or port cannot leave a manifest behind."""
+"""Containers start with settings that their services accept. The ports, files and variables that
+manifests name are those of the settings."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import json
+import importlib.util
+from pathlib import PurePosixPath
 
-import pytest
-
+from deploy.gateway import GatewaySettings
+from nano_vllm_grpc.tls import ClientTls
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.metrics import EngineMetrics
-from tests.deploy.kubernetes.checks import complaints
-from tests.deploy.kubernetes.pods import NAMESPACE, named, processes
-from tests.deploy.kubernetes.rendering import (
-    COMBINATIONS,
-    Manifest,
-    render_combination,
-)
+from shared.config import PREFIX
+from tests.deploy.kubernetes.pods import NAMESPACE, Process, named, processes
+from tests.deploy.kubernetes.rendering import Manifest, render_combination
 
-ALL = ("cert-manager", "http", "autoscaling")
-
-
-@pytest.fixture(scope="module")
-def manifests() -> list[Manifest]:
-    return render_combination("tp", ALL)
+# What deploy.health reads.
+PROBE_NAMES = ("tls_ca", "tls_server_name", "client_cert", "client_key")
+PROBE = ["python", "-m", "deploy.health"]
+FILES = ("model", "tls_cert", "tls_key", "auth_tokens_file", "internal_tls_cert")
 
 
-@pytest.mark.parametrize(("overlay", "components"), COMBINATIONS)
-def test_manifests_fit_the_settings(overlay: str, components: tuple[str, ...]) -> None:
-    assert complaints(render_combination(overlay, components)) == []
+def known(process: Process) -> set[str]:
+    """The variables that a service and its probe read."""
+    return {PREFIX + name.upper() for name in (*process.service.model_fields, *PROBE_NAMES)}
 
 
-# What somebody may rename or forget in one place, and what is said about it.
-PLANTS: dict[str, tuple[str, str, str]] = {
-    "a flag": ('"--rank"', '"--rang"', "--rang"),
-    "the gateway's door": (
-        '"127.0.0.1:9001", "NANO_H',
-        '"10.0.0.1:9001", "NANO_H',
-        "10.0.0.1:9001",
-    ),
-    "a variable": ('"NANO_ENGINE_NAME"', '"NANO_ENGINE_TITLE"', "NANO_ENGINE_TITLE"),
-    "a value": ('"NANO_TP": "2"', '"NANO_TP": "two"', "tp: "),
-    "a listening port": ("0.0.0.0:50052", "0.0.0.0:50062", "it listens on [9464, 50062]"),
-    "a called port": ("svc:50052", "svc:50062", "no scheduler listens at"),
-    "a policy's port": ('[{"port": 8443}]', '[{"port": 8444}]', "nobody listens on [8444]"),
-    "a port that stays closed": ('{"port": 9466}', '{"port": 9465}', "reach [9466]"),
-    "a Service's port": ('"targetPort": "https"', '"targetPort": "http"', "Service http"),
-    "an annotation": ('prometheus.io/port": "9464"', 'prometheus.io/port": "9465"', "annotation"),
-    "a probe's address": ('health", "localhost:50052"', 'health", "localhost:52"', "served at"),
-    "a probe without TLS": ('"NANO_TLS_CA": "/etc/nano/public/tls.crt", ', "", "the probe trusts"),
-    "a directory of sockets": ('"mountPath": "/run/nano"', '"mountPath": "/run"', "no socket"),
-    "a mount": ('"mountPath": "/etc/nano/tokens"', '"mountPath": "/tokens"', "auth_tokens_file"),
-    "a drain": (
-        '"NANO_DRAIN_TIMEOUT_S": "120"',
-        '"NANO_DRAIN_TIMEOUT_S": "140"',
-        "frontend-x: has",
-    ),
-    "a Service's name": ('"engines.nano-vllm.svc"', '"engine.nano-vllm.svc"', "is called engines."),
-    "a probe's name": ('["frontend.nano-vllm.svc"', '["other"', "is called frontend.nano-vllm"),
-    "a role": ("role:frontend", "role:scheduler", "calls others as frontend"),
-}
-
-
-# What somebody may rename or forget where a group of pods is an engine.
-GROUP_PLANTS: dict[str, tuple[str, str, str]] = {
-    "a rank's pod": ("$(NANO_ENGINE_NAME)-1.", "$(NANO_ENGINE_NAME)-2.", "calls rank 1 at"),
-    "a variable of the controller": ("$(LWS_WORKER_INDEX)", "$(LWS_INDEX)", "$(LWS_INDEX)"),
-    "a rank's name": ('"*.engine.nano-vllm.svc"', '"engine.nano-vllm.svc"', "is called engine-0"),
-}
-
-
-@pytest.mark.parametrize(
-    ("overlay", "components", "plant"),
-    [
-        *(("tp", ALL, plant) for plant in PLANTS.values()),
-        *(("tp-nodes", ("cert-manager",), plant) for plant in GROUP_PLANTS.values()),
-    ],
-    ids=[*PLANTS, *GROUP_PLANTS],
-)
-def test_what_does_not_fit_is_found(
-    overlay: str, components: tuple[str, ...], plant: tuple[str, str, str]
+def test_variables_are_settings_of_their_readers(
+    manifests: list[Manifest], started: list[Process]
 ) -> None:
-    old, new, said = plant
-    text = json.dumps(render_combination(overlay, components))
-    assert old in text
-    assert said in "\n".join(complaints(json.loads(text.replace(old, new))))
+    for process in started:
+        own = {each["name"] for each in process.container.get("env", ())}
+        assert {name for name in own if name.startswith(PREFIX)} <= known(process), process
+    for name, manifest in named(manifests, "ConfigMap").items():
+        source = {"configMapRef": {"name": name}}
+        readers = [each for each in started if source in each.container.get("envFrom", ())]
+        assert manifest["data"].keys() <= set[str]().union(*map(known, readers)), name
 
 
-def test_autoscaling_asks_for_metrics_that_there_are(manifests: list[Manifest]) -> None:
+def test_containers_have_the_ports_on_which_services_listen(started: list[Process]) -> None:
+    for process in started:
+        ports = {each["containerPort"] for each in process.container.get("ports", ())}
+        assert ports == set(process.ports), process
+
+
+def test_volumes_hold_the_files_of_settings(started: list[Process]) -> None:
+    for process in started:
+        paths = [getattr(process.settings, name, "") for name in FILES]
+        if tls := ClientTls.from_environment(process.environment):
+            paths += [tls.ca, tls.cert, tls.key]
+        for path in filter(None, paths):
+            assert any(PurePosixPath(path).is_relative_to(at) for at in process.mounts), path
+
+
+def test_probes_ask_for_health_where_it_is_served(started: list[Process]) -> None:
+    for process in started:
+        # They would kill a process that waits for others.
+        assert not {"livenessProbe", "startupProbe"} & process.container.keys()
+        probe = process.container["readinessProbe"]
+        if process.service is GatewaySettings:
+            scheme = "HTTPS" if process.tls else "HTTP"
+            get = probe["httpGet"]
+            assert (get["scheme"], get["path"]) == (scheme, "/readiness")
+            assert get["port"] in {each["name"] for each in process.container["ports"]}
+            continue
+        *command, address = probe["exec"]["command"]
+        assert command == PROBE
+        assert importlib.util.find_spec(PROBE[-1])
+        at = process.served[0]
+        assert address in (at.replace("0.0.0.0", host) for host in ("localhost", "127.0.0.1"))
+        client = ClientTls.from_environment(process.environment)
+        assert bool(client and client.ca) == bool(process.tls), process
+        if process.tls and process.tls.client_ca:
+            assert client
+            assert client.cert
+
+
+def test_pods_end_after_their_containers_and_then_their_sidecars_have_drained(
+    started: list[Process],
+) -> None:
+    for pod in {each.pod.name: each.pod for each in started}.values():
+        stages = {False: 0.0, True: 0.0}  # by whether it is a sidecar
+        for process in (each for each in started if each.pod.name == pod.name):
+            hook = process.container.get("lifecycle", {}).get("preStop", {})
+            pause = hook.get("sleep", {}).get("seconds", 0)
+            end_s = pause + process.settings.drain_timeout_s + 1
+            is_sidecar = "restartPolicy" in process.container
+            stages[is_sidecar] = max(stages[is_sidecar], end_s)
+        assert pod.spec["terminationGracePeriodSeconds"] > sum(stages.values()), pod.name
+
+
+def test_autoscaling_queries_metrics_that_exist_and_owns_the_number_of_engines() -> None:
+    manifests = render_combination("engines", ("cert-manager", "http", "autoscaling"))
     metrics = EngineMetrics()
     metrics.scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, 4))
     names = {family.name for family in metrics.collect()}
@@ -99,15 +103,11 @@ def test_autoscaling_asks_for_metrics_that_there_are(manifests: list[Manifest]) 
         query = trigger["metadata"]["query"]
         assert query.removeprefix("sum(").partition("{")[0] in names
         assert f'namespace="{NAMESPACE}"' in query
-
-
-def test_the_number_of_engines_is_the_autoscalers_alone(manifests: list[Manifest]) -> None:
-    (scaled,) = named(manifests, "ScaledObject").values()
     target = scaled["spec"]["scaleTargetRef"]
     assert "replicas" not in named(manifests, target["kind"])[target["name"]]["spec"]
 
 
-def test_several_engines_are_told_apart() -> None:
+def test_several_engines_have_different_names() -> None:
     rendered = render_combination("engines")
     assert named(rendered, "StatefulSet")["engine"]["spec"]["replicas"] == 3
     (scheduler,) = [each for each in processes(rendered) if str(each) == "engine/scheduler"]
