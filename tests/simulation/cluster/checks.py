@@ -29,8 +29,15 @@ _OVERLAP_S = 0.5  # for which a completion may be at two engines, while messages
 _PARTITIONED_S = 4.0  # likewise, where the network was partitioned
 
 
-def check_end(world: World, client: Client) -> None:
-    """Checks what a client got."""
+async def serve(world: World, client: Client) -> None:
+    """Has a client send its request when it is time, and checks what it gets."""
+    await asyncio.sleep(client.plan.at - world.loop.time())
+    await client.run(world.frontends[client.plan.frontend].engines)
+    world.ended.add(client.plan.number)
+    _check_end(world, client)
+
+
+def _check_end(world: World, client: Client) -> None:
     found = [_check_tokens(world, client, i, each) for i, each in enumerate(client.streams)]
     models = {model for model in found if model is not None}
     assert len(models) < 2, f"request {client.plan.number} is of models {models}"

@@ -13,19 +13,21 @@ from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Row, Sequence
-from scheduler_svc.core.step import Answer, Output, Step
+from scheduler_svc.core.step import Answer, End, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.rpc.servicer import SchedulerServicer
 from shared.pb import scheduler_pb2 as pb
 from tests.oracle import EMPTY, extend, sample
-from tests.simulation.cluster.network import Call
+from tests.simulation.cluster.network import Call, DiedError
 
 if TYPE_CHECKING:
     from tests.simulation.cluster.hosts import Host
 
 # Prompts that begin with one of these kill the scheduler when they are first scheduled, or with
-# their fifth token; the last kills the workers whenever it is computed.
+# their fifth token; WORKERS kills the workers whenever it is computed, READ the scheduler when it
+# is queued.
 STEP, TOKEN, WORKERS = POISONS = range(901, 904)
+READ = 904
 DEADLY_TOKEN = 5
 _SALT = 331  # between models' tokens
 
@@ -62,10 +64,6 @@ def owner_of(seq: Sequence) -> Owner:
 
 def salt_of(model: int) -> int:
     return _SALT * model
-
-
-class DiedError(Exception):
-    """Ends what a scheduler was doing when it died."""
 
 
 class _Workers:
@@ -138,6 +136,11 @@ class _Scheduler(Scheduler):
         super().__init__(shape.limits, BlockManager(shape.num_blocks, shape.block_size))
         self._host = host
         self._process = process
+
+    def add(self, seq: Sequence, n: int = 1) -> End | None:
+        if seq.tokens[0] == READ:
+            self._die_of(seq)
+        return super().add(seq, n)
 
     def schedule(self, now: float = 0.0) -> Step | None:
         step = super().schedule(now)

@@ -19,7 +19,7 @@ import numpy as np
 
 from scheduler_svc.core.admission import Limits
 from tests.oracle import VOCAB_SIZE
-from tests.simulation.cluster.checks import Watcher, check_end, check_rest
+from tests.simulation.cluster.checks import Watcher, check_rest, serve
 from tests.simulation.cluster.engines import Shape, marked
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.requests import Client, Plan
@@ -83,8 +83,8 @@ class LongRun:
         *,
         engines: int,
         frontends: int,
-        requests_per_s: int,
         seconds: float,
+        requests_per_s: int = 10_000,
     ) -> None:
         self._rng = rng
         self._directory = directory
@@ -110,8 +110,8 @@ class LongRun:
             watcher = Watcher(world)
             watching = asyncio.ensure_future(watcher.run(_LOOK_S))
             operating = asyncio.ensure_future(self._operate(world))
-            clients = await self._serve(world)
-            await operating
+            clients = [Client(plan) for plan in self._plans]
+            await asyncio.gather(operating, *(serve(world, client) for client in clients))
             assert not watching.done(), watching.result()
             await asyncio.sleep(_REST_S)
             check_rest(world)
@@ -119,22 +119,6 @@ class LongRun:
             summary = self._summary(world, clients, watcher)
             await world.close()
         return summary
-
-    async def _serve(self, world: World) -> list[Client]:
-        tasks: list[asyncio.Task[None]] = []
-        clients = [Client(plan) for plan in self._plans]
-
-        async def serve(client: Client) -> None:
-            await client.run(world.frontends[client.plan.frontend].engines)
-            world.ended.add(client.plan.number)
-            check_end(world, client)
-
-        for client in clients:
-            if client.plan.at > world.loop.time():
-                await asyncio.sleep(client.plan.at - world.loop.time())
-            tasks.append(asyncio.ensure_future(serve(client)))
-        await asyncio.gather(*tasks)
-        return clients
 
     async def _operate(self, world: World) -> None:
         """An engine dies and comes back, one is lost for good, one loses its workers, and one is

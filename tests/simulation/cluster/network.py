@@ -23,6 +23,10 @@ _END, _CANCEL = object(), object()
 _KEEPALIVE_S = 1.0, 2.0  # after which either end of a partitioned connection gives it up
 
 
+class DiedError(Exception):
+    """Ends what a scheduler was doing when it died."""
+
+
 class Process(Protocol):
     """The part of a scheduler's process that is needed here."""
 
@@ -206,8 +210,8 @@ class Call:
             end = _END
         except ServiceError as error:
             end = _status(error.code, error.trailing_metadata())
-        except asyncio.CancelledError:
-            pass  # before it was let in
+        except (asyncio.CancelledError, DiedError):
+            pass  # before it was let in, or it was the end of the process
         finally:
             assert self._process is not None
             self._process.calls.pop(self, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import zlib
 from pathlib import Path
 from random import Random
@@ -14,7 +13,7 @@ from scheduler_svc.core.admission import Limits
 from shared.suspects import MIN_LOSSES_ALONE
 from tests.oracle import VOCAB_SIZE
 from tests.simulation import virtual_time
-from tests.simulation.cluster.checks import Watcher, check_end, check_rest
+from tests.simulation.cluster.checks import Watcher, check_rest, serve
 from tests.simulation.cluster.engines import POISONS, STEP, TOKEN, WORKERS, Shape
 from tests.simulation.cluster.faults import CHANGE_MODELS, KINDS, Faults
 from tests.simulation.cluster.requests import MAX_COMPLETIONS, Client, Plan, plan
@@ -65,26 +64,8 @@ class Simulation:
         )
 
     async def run(self) -> Result:
-        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def fail(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            if not failed.done():
-                error = context.get("exception") or AssertionError(context["message"])
-                failed.set_exception(error)
-
-        asyncio.get_running_loop().set_exception_handler(fail)
-        running: asyncio.Future[Any] = asyncio.ensure_future(self._run())
-        try:
-            with virtual_deadlines():
-                await asyncio.wait([running, failed], return_when=asyncio.FIRST_COMPLETED)
-            (failed if failed.done() else running).result()
-        finally:
-            running.cancel()
-            failed.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await running
-        result: Result = running.result()
-        return result
+        with virtual_deadlines():
+            return await self._run()
 
     async def _run(self) -> Result:
         rng = self._rng
@@ -102,15 +83,10 @@ class Simulation:
         for kind in self._kinds:
             faults.plan(kind, rng.uniform(0.5, 0.5 + 1.2 * self._window_s))
         clients = [Client(each) for each in self._plans]
-
-        async def serve(client: Client) -> None:
-            await asyncio.sleep(client.plan.at)
-            await client.run(world.frontends[client.plan.frontend].engines)
-            world.ended.add(client.plan.number)
-            check_end(world, client)
-
         watching: asyncio.Future[Any] = asyncio.ensure_future(watcher.run(_LOOK_S))
-        serving: asyncio.Future[Any] = asyncio.gather(*map(serve, clients), faults.over())
+        serving: asyncio.Future[Any] = asyncio.gather(
+            *(serve(world, client) for client in clients), faults.over()
+        )
         try:
             await asyncio.wait(
                 [serving, watching], timeout=_MAX_S, return_when=asyncio.FIRST_COMPLETED
