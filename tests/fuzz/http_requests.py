@@ -86,7 +86,7 @@ def _draw_case(rng: random.Random, method: str, path: str, value: Any) -> Case:
     headers: list[tuple[str, str]] = []
     match rng.randrange(10):
         case 0:
-            body = mutations.mutate(body, rng.getrandbits(32))
+            body = mutations.mutate(body, rng)
         case 1:
             path += rng.choice(_PATHS)
         case 2:
@@ -94,8 +94,7 @@ def _draw_case(rng: random.Random, method: str, path: str, value: Any) -> Case:
         case 3 | 4:
             headers = rng.choices(_HEADERS, k=rng.randint(1, 3))
         case 5:
-            whole = encode(method, path, body)
-            return Case(name, (mutations.mutate(whole, rng.getrandbits(32)),))
+            return Case(name, (mutations.mutate(encode(method, path, body), rng),))
     return Case(name, (encode(method, path, body, headers),))
 
 
