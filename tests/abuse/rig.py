@@ -23,6 +23,7 @@ from deploy.ports import free_port
 from tests.abuse.attack import Interface
 from tests.abuse.child import Child
 from tests.abuse.figures import Figures
+from tests.abuse.observer import observe
 from tests.stack import DEMO_MODEL, ROOT, RealStack, running_stack
 from tests.waiting import wait_for
 
@@ -64,12 +65,13 @@ class Rig:
 
     def begin(self) -> None:
         """Begins a window."""
-        self.observer.say("begin")
-        self.observer.expect("BEGUN")
+        self.observer.send("begin")
+        self.observer.receive()
 
     def end(self) -> Figures:
-        self.observer.say("end")
-        return Figures(**self.observer.answer())
+        self.observer.send("end")
+        figures: Figures = self.observer.receive()
+        return figures
 
 
 @contextmanager
@@ -97,11 +99,10 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
         def open_frontend() -> str:
             return started.enter_context(_open_frontend(directory / "model", stack, scheduler))
 
-        options = ["--address", stack.address, "--scheduler", scheduler]
-        if not anonymous:
-            options += ["--token", HONEST_TOKEN, "--engine", gateway_address]
-        observer = started.enter_context(Child("tests.abuse.observer", *options))
-        observer.expect("READY")
+        named = ("", "") if anonymous else (HONEST_TOKEN, gateway_address)
+        child = Child(observe, stack.address, scheduler, *named)
+        observer = started.enter_context(child)
+        observer.receive()
         token = "" if anonymous else ATTACKERS_TOKEN
         yield Rig(stack, observer, token, gateway_address, open_frontend)
 

@@ -77,12 +77,12 @@ async def cancel_storm(target: Target) -> None:
             call: Any = channel.unary_stream(f"/{SERVICE}/GenerateStream")(
                 random.choice(messages), metadata=target.metadata
             )
-            target.loot.sent["calls"] += 1
+            target.gains.sent["calls"] += 1
             reading = asyncio.ensure_future(call.read())
             await asyncio.wait([reading], timeout=random.choice((0, 0.001, 0.05)))
             call.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            target.loot.answers["cancelled"] += 1
+            target.gains.answers["cancelled"] += 1
 
         await target.flood(send, 64)
 
