@@ -81,7 +81,7 @@ def assert_growth_ends(stack: RealStack, play: Callable[[RealStack], None]) -> N
 
 
 def test_clients_that_stop_reading_and_vanish(stack: RealStack) -> None:
-    """They do not hold up others, and leave nothing behind once they are gone."""
+    """Others are not delayed, and nothing is left once the clients have ended."""
     expected = asyncio.run(one_completion(stack.address))
 
     def stall_and_vanish(stack: RealStack) -> None:

@@ -1,5 +1,5 @@
-"""Promises 1 and 2: a worker or the scheduler is killed, or the processes of grammars beside it,
-and streams go on as if nothing had happened."""
+"""Promises 1 and 2: a worker, the scheduler, or the processes of grammars beside it are killed, and
+streams continue without damage."""
 
 from __future__ import annotations
 

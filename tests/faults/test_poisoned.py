@@ -1,4 +1,5 @@
-"""A request that kills a worker or the scheduler every time ends alone."""
+"""A request that kills a worker or the scheduler every time ends alone. A step that never ends ends
+its worker."""
 
 from __future__ import annotations
 
@@ -62,4 +63,22 @@ def test_a_request_that_kills_the_scheduler_ends_and_the_others_go_on(tmp_path: 
             assert 0 < died <= MIN_LOSSES + ceil(log2(len(healthy) + 1)), kind
             stack.wait_serving()
         assert_undamaged(undisturbed(stack.address, healthy), expected)
+        stack.wait_idle()
+
+
+def test_a_step_that_never_ends_ends_its_worker(tmp_path: Path) -> None:
+    healthy = {f"{n}": request(n) for n in range(10, 13)}
+    with faulty_stack(f"hang:{tmp_path}/hung") as stack:
+        expected = undisturbed(stack.address, healthy)
+        last = {"last": request(9, trigger=True)}
+        with open_streams(stack.address, healthy) as streams:
+            streams.wait_for_tokens(20, *healthy)
+            worker = stack.pid("worker")
+            streams.require_open(*healthy)
+            with open_streams(stack.address, last) as hanging:
+                stack.wait_replaced("worker", 0, worker)
+                assert hanging.wait_ended()["last"].num_tokens == 200
+            assert_undamaged(streams.wait_ended(), expected)
+        assert "does not end" in stack.stack.log("worker-0").read_text()
+        assert (tmp_path / "hung").exists()
         stack.wait_idle()

@@ -79,5 +79,5 @@ class Knobs:
 
     @property
     def longest_turn_s(self) -> float:
-        """The longest that the engine takes from one look at the deadlines to the next."""
+        """The longest time between two checks of the deadlines by the engine."""
         return 2 * (self.send_s + self.step_s) + self.answer_s + self.recover_s

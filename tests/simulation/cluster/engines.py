@@ -45,7 +45,7 @@ class Shape:
 
 
 class Owner(NamedTuple):
-    """A request's number and one of its completions', as a sequence's tokens tell."""
+    """The numbers of a request and of one of its completions, from a sequence's tokens."""
 
     request: int
     completion: int
@@ -80,7 +80,7 @@ class _Workers:
         self._lost: asyncio.Future[None] = self._loop.create_future()
 
     def lose(self, seconds: float) -> None:
-        """They are gone, and back after so long."""
+        """Loses the workers, which are back after so long."""
         self._back_at = max(self._back_at, self._loop.time() + seconds)
         if not self._lost.done():
             self._lost.set_result(None)

@@ -1,4 +1,4 @@
-"""What befalls a simulated cluster, and what its operators do."""
+"""Faults of a simulated cluster, and what its operators do."""
 
 from __future__ import annotations
 
@@ -33,10 +33,6 @@ class Faults:
     async def over(self) -> None:
         """Returns once everything has happened that was planned."""
         await asyncio.gather(*self._tasks)
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
 
     async def _at(self, at: float, kind: str, work: Coroutine[Any, Any, None]) -> None:
         try:

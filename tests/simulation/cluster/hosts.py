@@ -25,9 +25,9 @@ class Host:
         on_refused: Callable[[int, Host], None],
     ) -> None:
         """Args:
-        on_poisoned: is told of a request, of one of `POISONS`, that takes down this host's workers
-            or scheduler, and returns the seconds until those are back.
-        on_refused: is told of a request for which the engine has no room.
+        on_poisoned: is called with a request, its kind of poison and this host when the request
+            takes down workers or scheduler; returns the seconds until those are back.
+        on_refused: is called with a request for which the engine has no room.
         """
         self.name = self.address = name
         self.shape = shape
@@ -89,7 +89,7 @@ class Host:
             asyncio.get_running_loop().call_later(back_s, self.start)
 
     async def stop(self, drain_s: float) -> None:
-        """Ends the engine as SIGTERM does: it tells frontends and stays for their streams."""
+        """Ends the engine as SIGTERM does: it informs frontends and waits for their streams."""
         process = self.process
         if process is None:
             return

@@ -46,7 +46,7 @@ class Listener(Protocol):
 
 
 class Link:
-    """What lies between one frontend and one engine's host."""
+    """The network between one frontend and one engine's host."""
 
     def __init__(self, rng: Random, delays: Callable[[], float]) -> None:
         self.rng = rng
@@ -211,7 +211,7 @@ class Call:
         except ServiceError as error:
             end = _status(error.code, error.trailing_metadata())
         except (asyncio.CancelledError, DiedError):
-            pass  # before it was let in, or it was the end of the process
+            pass  # before it was accepted, or the process has died
         finally:
             assert self._process is not None
             self._process.calls.pop(self, None)
@@ -237,7 +237,7 @@ class Dialer:
 
 
 class Channel:
-    """What the generated stubs need of one."""
+    """The methods of a channel that the generated stubs call."""
 
     def __init__(self, link: Link, listener: Listener) -> None:
         self._link = link
