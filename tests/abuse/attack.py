@@ -180,7 +180,7 @@ class Target:
 
 
 Play = Callable[[Target], Awaitable[None]]
-Interface = Literal["grpc", "engine", "events", "http", "dashboard", "open"]  # open: without tokens
+Interface = Literal["grpc", "engine", "events", "http", "dashboard"]
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class Process:
     def _emit(self, outputs: list[Output]) -> None:
         for output in outputs:
             if output.end and output.end.cause is FinishCause.QUEUE_FULL:
-                self._host.on_refused(owner_of(output.seq).request, self._host)
+                self._host.world.refuse(owner_of(output.seq).request, self._host)
         self.servicer.emit(outputs)
 
     async def _on_serving(self, serving: bool) -> None:

@@ -20,7 +20,7 @@ from frontend.engines.token_stream import TokenStream
 from frontend.request import Request
 from tests.simulation.cluster.engines import Shape
 from tests.simulation.cluster.hosts import Host
-from tests.simulation.cluster.network import Dialer, Link, Listener
+from tests.simulation.cluster.network import Dialer, Link
 from tests.simulation.cluster.requests import MAX_COMPLETIONS
 
 _MAX_FACTOR = 2  # of an engine's sequences and the mean
@@ -112,7 +112,7 @@ class Frontend:
         assert ready is not self.ready, "the state is reported twice"
         self.ready = ready
 
-    def _reach(self, address: str) -> tuple[Link, Listener]:
+    def _reach(self, address: str) -> tuple[Link, Host]:
         return self.link(address), self._world.host(address)
 
 
@@ -149,7 +149,7 @@ class World:
 
     def add_host(self, shape: Shape, model: int) -> Host:
         name = f"engine-{len(self.hosts)}"
-        host = Host(name, shape, model, on_poisoned=self._on_poisoned, on_refused=self._on_refused)
+        host = Host(name, shape, model, self)
         self.hosts.append(host)
         host.start()
         self.set_listed([host])
@@ -238,12 +238,15 @@ class World:
         lines = [host.address for host in self.hosts if host.listed]
         self.list_file.write_text("\n".join(lines), encoding="utf-8")
 
-    def _on_poisoned(self, request: int, kind: int, host: Host) -> float:
+    def take_down(self, request: int, kind: int, host: Host) -> float:
+        """Notes that a request of a kind of `POISONS` takes down a host's workers or scheduler.
+        Returns the seconds until those are back."""
         self.taken_down.setdefault(request, []).append(host.name)
         self.counts["poisonings"] += 1
         host.changed()
         return self._poison_back_s(kind)
 
-    def _on_refused(self, request: int, host: Host) -> None:
+    def refuse(self, request: int, host: Host) -> None:
+        """Notes that an engine has no room for a request."""
         self.refused.setdefault(request, []).append(host.name)
         self.counts["refusals"] += 1
