@@ -109,7 +109,7 @@ _FLAKY = {
     "frontend/test_engines.py": ("test_limits_are_those_of_every_engine_and_capacity_is_of_all",),
     "frontend/test_two_tenants.py": ("test_a_flood_does_not_keep_another_waiting_or_out",),
     "scheduler_svc/grammar/test_grammars.py": (
-        "test_a_process_that_dies_at_work_is_replaced",
+        "test_a_process_that_dies_is_replaced",
         "test_one_whose_process_always_dies_is_convicted_alone",
         "test_its_processes_end_with_the_scheduler",
     ),

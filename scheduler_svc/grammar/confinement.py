@@ -4,7 +4,7 @@ A seccomp filter (Linux 3.5) allows the few system calls that computing needs. L
 denies files, and more in later kernels. A kernel that lacks one may have the other.
 
 The filter lists the allowed system calls, so that system calls of later kernels stay denied. strace
-shows ten of them in use; the others leave room for new versions of glibc and xgrammar.
+shows nine of them in use; the others leave room for new versions of glibc and xgrammar.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ _ALLOWED = {  # the most frequent first
     "mprotect": (10, 226),
     "read": (0, 63),
     "write": (1, 64),
-    "pread64": (17, 67),
     "close": (3, 57),
     "sched_yield": (24, 124),
     "getrandom": (318, 278),

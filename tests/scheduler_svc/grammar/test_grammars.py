@@ -16,7 +16,6 @@ from array import array
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.sampling import GrammarKind
-from scheduler_svc.grammar import grammars as grammars_module
 from scheduler_svc.grammar import process
 from scheduler_svc.grammar.compiler import Matcher, compile_grammar, make_compilers
 from scheduler_svc.grammar.errors import (
@@ -35,12 +33,11 @@ from scheduler_svc.grammar.errors import (
     ProcessDiedError,
     VocabularyError,
 )
-from scheduler_svc.grammar.grammar import GrammarUse, RemoteMatcher
+from scheduler_svc.grammar.grammar import Grammar, GrammarUse, RemoteMatcher
 from scheduler_svc.grammar.grammars import MAX_TEXT_BYTES, Grammars
-from scheduler_svc.grammar.host_link import Forked
 from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
-from scheduler_svc.grammar.wire import Row, frame
+from scheduler_svc.grammar.wire import Answer, Row, answer
 from tests.scheduler_svc.grammar.attempts import ATTEMPTS, surroundings
 from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, running_host, wait_dead
 from tests.waiting import wait_for
@@ -144,36 +141,25 @@ async def test_masks_are_those_that_a_matcher_in_this_process_gives(grammars: Gr
         local = compile_grammar(compilers, kind, text)
         for each, outcomes in zip(completions, found, strict=True):
             matcher = Matcher(local, ENDS)
-            for token, outcome in zip(each.tokens[2:], outcomes, strict=True):
+            for i, (token, outcome) in enumerate(zip(each.tokens[2:], outcomes, strict=True)):
                 assert outcome == matcher.mask()
                 matcher.accept(token)
+                resumed = Completion(compiled, each.tokens[2 : 2 + i])
+                assert await masks([resumed.matcher]) == [outcome]
 
 
-async def test_a_completion_may_come_with_its_tokens(grammars: Grammars) -> None:
-    compiled = await grammars.compile(REGEX, WORDS, ENDS)
-    first = Completion(compiled)
-    (found,) = await go_on([first], random.Random(2), 10)
-    for i, expected in enumerate(found):
-        resumed = Completion(compiled, first.tokens[2 : 2 + i])
-        assert await masks([resumed.matcher]) == [expected]
-
-
-async def test_a_token_that_does_not_match_ends_its_own_completion(grammars: Grammars) -> None:
-    compiled = await grammars.compile(REGEX, WORDS, ENDS)
-    good, bad = Completion(compiled), Completion(compiled, [1535])
-    (mask, error) = await masks([good.matcher, bad.matcher])
-    assert allowed(mask)
-    assert isinstance(error, GrammarError)
+async def test_a_completion_that_is_complete_or_does_not_match_has_no_mask(
+    grammars: Grammars,
+) -> None:
+    compiled = await grammars.compile(REGEX, "a?", ())
+    a = VOCABULARY.index(b"a")
+    completions = [Completion(compiled, tokens) for tokens in ([], [1535], [a])]
+    mask, error, complete = await masks([each.matcher for each in completions])
+    assert allowed(mask) == [a]
     assert str(error) == (
         "sampling.structured_output.regex: token 1535 at index 0 of the completion does not match"
     )
-
-
-async def test_a_complete_one_has_no_mask(grammars: Grammars) -> None:
-    compiled = await grammars.compile(REGEX, "a?", ())
-    (mask,) = await masks([Completion(compiled).matcher])
-    (a,) = allowed(mask)
-    assert await masks([Completion(compiled, [a]).matcher]) == [None]
+    assert complete is None
 
 
 async def test_a_process_that_is_taken_over_can_do_nothing(
@@ -192,8 +178,7 @@ async def test_a_process_has_nothing_open_of_its_hosts(grammars: Grammars, host:
     directory = f"/proc/{child.pid}/fd/"
     opened = [os.readlink(directory + number) for number in os.listdir(directory)]
     (connection,) = (each for each in opened if each.startswith("socket:"))
-    sizes = f"/proc/{child.pid}/smaps_rollup"
-    assert sorted(opened) == sorted([os.devnull, os.devnull, os.devnull, connection, sizes])
+    assert sorted(opened) == [os.devnull, os.devnull, os.devnull, connection]
 
 
 async def test_a_text_that_is_too_long_is_refused(grammars: Grammars) -> None:
@@ -256,34 +241,34 @@ async def test_memory_alone_ends_a_grammar_and_its_neighbours_go_on() -> None:
         grammars.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGPROF])
-async def test_a_process_that_dies_at_work_is_replaced(
-    number: signal.Signals, grammars: Grammars, host: TestHost
+@pytest.mark.parametrize(
+    ("number", "is_idle"),
+    [
+        (signal.SIGKILL, True),
+        (signal.SIGKILL, False),
+        (signal.SIGSEGV, False),
+        (signal.SIGPROF, False),
+    ],
+)
+async def test_a_process_that_dies_is_replaced(
+    number: signal.Signals, is_idle: bool, grammars: Grammars, host: TestHost
 ) -> None:
     compiled = await grammars.compile(REGEX, WORDS, ENDS)
     completions = [Completion(compiled) for _ in range(4)]
     await go_on(completions, random.Random(5), 5)
     expected = await masks([Completion(compiled, c.tokens[2:]).matcher for c in completions])
     (child,) = host.children()
-    child.suspend()  # the work is on its way when it dies
+    if not is_idle:
+        child.suspend()  # the work is on its way when it dies
     asking = asyncio.ensure_future(masks([each.matcher for each in completions]))
-    await asyncio.sleep(0)
+    if not is_idle:
+        await asyncio.sleep(0)
     os.kill(child.pid, number)
     with suppress(ProcessLookupError):  # SIGKILL ends it even while it is stopped
         os.kill(child.pid, signal.SIGCONT)
     assert await soon(asking) == expected
     (successor,) = host.children()
     assert successor.pid != child.pid
-
-
-async def test_a_process_that_dies_idle_is_replaced(grammars: Grammars, host: TestHost) -> None:
-    compiled = await grammars.compile(REGEX, WORDS, ENDS)
-    one = Completion(compiled)
-    await go_on([one], random.Random(6), 5)
-    expected = await masks([one.matcher])
-    (child,) = host.children()
-    child.kill()
-    assert await soon(masks([one.matcher])) == expected
 
 
 async def test_one_whose_process_always_dies_is_convicted_alone(
@@ -376,18 +361,15 @@ async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> Non
     assert first.cancelled()
 
 
-@pytest.mark.parametrize("nth", [1, 2], ids=["to the process", "to its reports"])
 async def test_who_gives_up_while_connecting_leaves_no_socket_open(
-    host: TestHost, monkeypatch: pytest.MonkeyPatch, nth: int
+    host: TestHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, connect = count(1), asyncio.open_connection
-    await host.link.load()
+    connect = asyncio.open_connection
 
     async def cancelled(**kwargs: Any) -> Any:
-        if next(calls) == nth:
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
         return await connect(**kwargs)
 
     monkeypatch.setattr(asyncio, "open_connection", cancelled)
@@ -473,34 +455,6 @@ def test_the_scheduler_imports_neither_torch_nor_xgrammar() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("kind", "contents"),
-    [(3, bytes(4)), (3, b"\xff" * 4), (3, b""), (5, b"\xff"), (1, b""), (9, b"")],
-)
-async def test_what_is_no_answer_ends_its_process(
-    kind: int, contents: bytes, child: subprocess.Popen[bytes]
-) -> None:
-    ours, theirs = socket.socketpair()
-    to_us, to_host = socket.socketpair()
-    with theirs, to_host:
-        reader, writer = await asyncio.open_connection(sock=ours)
-        report, reporting = await asyncio.open_connection(sock=to_us)
-
-        class Host:
-            async def fork(self) -> Forked:
-                return Forked(child.pid, reader, writer, report, reporting)
-
-        host: Any = Host()
-        made = await process.GrammarProcess.start(host)
-        theirs.sendall(frame(kind, contents))
-        with pytest.raises(ProcessDiedError):
-            async for _ in made.masks([Row(1, None, [])], [], careful=False):
-                pass
-        assert not made.is_usable
-        assert child.wait(60) == -signal.SIGKILL
-        await transports_closed()
-
-
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "60"]) as child:
@@ -508,22 +462,59 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         child.kill()
 
 
+MASK, SAME_MASK, ERROR = Answer.MASK, Answer.SAME_MASK, Answer.ERROR
+LIMIT = bytes([Death.AT_LIMIT])
+
+
+@pytest.mark.parametrize(
+    ("sent", "death"),
+    [
+        (answer(SAME_MASK, bytes(4)), Death.CRASHED),
+        (answer(SAME_MASK, b"\xff" * 4), Death.CRASHED),
+        (answer(SAME_MASK), Death.CRASHED),
+        (answer(ERROR, b"\xff"), Death.CRASHED),
+        (bytes(4) + b"\x09", Death.CRASHED),
+        (answer(MASK, bytes(9))[:-1] + LIMIT, Death.CRASHED),  # never a mask
+        (answer(MASK, bytes(9))[:-2] + LIMIT, Death.AT_LIMIT),
+        (LIMIT, Death.AT_LIMIT),
+        (b"", Death.KILLED),
+    ],
+)
+async def test_what_is_no_answer_ends_its_process(
+    sent: bytes, death: Death, child: subprocess.Popen[bytes]
+) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        made = process.GrammarProcess(child.pid, os.pidfd_open(child.pid), reader, writer)
+        theirs.sendall(sent)
+        theirs.shutdown(socket.SHUT_WR)
+        outcomes: list[Outcome] = []
+        with pytest.raises(ProcessDiedError) as caught:
+            await made.masks([Row(1, None, [])], [], outcomes, careful=False)
+        assert caught.value.death is death
+        assert not outcomes
+        assert not made.is_usable
+        assert child.wait(60) == -signal.SIGKILL
+        await transports_closed()
+
+
 async def test_what_waits_for_room_is_not_looked_at_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = 0
-    real = grammars_module._Entry.is_evictable.fget
+    real = Grammar.is_evictable.fget  # type: ignore[attr-defined]
 
-    def is_evictable(self: grammars_module._Entry) -> bool:
+    def is_evictable(self: Grammar) -> bool:
         nonlocal looks
         looks += 1
-        return bool(real and real(self))
+        return bool(real(self))
 
     async def nothing(*_: object) -> None: ...
 
-    monkeypatch.setattr(grammars_module._Entry, "is_evictable", property(is_evictable))
-    monkeypatch.setattr(Grammars, "_loaded", nothing)
-    monkeypatch.setattr(Grammars, "_start", nothing)
+    monkeypatch.setattr(Grammar, "is_evictable", property(is_evictable))
+    monkeypatch.setattr(Grammars, "_load", nothing)
+    monkeypatch.setattr(Grammar, "start", nothing)
     link: Any = None
     grammars = Grammars(link, max_processes=4)
     uses = [await grammars.compile(REGEX, f"use {i}", []) for i in range(4)]
@@ -534,4 +525,4 @@ async def test_what_waits_for_room_is_not_looked_at_again_and_again(
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert looks <= 2 * 4 * len(waiting)
-    assert len(uses) == len(grammars._entries) == 4
+    assert len(uses) == len(grammars._grammars) == 4
