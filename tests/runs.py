@@ -110,8 +110,8 @@ _FLAKY = {
     "frontend/test_two_tenants.py": ("test_a_flood_does_not_keep_another_waiting_or_out",),
     "scheduler_svc/grammar/test_grammars.py": (
         "test_a_process_that_dies_is_replaced",
-        "test_one_whose_process_always_dies_is_convicted_alone",
-        "test_its_processes_end_with_the_scheduler",
+        "test_a_completion_whose_process_always_dies_ends_alone",
+        "test_grammar_processes_end_with_the_scheduler",
     ),
     "scheduler_svc/test_service.py": (
         "test_a_rank_that_falls_silent_in_its_first_step_is_given_up",

@@ -41,7 +41,6 @@ _NICE = 10
 # Answers are sent together, until the first has waited this long or they have this many bytes.
 _SEND_AFTER_S = 0.005
 _SEND_BYTES = 64 << 10
-_READ_BYTES = 64 << 10
 
 
 def serve(scheduler: socket.socket, compilers: Compilers) -> None:
@@ -49,7 +48,7 @@ def serve(scheduler: socket.socket, compilers: Compilers) -> None:
     _close_others(scheduler.fileno())
     _set_limits()
     confine()
-    requests = scheduler.makefile("rb", buffering=_READ_BYTES)
+    requests = scheduler.makefile("rb")
     with suppress(BrokenPipeError, ConnectionResetError):
         try:
             if grammar := _compile(scheduler, requests, compilers):

@@ -70,6 +70,7 @@ class Grammar:
         self.client = client
         self.num_uses = 0
         self.num_bytes = 0
+        self.guilt = ""  # why the grammar is rejected without another try
         self.process: GrammarProcess | None = None
         self._link = link
         self._replacing = replacing
@@ -97,7 +98,7 @@ class Grammar:
                 self.num_bytes = await self.process.compile(self.kind, self.text, timeout_s)
                 return self.process
             except ProcessDiedError as error:
-                log.warning("a process died while it compiled a grammar", reason=str(error))
+                log.warning("grammar process died while compiling", reason=str(error))
                 deaths[error.death] += 1
                 match error.death:
                     case Death.AT_LIMIT:
@@ -148,7 +149,7 @@ class Grammar:
                     await process.masks(rows, dropped, outcomes, careful=careful)
                 except ProcessDiedError as error:
                     log.warning(
-                        "a grammar's process died; replacing it", pid=process.pid, reason=str(error)
+                        "grammar process died; replacing it", pid=process.pid, reason=str(error)
                     )
                     if len(outcomes) != suspect:
                         suspect, losses_alone = len(outcomes), 0.0

@@ -6,7 +6,6 @@ text ──▶ waits for room and a slot ──▶ is compiled ──▶ in use 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
@@ -31,7 +30,6 @@ _MAX_PROCESSES = 64
 _MAX_BYTES = 1 << 30  # of all grammars' private memory when they were compiled
 # A grammar that killed its process while it was compiled is rejected for this long.
 _GUILTY_S = 300.0
-_MAX_GUILTY = 64
 
 Key = tuple[GrammarKind, str]
 
@@ -109,7 +107,6 @@ class Grammars:
         self._started: OrderedDict[Key, Grammar] = OrderedDict()
         self._slots = Slots(_MAX_COMPILING, self._make_room)
         self._replacing = asyncio.Semaphore(_MAX_COMPILING)
-        self._guilty: OrderedDict[Key, tuple[float, GuiltyGrammarError]] = OrderedDict()
 
     async def compile(
         self, kind: GrammarKind, text: str, end_token_ids: Iterable[int], client: Hashable = None
@@ -128,11 +125,12 @@ class Grammars:
         if len(text.encode()) > MAX_TEXT_BYTES:
             raise GrammarError(kind, f"is longer than {MAX_TEXT_BYTES} bytes")
         key = kind, "" if kind is GrammarKind.JSON else text
-        self._refuse_guilty(key)
         # Outside the time limit, because a slow start is not the grammar's fault. After a restart,
         # the first request to wait was accepted long ago.
         await self._loaded()
         grammar = self._find(key, client)
+        if grammar.guilt:
+            raise GuiltyGrammarError(kind, grammar.guilt)
         grammar.num_uses += 1
         try:
             await asyncio.shield(grammar.compilation)
@@ -178,10 +176,14 @@ class Grammars:
                 await grammar.start(self._timeout_s)
             finally:
                 self._slots.leave()
-        except BaseException as error:
+        except GuiltyGrammarError as error:
+            grammar.guilt = error.reason
             self._forget(key, grammar)
-            if isinstance(error, GuiltyGrammarError):
-                self._remember(key, error)
+            self._grammars.setdefault(key, grammar)  # without a process
+            asyncio.get_running_loop().call_later(_GUILTY_S, self._forget, key, grammar)
+            raise
+        except BaseException:
+            self._forget(key, grammar)
             raise
 
     async def _enter(self, client: Hashable) -> None:
@@ -189,8 +191,8 @@ class Grammars:
             async with asyncio.timeout(self._timeout_s):
                 await self._slots.enter(client)
         except TimeoutError:
-            limit = f"{self._timeout_s:g} seconds"
-            raise GrammarsBusyError(f"other grammars take all slots since {limit}") from None
+            reason = f"other grammars have taken all slots for {self._timeout_s:g} seconds"
+            raise GrammarsBusyError(reason) from None
 
     def _drop_use(self, key: Key, grammar: Grammar) -> None:
         grammar.num_uses -= 1
@@ -223,15 +225,3 @@ class Grammars:
                 self._forget(key, grammar)
                 num_bytes -= grammar.num_bytes
         return len(started) < self._max_processes and num_bytes < self._max_bytes
-
-    def _remember(self, key: Key, error: GuiltyGrammarError) -> None:
-        self._guilty[key] = time.monotonic() + _GUILTY_S, error
-        while len(self._guilty) > _MAX_GUILTY:
-            self._guilty.popitem(last=False)
-
-    def _refuse_guilty(self, key: Key) -> None:
-        if found := self._guilty.get(key):
-            expiry, error = found
-            if time.monotonic() < expiry:
-                raise GuiltyGrammarError(key[0], error.reason)
-            del self._guilty[key]

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -94,7 +93,7 @@ class _Host:
         except VocabularyError as error:
             _send_line(connection, VOCABULARY, str(error))
         except (ImportError, OSError, MemoryError) as error:
-            log.error("cannot start a grammar's process; the scheduler tries again", exc_info=error)
+            log.error("cannot start a grammar process; trying again", exc_info=error)
             _send_line(connection, FAILED, repr(error))
         connection.close()
 
@@ -159,18 +158,3 @@ def _send_line(connection: socket.socket, word: str, value: str) -> None:
 def _send(connection: socket.socket, data: bytes) -> None:
     with suppress(OSError):  # the scheduler has closed the connection
         connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-
-
-def main(args: list[str]) -> None:
-    """`python -m scheduler_svc.grammar.host MODEL SCHEDULER HOST` runs a host on a link whose
-    descriptors it inherits, and ends with its parent process."""
-    from shared.process.death_signal import end_with_parent
-
-    end_with_parent()
-    model, *descriptors = args
-    scheduler, host = (socket.socket(fileno=int(each)) for each in descriptors)
-    run_host(HostLink(scheduler, host), Path(model))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

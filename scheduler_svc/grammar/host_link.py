@@ -77,6 +77,7 @@ class HostLink:
                     break
                 except BlockingIOError:  # there is no host, or it is slow
                     await asyncio.sleep(_RETRY_S)
-        line = await asyncio.get_running_loop().sock_recv(ours, _MAX_LINE_BYTES)
-        word, _, value = line.decode().rstrip("\n").partition(" ")
+        received = await asyncio.get_running_loop().sock_recv(ours, _MAX_LINE_BYTES)
+        line, _, _ = received.decode().partition("\n")  # a `Death` may follow already
+        word, _, value = line.partition(" ")
         return word, value

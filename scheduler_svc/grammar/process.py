@@ -114,7 +114,8 @@ class GrammarProcess:
                 case Answer.MASK:
                     return contents
                 case Answer.SAME_MASK:
-                    return batch[wire.INDEX.unpack(contents)[0]]
+                    (index,) = wire.INDEX.unpack(contents)
+                    return batch[int(index)]
                 case Answer.DONE:
                     return None
         except (IndexError, ValueError, struct.error):

@@ -1,4 +1,4 @@
-"""Grammars in processes of their own: what they compute, and what becomes of those that die."""
+"""Grammars in processes of their own: their masks, their limits, and what follows their deaths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import warnings
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
 from scheduler_svc.grammar.wire import Answer, Row, answer
 from tests.scheduler_svc.grammar.attempts import ATTEMPTS, surroundings
-from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, running_host, wait_dead
+from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, wait_dead
 from tests.waiting import wait_for
 
 Result = TypeVar("Result")
@@ -58,18 +58,20 @@ BOMB = json.dumps(  # takes minutes
 )
 # Fills 64 MiB in a quarter of a second, a gigabyte in two.
 HUNGRY = "(" + "|".join(f"[a-z]{{1,{i}}}x" for i in range(1, 800)) + ")*"
+TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
 TEXTS: list[tuple[GrammarKind, str]] = [
     (REGEX, WORDS),
     (REGEX, r"[A-Z][a-z]{0,9}( (né|[0-9]+))?@(a|bc)+\."),
     (GrammarKind.JSON, ""),
     (GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 3}'),
     (GrammarKind.EBNF, 'root ::= term ("+" term)*\nterm ::= [0-9] | "(" root ")"'),
+    (GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": TAG})),
 ]
 
 
 @pytest.fixture(scope="module")
 def _host() -> Iterator[TestHost]:
-    with running_host() as host:
+    with closing(TestHost()) as host:
         yield host
 
 
@@ -172,7 +174,7 @@ async def test_a_process_that_is_taken_over_can_do_nothing(
     assert {*outcomes.values()} == {"EPERM"}
 
 
-async def test_a_process_has_nothing_open_of_its_hosts(grammars: Grammars, host: TestHost) -> None:
+async def test_a_process_has_no_open_file_of_its_host(grammars: Grammars, host: TestHost) -> None:
     await grammars.compile(REGEX, WORDS, ENDS)
     (child,) = host.children()
     directory = f"/proc/{child.pid}/fd/"
@@ -181,7 +183,7 @@ async def test_a_process_has_nothing_open_of_its_hosts(grammars: Grammars, host:
     assert sorted(opened) == [os.devnull, os.devnull, os.devnull, connection]
 
 
-async def test_a_text_that_is_too_long_is_refused(grammars: Grammars) -> None:
+async def test_a_text_that_is_too_long_is_rejected(grammars: Grammars) -> None:
     with pytest.raises(GrammarError, match=f"is longer than {MAX_TEXT_BYTES} bytes"):
         await grammars.compile(REGEX, "a" * (MAX_TEXT_BYTES + 1), ENDS)
 
@@ -197,14 +199,14 @@ async def test_a_grammar_is_compiled_once(grammars: Grammars, host: TestHost) ->
         assert {1535, 1534} & set(allowed((await masks([each.matcher]))[0])) <= {end}
 
 
-async def test_an_error_is_no_grammar(grammars: Grammars, host: TestHost) -> None:
+async def test_a_grammar_with_an_error_is_not_cached(grammars: Grammars, host: TestHost) -> None:
     for _ in range(2):
         with pytest.raises(GrammarError, match=r"structured_output\.regex: .* is not closed"):
             await grammars.compile(REGEX, "(a", ENDS)
     wait_dead(*(child.pid for child in host.children()))
 
 
-async def test_bombs_end_alone_and_are_refused_at_once_the_next_time(
+async def test_a_grammar_bomb_ends_alone_and_is_rejected_at_once_the_next_time(
     grammars: Grammars, host: TestHost
 ) -> None:
     bombs = [
@@ -225,9 +227,9 @@ async def test_bombs_end_alone_and_are_refused_at_once_the_next_time(
     assert len(host.children()) == 1
 
 
-async def test_memory_alone_ends_a_grammar_and_its_neighbours_go_on() -> None:
+async def test_a_grammar_over_its_memory_ends_and_its_neighbours_continue() -> None:
     """With an hour of processor time."""
-    with running_host(compile_cpu_s=3600) as host:
+    with closing(TestHost(compile_cpu_s=3600)) as host:
         grammars = Grammars(host.link)
         honest = Completion(await grammars.compile(REGEX, WORDS, ENDS))
         expected = await masks([honest.matcher])
@@ -271,7 +273,7 @@ async def test_a_process_that_dies_is_replaced(
     assert successor.pid != child.pid
 
 
-async def test_one_whose_process_always_dies_is_convicted_alone(
+async def test_a_completion_whose_process_always_dies_ends_alone(
     grammars: Grammars, host: TestHost
 ) -> None:
     """After many an `a` each token takes longer than the last; after `b` none does."""
@@ -308,7 +310,7 @@ async def test_a_process_that_is_stopped_is_replaced(
     assert await soon(asking) == expected
 
 
-async def test_the_least_recently_used_of_the_idle_ends(host: TestHost) -> None:
+async def test_the_least_recently_used_idle_grammar_is_evicted(host: TestHost) -> None:
     grammars = Grammars(host.link, max_processes=2)
     await grammars.compile(REGEX, "a", ENDS)
     await grammars.compile(REGEX, "b", ENDS)
@@ -323,7 +325,9 @@ async def test_the_least_recently_used_of_the_idle_ends(host: TestHost) -> None:
 
 
 @pytest.mark.parametrize("limit", [{"max_processes": 1}, {"max_bytes": 1}])
-async def test_one_waits_while_all_are_in_use(limit: dict[str, int], host: TestHost) -> None:
+async def test_a_grammar_waits_while_all_processes_are_in_use(
+    limit: dict[str, int], host: TestHost
+) -> None:
     grammars = Grammars(host.link, **limit)
     matcher = Completion(await grammars.compile(REGEX, "a", ENDS)).matcher
     grammars._timeout_s = 0.01
@@ -340,7 +344,7 @@ async def test_one_waits_while_all_are_in_use(limit: dict[str, int], host: TestH
     grammars.close()
 
 
-async def test_a_client_with_a_name_takes_half_of_the_processes_at_most(host: TestHost) -> None:
+async def test_a_named_client_takes_at_most_half_of_the_processes(host: TestHost) -> None:
     grammars = Grammars(host.link, max_processes=4)
     kept = [await grammars.compile(REGEX, text, ENDS, "many") for text in "ab"]
     grammars._timeout_s = 0.01
@@ -352,7 +356,7 @@ async def test_a_client_with_a_name_takes_half_of_the_processes_at_most(host: Te
     grammars.close()
 
 
-async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> None:
+async def test_a_cancelled_request_does_not_cancel_a_shared_compilation(grammars: Grammars) -> None:
     first = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
     second = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
     await asyncio.sleep(0)
@@ -361,7 +365,7 @@ async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> Non
     assert first.cancelled()
 
 
-async def test_who_gives_up_while_connecting_leaves_no_socket_open(
+async def test_a_request_cancelled_while_it_connects_leaves_no_socket_open(
     host: TestHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = asyncio.open_connection
@@ -385,7 +389,7 @@ async def test_who_gives_up_while_connecting_leaves_no_socket_open(
     assert [str(each.message) for each in leaks] == []
 
 
-async def test_what_nobody_waits_for_is_compiled_no_further(
+async def test_a_compilation_ends_when_nobody_waits_for_it(
     grammars: Grammars, host: TestHost
 ) -> None:
     await grammars.compile(REGEX, WORDS, ENDS)
@@ -398,7 +402,7 @@ async def test_what_nobody_waits_for_is_compiled_no_further(
         await bomb
 
 
-async def test_its_processes_end_with_the_scheduler(host: TestHost) -> None:
+async def test_grammar_processes_end_with_the_scheduler(host: TestHost) -> None:
     grammars = Grammars(host.link)
     compiled = await grammars.compile(REGEX, WORDS, ENDS)
     (child,) = host.children()
@@ -409,8 +413,8 @@ async def test_its_processes_end_with_the_scheduler(host: TestHost) -> None:
     grammars.close()
 
 
-async def test_a_host_that_dies_is_replaced_and_its_processes_go_on() -> None:
-    with running_host() as host:
+async def test_a_host_that_dies_is_replaced_and_its_processes_continue() -> None:
+    with closing(TestHost()) as host:
         grammars = Grammars(host.link)
         compiled = await grammars.compile(REGEX, WORDS, ENDS)
         one = Completion(compiled)
@@ -431,7 +435,7 @@ async def test_a_host_that_dies_is_replaced_and_its_processes_go_on() -> None:
 async def test_a_host_that_does_not_load_in_time_is_killed(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     os.mkfifo(config)  # reading it takes for ever
-    with running_host(tmp_path, load_s=0.1) as host:
+    with closing(TestHost(tmp_path, load_s=0.1)) as host:
         grammars = Grammars(host.link)
         asking = asyncio.ensure_future(grammars.compile(REGEX, "a", ENDS))
         assert await asyncio.to_thread(host.wait) == -signal.SIGALRM
@@ -480,7 +484,7 @@ LIMIT = bytes([Death.AT_LIMIT])
         (b"", Death.KILLED),
     ],
 )
-async def test_what_is_no_answer_ends_its_process(
+async def test_an_invalid_answer_ends_its_process(
     sent: bytes, death: Death, child: subprocess.Popen[bytes]
 ) -> None:
     ours, theirs = socket.socketpair()
@@ -499,7 +503,7 @@ async def test_what_is_no_answer_ends_its_process(
         await transports_closed()
 
 
-async def test_what_waits_for_room_is_not_looked_at_again_and_again(
+async def test_waiting_grammars_are_not_examined_repeatedly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = 0
