@@ -36,7 +36,7 @@ class VocabularyError(Exception):
 
 
 class Death(IntEnum):
-    """How a grammar's process ended."""
+    """How a grammar's process ended. The host sends the value as a byte (`wire`)."""
 
     AT_LIMIT = 65
     CRASHED = 66
