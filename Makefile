@@ -141,7 +141,7 @@ test-system: $(STAMP)  ## run the tests of whole stacks: faults, security, HTTP,
 	$(PYTEST) -m "system and not soak" $(ARGS)
 
 soak: $(STAMP)  ## run all random tests for hours, with new seeds (OUT: a JSON file; run it again to continue)
-	@$(BIN)/python -m tests.runs soak $(call flags,OUT) $(ARGS)
+	@$(BIN)/python -m tests.soak $(call flags,OUT) $(ARGS)
 
 simulate: $(STAMP)  ## run the scheduler under simulated faults (SEEDS: how many, SEED: the first)
 	@$(BIN)/python -m tests.simulation $(call flags,SEEDS SEED)

@@ -38,25 +38,28 @@ class ServiceSettings(SecuritySettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Literal["auto", "console", "json"] = "auto"
-    drain_timeout_s: float = Field(10.0, ge=0, description="grace for calls in progress, seconds")
+    drain_timeout_s: float = Field(10.0, ge=0, description="seconds left to calls in progress")
     hang_timeout_s: float = Field(
-        3.0, gt=0, description="a process without a sign of life for this long is replaced, seconds"
+        3.0, gt=0, description="seconds without a sign of life after which a process is replaced"
     )
-    exit_with_parent: bool = Field(False, description="end when the parent process is gone")
-    max_message_bytes: int = Field(4 << 20, gt=0, description="largest request accepted")
-    metrics_host: str = Field("127.0.0.1", description="has metrics_port")
-    metrics_port: int = Field(0, ge=0, le=65535, description="for Prometheus (0: none)")
+    exit_with_parent: bool = Field(False, description="end with the parent process")
+    max_message_bytes: int = Field(4 << 20, gt=0, description="maximum size of a request")
+    metrics_host: str = Field("127.0.0.1", description="address of metrics_port")
+    metrics_port: int = Field(0, ge=0, le=65535, description="port for Prometheus (0: none)")
     metrics_directory: str = Field(
         "",
-        description="serves Prometheus on a free port of loopback instead, which a file here names",
+        description="serve metrics on a free loopback port instead, and list it in this directory",
     )
     otlp_endpoint: str = Field(
         "",
         pattern="^(https?://.+)?$",
-        description="of a collector of OpenTelemetry traces: http://HOST:PORT (empty: no traces)",
+        description="OpenTelemetry collector: http://HOST:PORT (empty: no traces)",
     )
     trace_sample_ratio: float = Field(
-        0.01, ge=0, le=1, description="of the calls that do not say whether to trace them"
+        0.01,
+        ge=0,
+        le=1,
+        description="share of the calls without a trace flag that is traced",
     )
 
     @property

@@ -21,17 +21,17 @@ class SecuritySettings(BaseSettings):
     _tls_prefix: ClassVar[str] = "internal_tls"
     _plaintext: ClassVar[str] = "allow_plaintext"
 
-    internal_tls_cert: str = Field("", description="PEM file: shown to other services")
+    internal_tls_cert: str = Field("", description="PEM file: presented to other services")
     internal_tls_key: str = Field("", description="PEM file")
     internal_tls_ca: str = Field("", description="PEM file: CA of all services' certificates")
     internal_tls_roles: Literal["optional", "required"] = Field(
-        "optional", description="required: refuse services whose certificate names no role"
+        "optional", description="required: reject services whose certificate names no role"
     )
-    allow_plaintext: bool = Field(
-        False, description="services listen beyond loopback to each other without TLS"
-    )
+    allow_plaintext: bool = Field(False, description="permit services without TLS beyond loopback")
     reflection: Literal["auto", "on", "off"] = Field("auto", description="auto: off with tokens")
-    keepalive_s: float = Field(KEEPALIVE_S, gt=0, description="between pings of silent streams")
+    keepalive_s: float = Field(
+        KEEPALIVE_S, gt=0, description="seconds between pings of idle streams"
+    )
 
     @classmethod
     def settings_customise_sources(

@@ -177,7 +177,7 @@ class RawConnection:
             self.ended.add(stream)
 
     async def close(self) -> None:
-        """Resets the connection, without a farewell."""
+        """Resets the connection, without GOAWAY."""
         if self._reading is not None:
             self._reading.cancel()
         self._writer.transport.abort()
@@ -202,7 +202,7 @@ async def connect(
     preface: bool = True,
     counts: Counter[str] | None = None,
 ) -> AsyncIterator[RawConnection]:
-    """Connects to `host:port` or `unix:path`, and leaves without a farewell.
+    """Connects to `host:port` or `unix:path`, and closes without GOAWAY.
 
     Args:
         window: bytes that the server may send on each stream, and on the connection if that is

@@ -92,7 +92,9 @@ class Features:
                 start, last = context_len - int(step.query_lens[row]), len(owner.prompt) - 1
                 tokens = list(owner.prompt[start + 1 : min(context_len, last) + 1])
                 if self.targets[row] != (owner.params.prompt_logprobs, tokens):
-                    fail(f"row {row} scores {self.targets[row]}, its prompt goes on with {tokens}")
+                    fail(
+                        f"row {row} scores {self.targets[row]}, its prompt continues with {tokens}"
+                    )
 
     def answer(self, states: Ints) -> worker_pb2.StepResponse:
         """Answers the step, given the states of all contexts, concatenated."""

@@ -87,7 +87,7 @@ class RealStack:
         process first, and kills it only if `while_true()` holds then.
 
         Raises:
-            UnmetPreconditionError: it does not hold. The process goes on.
+            UnmetPreconditionError: it does not hold. The process continues.
         """
         if while_true is None:
             return self.signal(service, index, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Counts work per turn of an event loop: what tests can tell of stalls without a clock."""
+"""Counts work per turn of an event loop, so that tests notice stalls without a clock."""
 
 from __future__ import annotations
 

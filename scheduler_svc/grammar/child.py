@@ -32,7 +32,6 @@ from scheduler_svc.grammar.wire import (
     MEMORY_BYTES,
     TOKEN_CPU_S,
     Answer,
-    Request,
 )
 
 _MAX_DESCRIPTORS = 16
@@ -46,15 +45,13 @@ _SEND_BYTES = 64 << 10
 
 def serve(scheduler: socket.socket, compilers: Compilers) -> None:
     """Serves until the scheduler closes the socket."""
-    _be_alone(scheduler.fileno())
+    _close_others(scheduler.fileno())
     _set_limits()
-    sizes = os.open("/proc/self/smaps_rollup", os.O_RDONLY)
     confine()
     requests = scheduler.makefile("rb")
     with suppress(BrokenPipeError, ConnectionResetError):
         try:
-            grammar = _compile(scheduler, requests, compilers, sizes)
-            if grammar is not None:
+            if grammar := _compile(scheduler, requests, compilers):
                 _compute_masks(scheduler, requests, grammar)
         except MemoryError:
             os._exit(wire.OUT_OF_MEMORY)
@@ -64,7 +61,7 @@ def serve(scheduler: socket.socket, compilers: Compilers) -> None:
             raise
 
 
-def _be_alone(descriptor: int) -> None:
+def _close_others(descriptor: int) -> None:
     """Closes all of the host's descriptors but one. xgrammar's warnings are discarded, because a
     client could cause any number of them."""
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -100,30 +97,26 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def _compile(
-    scheduler: socket.socket, requests: BinaryIO, compilers: Compilers, sizes: int
+    scheduler: socket.socket, requests: BinaryIO, compilers: Compilers
 ) -> CompiledGrammar | None:
-    _, contents = _read(requests)
-    if not contents:
+    if not (line := requests.readline()):
         return None
-    kind, text = wire.read_compile_request(contents)
+    kind, text = wire.read_compile_request(line)
     try:
         _limit_cpu(COMPILE_CPU_S)
         grammar = compile_grammar(compilers, kind, text)
     except GrammarError as error:
-        scheduler.sendall(wire.frame(Answer.ERROR, error.reason.encode()))
+        scheduler.sendall(wire.answer(Answer.ERROR, error.reason.encode()))
         return None
     _limit_cpu(0)
-    scheduler.sendall(wire.compiled_answer(_private_bytes(sizes)))
+    scheduler.sendall(wire.answer(Answer.DONE))
     return grammar
 
 
 def _compute_masks(scheduler: socket.socket, requests: BinaryIO, grammar: CompiledGrammar) -> None:
     matchers: dict[int, Matcher] = {}
-    while True:
-        request, contents = _read(requests)
-        if not contents:
-            return
-        closed, rows = wire.read_batch_request(contents)
+    while line := requests.readline():
+        rows, closed, careful = wire.read_batch_request(line)
         for number in closed:
             matchers.pop(number, None)
         masks: dict[bytes, int] = {}  # of this batch, with the index of the first row of each
@@ -135,11 +128,7 @@ def _compute_masks(scheduler: socket.socket, requests: BinaryIO, grammar: Compil
             if used - used_before > _HEAVY_CPU_S and not os.nice(0):
                 os.nice(_NICE)
             used_before = used
-            if (
-                request == Request.CAREFUL_BATCH
-                or len(answers) > _SEND_BYTES
-                or now - first_at > _SEND_AFTER_S
-            ):
+            if careful or len(answers) > _SEND_BYTES or now - first_at > _SEND_AFTER_S:
                 scheduler.sendall(answers)
                 answers, first_at = bytearray(), now
         _limit_cpu(0)
@@ -160,27 +149,10 @@ def _answer(
         for token in row.tokens:
             matcher.accept(token)
         if matcher.finished:
-            return wire.frame(Answer.COMPLETE)
+            return wire.answer(Answer.DONE)
         mask = matcher.mask()
     except GrammarError as error:
-        return wire.frame(Answer.ERROR, error.reason.encode())
+        return wire.answer(Answer.ERROR, error.reason.encode())
     if (same := masks.setdefault(mask, index)) != index:
-        return wire.same_mask(same)
-    return wire.frame(Answer.MASK, mask)
-
-
-def _read(requests: BinaryIO) -> tuple[int, bytes]:
-    """The next request's type and contents, which are empty once the scheduler is gone."""
-    header = requests.read(wire.HEADER.size)
-    if len(header) < wire.HEADER.size:
-        return 0, b""
-    size, kind = wire.HEADER.unpack(header)
-    contents = requests.read(size)
-    return kind, contents if len(contents) == size else b""
-
-
-def _private_bytes(sizes: int) -> int:
-    """The bytes of memory that no other process shares, as /proc/self/smaps_rollup reports now."""
-    lines = os.pread(sizes, 4096, 0).decode().splitlines()[1:]
-    found = dict(line.split(":", 1) for line in lines)
-    return sum(int(found[name].split()[0]) for name in ("Private_Clean", "Private_Dirty")) << 10
+        return wire.answer(Answer.SAME_MASK, wire.INDEX.pack(same))
+    return wire.answer(Answer.MASK, mask)

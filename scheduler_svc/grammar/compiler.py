@@ -88,25 +88,13 @@ class Matcher:
 
     __slots__ = ("_has_ends", "_kind", "_num_tokens", "_vocab_size", "_xgrammar", "finished")
 
-    def __init__(
-        self,
-        compiled: CompiledGrammar,
-        end_token_ids: Iterable[int],
-        generated_ids: Iterable[int] = (),
-    ) -> None:
-        """Begins after `generated_ids`.
-
-        Raises:
-            GrammarError: the grammar does not allow `generated_ids`.
-        """
+    def __init__(self, compiled: CompiledGrammar, end_token_ids: Iterable[int]) -> None:
         self._kind, self._vocab_size = compiled.kind, compiled.vocab_size
         ends = [i for i in sorted(end_token_ids) if 0 <= i < self._vocab_size]
         self._xgrammar = GrammarMatcher(compiled.xgrammar, override_stop_tokens=ends or None)
         self._num_tokens = 0
         self._has_ends = bool(ends)
         self.finished = self._is_finished()
-        for token in generated_ids:
-            self.accept(token)
 
     def accept(self, token: int) -> None:
         """Advances by one token.

@@ -4,7 +4,7 @@ A seccomp filter (Linux 3.5) allows the few system calls that computing needs. L
 denies files, and more in later kernels. A kernel that lacks one may have the other.
 
 The filter lists the allowed system calls, so that system calls of later kernels stay denied. strace
-shows ten of them in use; the others leave room for new versions of glibc and xgrammar.
+shows nine of them in use; the others leave room for new versions of glibc and xgrammar.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ _ALLOWED = {  # the most frequent first
     "mprotect": (10, 226),
     "read": (0, 63),
     "write": (1, 64),
-    "pread64": (17, 67),
     "close": (3, 57),
     "sched_yield": (24, 124),
     "getrandom": (318, 278),
@@ -57,7 +56,7 @@ _ALLOWED = {  # the most frequent first
 # architecture, an address, and six arguments of 64 bits.
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # with EPERM
+_ALLOW, _DENY = 0x7FFF0000, 0x00050001  # with EPERM
 
 # These numbers are the same on all architectures.
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
@@ -166,11 +165,11 @@ def _program(architecture: int, column: int) -> bytes:
                 checks += _require(value >> 32 * half & 0xFFFFFFFF)
         code.append(_instruction(_JUMP_IF_EQUAL, numbers[column], 0, len(checks) + 1))
         code += [*checks, _instruction(_RETURN, _ALLOW)]
-    return b"".join([*code, _instruction(_RETURN, _REFUSE)])
+    return b"".join([*code, _instruction(_RETURN, _DENY)])
 
 
 def _require(value: int) -> list[bytes]:
-    return [_instruction(_JUMP_IF_EQUAL, value, 1, 0), _instruction(_RETURN, _REFUSE)]
+    return [_instruction(_JUMP_IF_EQUAL, value, 1, 0), _instruction(_RETURN, _DENY)]
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -123,12 +123,12 @@ class Constraints:
             return None
         room = scheduler.limits.max_waiting - len(self._beginning)
         if room <= 0:
-            message = f"{len(self._beginning)} requests wait for their grammars already"
+            message = f"{len(self._beginning)} requests already wait for their grammars"
             return End(FinishCause.QUEUE_FULL, message)
         # As in the queue (`admission`), there is room for another client however many one sends.
         theirs = self._beginning_of[seq.request.client.name]
         if theirs >= room and scheduler.shares_queue(seq.request.client):
-            message = f"{theirs} of this client's requests wait for their grammars already"
+            message = f"{theirs} requests of this client already wait for their grammars"
             return End(FinishCause.QUEUE_FULL, f"{message}; there is room for {room}")
         return None
 
@@ -160,10 +160,10 @@ class Constraints:
         self._matchers[seq] = RemoteMatcher(use, seq.tokens, seq.num_prompt_tokens)
 
     async def _advance(self, grown: list[Sequence]) -> None:
-        going_on = [seq for seq in grown if seq.status is not Status.FINISHED]
-        if going_on:
+        running = [seq for seq in grown if seq.status is not Status.FINISHED]
+        if running:
             began_at = self._engine.clock()
-            for seq, mask in zip(going_on, await self._masks(going_on), strict=True):
+            for seq, mask in zip(running, await self._masks(running), strict=True):
                 seq.unpause(mask)
             self._engine.metrics.grammar_mask.observe(self._engine.clock() - began_at)
             self._engine.wake()
@@ -182,7 +182,7 @@ class Constraints:
             if isinstance(outcome, GrammarError):
                 self._end(seq, FinishCause.INVALID, str(outcome))
             elif isinstance(outcome, bytes):  # workers would fail at it, for all sequences
-                log.error("a mask of another size, or of nothing", bytes=len(outcome))
+                log.error("a mask is unusable; ending its sequence", bytes=len(outcome))
                 self._end(seq, FinishCause.INTERNAL, "internal error")
             else:  # the model has no end tokens, or all tokens were resubmitted
                 self._end(seq, seq.finish_cause() or FinishCause.EOS, "")
@@ -197,7 +197,7 @@ class Constraints:
         except GrammarsBusyError as error:
             cause, message = FinishCause.QUEUE_FULL, str(error)
         except Exception as error:
-            log.error("structured output failed", exc_info=error)
+            log.error("structured output failed; ending its sequences", exc_info=error)
             cause, message = FinishCause.INTERNAL, "internal error"
         else:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import IntEnum
 
 from scheduler_svc.core.sampling import GrammarKind
 
@@ -35,17 +35,13 @@ class VocabularyError(Exception):
     """The model's tokenizer cannot be used; the message names the file and the reason."""
 
 
-class HostLostError(Exception):
-    """The grammar host died before it answered; another host is started."""
+class Death(IntEnum):
+    """How a grammar's process ended. The host sends the value as a byte (`wire`)."""
 
-
-class Death(Enum):
-    """How a grammar's process ended; the value continues a sentence about the grammar."""
-
-    AT_LIMIT = "needs more processor time or memory than it may have"
-    CRASHED = "makes the grammar library crash"
-    KILLED = "its process was killed"
-    SILENT = "its process did not answer"
+    AT_LIMIT = 65
+    CRASHED = 66
+    KILLED = 67
+    SILENT = 68
 
     @property
     def can_be_its_fault(self) -> bool:
@@ -53,9 +49,17 @@ class Death(Enum):
         return self in (Death.AT_LIMIT, Death.CRASHED)
 
 
+_REASONS = {
+    Death.AT_LIMIT: "needs more processor time or memory than it may have",
+    Death.CRASHED: "makes the grammar library crash",
+    Death.KILLED: "its process was killed",
+    Death.SILENT: "its process did not answer",
+}
+
+
 class ProcessDiedError(Exception):
     """A grammar's process ended while it had work, or was killed because it did not answer."""
 
     def __init__(self, death: Death) -> None:
-        super().__init__(death.value)
+        super().__init__(_REASONS[death])
         self.death = death

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import count
 from weakref import finalize
@@ -22,7 +23,6 @@ from scheduler_svc.grammar.errors import (
     GrammarError,
     GrammarsBusyError,
     GuiltyGrammarError,
-    HostLostError,
     ProcessDiedError,
 )
 from scheduler_svc.grammar.host_link import HostLink
@@ -39,28 +39,38 @@ _MASK_LIMITS = (
     f"its mask needs more than {MASK_CPU_S:g} s of processor time or {MEMORY_BYTES >> 20} MiB of "
     "memory"
 )
-_COMPILE_TRIES = 2  # unless the grammar exceeds a limit
+_MAX_CRASHES = 2  # of processes that compile a grammar
+_MAX_KILLS = 5
 # A death that cannot be a matcher's fault counts half, because processes are also killed by people
 # and when memory runs out.
 _WEIGHT_OF_KILLS = 0.5
-_REPLACEMENT_TRIES = 5  # that end with a killed process
 _REPLACEMENT_S = 60.0  # for one to compile, because many may compile at a time
-_RETRY_S = 0.2
 
 
 class Grammar:
     """A grammar's process, and the data needed to replace it.
 
-    `num_bytes` is the memory of the process when it had compiled the grammar. `replacing` limits
-    the simultaneous compilations that replace processes, over all grammars.
+    `num_bytes` is the memory of the process when it had compiled the grammar. `num_uses` counts
+    the requests that use the grammar or wait for it; `client` sent the first of them. `replacing`
+    limits the simultaneous compilations that replace processes, over all grammars.
     """
 
+    compilation: asyncio.Task[None]
+
     def __init__(
-        self, kind: GrammarKind, text: str, link: HostLink, replacing: asyncio.Semaphore
+        self,
+        kind: GrammarKind,
+        text: str,
+        client: Hashable,
+        link: HostLink,
+        replacing: asyncio.Semaphore,
     ) -> None:
         self.kind = kind
         self.text = text
+        self.client = client
+        self.num_uses = 0
         self.num_bytes = 0
+        self.guilt = ""  # why the grammar is rejected without another try
         self.process: GrammarProcess | None = None
         self._link = link
         self._replacing = replacing
@@ -68,32 +78,37 @@ class Grammar:
         self._dropped: list[int] = []  # dropped matchers that the process still has
         self._turn = asyncio.Lock()
 
-    async def start(self, timeout_s: float) -> None:
-        """Compiles the grammar in a new process.
+    @property
+    def is_evictable(self) -> bool:
+        return not self.num_uses and self.compilation.done()
+
+    async def start(self, timeout_s: float) -> GrammarProcess:
+        """Compiles the grammar in a new process, and in another one if that dies.
 
         Raises:
             GuiltyGrammarError: compiling it exceeds a limit, or crashes the process each time.
             GrammarError: it cannot be compiled, or not within `timeout_s`.
             GrammarsBusyError: the process was killed each time.
             VocabularyError: the model's tokenizer cannot be used.
-            HostLostError: there is no host.
         """
-        for tries_left in reversed(range(_COMPILE_TRIES)):
+        deaths: Counter[Death] = Counter()
+        while True:
             try:
                 self.process = await GrammarProcess.start(self._link)
                 self.num_bytes = await self.process.compile(self.kind, self.text, timeout_s)
-                return
+                return self.process
             except ProcessDiedError as error:
-                log.warning("a grammar's process died compiling", reason=str(error))
+                log.warning("grammar process died while compiling", reason=str(error))
+                deaths[error.death] += 1
                 match error.death:
                     case Death.AT_LIMIT:
                         raise GuiltyGrammarError(self.kind, _COMPILE_LIMITS) from error
                     case Death.SILENT:
                         reason = f"cannot be compiled within {timeout_s:g} seconds"
                         raise GrammarError(self.kind, reason) from error
-                    case Death.CRASHED if not tries_left:
+                    case Death.CRASHED if deaths[Death.CRASHED] == _MAX_CRASHES:
                         raise GuiltyGrammarError(self.kind, str(error)) from error
-                    case Death.KILLED if not tries_left:
+                    case Death.KILLED if deaths[Death.KILLED] == _MAX_KILLS:
                         raise GrammarsBusyError(str(error)) from error
             except BaseException:
                 self.close()
@@ -131,10 +146,11 @@ class Grammar:
                 rows = [matcher.row(process) for matcher in matchers[len(outcomes) :]]
                 dropped, self._dropped[:] = self._dropped[:], []
                 try:
-                    async for outcome in process.masks(rows, dropped, careful=careful):
-                        outcomes.append(outcome)
+                    await process.masks(rows, dropped, outcomes, careful=careful)
                 except ProcessDiedError as error:
-                    log.warning("a grammar's process died", pid=process.pid, reason=str(error))
+                    log.warning(
+                        "grammar process died; replacing it", pid=process.pid, reason=str(error)
+                    )
                     if len(outcomes) != suspect:
                         suspect, losses_alone = len(outcomes), 0.0
                     if not error.death.can_be_its_fault:
@@ -149,24 +165,14 @@ class Grammar:
             return outcomes
 
     async def _live_process(self) -> GrammarProcess:
-        killed = 0
-        while self.process is None or not self.process.is_usable:
-            async with self._replacing:
-                try:
-                    await self.start(_REPLACEMENT_S)
-                except HostLostError:  # another host is started
-                    await asyncio.sleep(_RETRY_S)
-                except GrammarsBusyError:
-                    killed += 1
-                    if killed == _REPLACEMENT_TRIES:
-                        raise
-        return self.process
+        if self.process is not None and self.process.is_usable:
+            return self.process
+        async with self._replacing:
+            return await self.start(_REPLACEMENT_S)
 
 
 class GrammarUse:
     """A use of a grammar. The grammar's process is kept while this or a matcher of it lives."""
-
-    __slots__ = ("__weakref__", "end_token_ids", "grammar")
 
     def __init__(self, grammar: Grammar, end_token_ids: Iterable[int]) -> None:
         self.grammar = grammar
@@ -198,4 +204,4 @@ class RemoteMatcher:
         first = self._start + (self._num_told if is_open else 0)
         self._process, self._num_told = process, len(self._tokens) - self._start
         ends = None if is_open else self._use.end_token_ids
-        return Row(self._number, ends, self._tokens[first:])
+        return Row(self._number, ends, self._tokens[first:].tolist())

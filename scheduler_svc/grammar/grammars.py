@@ -6,8 +6,6 @@ text ──▶ waits for room and a slot ──▶ is compiled ──▶ in use 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
@@ -18,10 +16,11 @@ from scheduler_svc.grammar.errors import (
     GrammarError,
     GrammarsBusyError,
     GuiltyGrammarError,
-    HostLostError,
+    ProcessDiedError,
 )
 from scheduler_svc.grammar.grammar import Grammar, GrammarUse
 from scheduler_svc.grammar.host_link import HostLink
+from scheduler_svc.grammar.process import GrammarProcess
 from shared.round_robin import RoundRobin
 
 # docs/architecture.md, structured output, says how the numbers were found.
@@ -31,23 +30,8 @@ _MAX_PROCESSES = 64
 _MAX_BYTES = 1 << 30  # of all grammars' private memory when they were compiled
 # A grammar that killed its process while it was compiled is rejected for this long.
 _GUILTY_S = 300.0
-_MAX_GUILTY = 1024
 
 Key = tuple[GrammarKind, str]
-
-
-class _Entry:
-    """A grammar in the cache, and its compilation."""
-
-    def __init__(self, grammar: Grammar, client: Hashable) -> None:
-        self.grammar = grammar
-        self.client = client  # the first to ask for it
-        self.num_uses = 0  # including requests that wait for it
-        self.compilation: asyncio.Task[None]
-
-    @property
-    def is_evictable(self) -> bool:
-        return not self.num_uses and self.compilation.done()
 
 
 class Slots:
@@ -106,7 +90,7 @@ class Grammars:
         max_processes: int = _MAX_PROCESSES,
         max_bytes: int = _MAX_BYTES,
     ) -> None:
-        """Makes no demand of the host yet.
+        """Demands nothing of the host yet.
 
         Args:
             timeout_s: for a compilation, and for the wait before it, but not for the host's start.
@@ -118,12 +102,11 @@ class Grammars:
         self._max_processes = max_processes
         self._max_bytes = max_bytes
         self._loading: asyncio.Task[None] | None = None
-        self._entries: dict[Key, _Entry] = {}
-        # Entries that have a process, or are about to have one; least recently used first.
-        self._started: OrderedDict[Key, _Entry] = OrderedDict()
+        self._grammars: dict[Key, Grammar] = {}
+        # Grammars that have a process, or are about to have one; least recently used first.
+        self._started: OrderedDict[Key, Grammar] = OrderedDict()
         self._slots = Slots(_MAX_COMPILING, self._make_room)
         self._replacing = asyncio.Semaphore(_MAX_COMPILING)
-        self._guilty: OrderedDict[bytes, tuple[float, GuiltyGrammarError]] = OrderedDict()
 
     async def compile(
         self, kind: GrammarKind, text: str, end_token_ids: Iterable[int], client: Hashable = None
@@ -142,54 +125,65 @@ class Grammars:
         if len(text.encode()) > MAX_TEXT_BYTES:
             raise GrammarError(kind, f"is longer than {MAX_TEXT_BYTES} bytes")
         key = kind, "" if kind is GrammarKind.JSON else text
-        self._refuse_guilty(key)
         # Outside the time limit, because a slow start is not the grammar's fault. After a restart,
         # the first request to wait was accepted long ago.
         await self._loaded()
-        entry = self._entry(key, client)
-        entry.num_uses += 1
+        grammar = self._find(key, client)
+        if grammar.guilt:
+            raise GuiltyGrammarError(kind, grammar.guilt)
+        grammar.num_uses += 1
         try:
-            await asyncio.shield(entry.compilation)
+            await asyncio.shield(grammar.compilation)
         except BaseException:
-            self._drop_use(key, entry)
+            self._drop_use(key, grammar)
             raise
-        use = GrammarUse(entry.grammar, end_token_ids)
-        finalize(use, self._drop_use, key, entry).atexit = False
+        use = GrammarUse(grammar, end_token_ids)
+        finalize(use, self._drop_use, key, grammar).atexit = False
         return use
 
     def close(self) -> None:
         """Ends all processes."""
         if self._loading is not None:
             self._loading.cancel()
-        for entry in self._entries.values():
-            entry.compilation.cancel()
-            entry.grammar.close()
+        for grammar in self._grammars.values():
+            grammar.compilation.cancel()
+            grammar.close()
 
     async def _loaded(self) -> None:
         if self._loading is None or (self._loading.done() and self._loading.exception()):
-            self._loading = asyncio.create_task(self._link.load())
+            self._loading = asyncio.create_task(self._load())
         await asyncio.shield(self._loading)
 
-    def _entry(self, key: Key, client: Hashable) -> _Entry:
-        if key not in self._entries:
-            entry = self._entries[key] = _Entry(Grammar(*key, self._link, self._replacing), client)
-            entry.compilation = asyncio.create_task(self._compile(key, entry, client))
+    async def _load(self) -> None:
+        """Starts a process, and ends it. The host has then loaded all that processes share."""
+        with suppress(ProcessDiedError):
+            (await GrammarProcess.start(self._link)).close()
+
+    def _find(self, key: Key, client: Hashable) -> Grammar:
+        if key not in self._grammars:
+            grammar = Grammar(*key, client, self._link, self._replacing)
+            self._grammars[key] = grammar
+            grammar.compilation = asyncio.create_task(self._compile(key, grammar))
         if key in self._started:
             self._started.move_to_end(key)
-        return self._entries[key]
+        return self._grammars[key]
 
-    async def _compile(self, key: Key, entry: _Entry, client: Hashable) -> None:
+    async def _compile(self, key: Key, grammar: Grammar) -> None:
         try:
-            await self._enter(client)
+            await self._enter(grammar.client)
             try:
-                self._started[key] = entry
-                await self._start(entry.grammar)
+                self._started[key] = grammar
+                await grammar.start(self._timeout_s)
             finally:
                 self._slots.leave()
-        except BaseException as error:
-            self._forget(key, entry)
-            if isinstance(error, GuiltyGrammarError):
-                self._remember(key, error)
+        except GuiltyGrammarError as error:
+            grammar.guilt = error.reason
+            self._forget(key, grammar)
+            self._grammars.setdefault(key, grammar)  # without a process
+            asyncio.get_running_loop().call_later(_GUILTY_S, self._forget, key, grammar)
+            raise
+        except BaseException:
+            self._forget(key, grammar)
             raise
 
     async def _enter(self, client: Hashable) -> None:
@@ -197,29 +191,22 @@ class Grammars:
             async with asyncio.timeout(self._timeout_s):
                 await self._slots.enter(client)
         except TimeoutError:
-            limit = f"{self._timeout_s:g} seconds"
-            raise GrammarsBusyError(f"other grammars take all slots since {limit}") from None
+            reason = f"other grammars have taken all slots for {self._timeout_s:g} seconds"
+            raise GrammarsBusyError(reason) from None
 
-    async def _start(self, grammar: Grammar) -> None:
-        while True:
-            with suppress(HostLostError):
-                await grammar.start(self._timeout_s)
-                return
-            await self._link.load()
-
-    def _drop_use(self, key: Key, entry: _Entry) -> None:
-        entry.num_uses -= 1
-        if entry.num_uses:
+    def _drop_use(self, key: Key, grammar: Grammar) -> None:
+        grammar.num_uses -= 1
+        if grammar.num_uses:
             return
-        if not entry.compilation.done():  # no request needs it now, and others may need the slot
-            entry.compilation.cancel()
-            self._forget(key, entry)
+        if not grammar.compilation.done():  # no request needs it now, and others may need the slot
+            grammar.compilation.cancel()
+            self._forget(key, grammar)
         self._slots.fill()
 
-    def _forget(self, key: Key, entry: _Entry) -> None:
-        for entries in (self._entries, self._started):
-            if entries.get(key) is entry:
-                del entries[key]
+    def _forget(self, key: Key, grammar: Grammar) -> None:
+        for grammars in (self._grammars, self._started):
+            if grammars.get(key) is grammar:
+                del grammars[key]
 
     def _make_room(self, client: Hashable) -> bool:
         """Evicts idle grammars until one more may be compiled for a client. Returns False if none
@@ -229,31 +216,12 @@ class Grammars:
             theirs = sum(each.client == client and not each.is_evictable for each in started)
             if theirs >= max(self._max_processes // 2, 1):
                 return False
-        num_bytes = sum(entry.grammar.num_bytes for entry in started)
-        num_processes = len(started)
-        for key, entry in [*self._started.items()]:
-            if num_processes < self._max_processes and num_bytes < self._max_bytes:
+        num_bytes = sum(grammar.num_bytes for grammar in started)
+        for key, grammar in [*self._started.items()]:
+            if len(started) < self._max_processes and num_bytes < self._max_bytes:
                 return True
-            if entry.is_evictable:
-                entry.grammar.close()
-                self._forget(key, entry)
-                num_processes -= 1
-                num_bytes -= entry.grammar.num_bytes
-        return num_processes < self._max_processes and num_bytes < self._max_bytes
-
-    def _remember(self, key: Key, error: GuiltyGrammarError) -> None:
-        self._guilty[_digest(key)] = time.monotonic() + _GUILTY_S, error
-        while len(self._guilty) > _MAX_GUILTY:
-            self._guilty.popitem(last=False)
-
-    def _refuse_guilty(self, key: Key) -> None:
-        if found := self._guilty.get(digest := _digest(key)):
-            expiry, error = found
-            if time.monotonic() < expiry:
-                raise GuiltyGrammarError(key[0], error.reason)
-            del self._guilty[digest]
-
-
-def _digest(key: Key) -> bytes:
-    """A digest that stands for a kind and a text of up to MAX_TEXT_BYTES."""
-    return hashlib.blake2b(bytes([key[0]]) + key[1].encode(), digest_size=16).digest()
+            if grammar.is_evictable:
+                grammar.close()
+                self._forget(key, grammar)
+                num_bytes -= grammar.num_bytes
+        return len(started) < self._max_processes and num_bytes < self._max_bytes

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -21,21 +20,15 @@ from pathlib import Path
 import structlog
 
 from scheduler_svc.grammar.confinement import log_gaps
-from scheduler_svc.grammar.errors import VocabularyError
-from scheduler_svc.grammar.host_link import (
-    ENDED,
-    FAILED,
-    FORK,
-    LOADED,
-    STARTED,
-    VOCABULARY,
-    HostLink,
-)
+from scheduler_svc.grammar.errors import Death, VocabularyError
+from scheduler_svc.grammar.host_link import FAILED, STARTED, VOCABULARY, HostLink
+from scheduler_svc.grammar.wire import OUT_OF_MEMORY
 
 log = structlog.get_logger(__name__)
 
 _BEAT_S = 0.2
 _LOAD_S = 120.0  # about 4 s on an idle machine; after this the kernel kills the host (SIGALRM)
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # xgrammar's libraries handle some of these, with system calls that a confined process cannot make.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
@@ -71,7 +64,7 @@ class _Host:
         self._beat = beat
         self._max_json_whitespace = max_json_whitespace
         self._serve: Callable[[socket.socket], None] | None = None  # set once all is loaded
-        self._reports: dict[int, socket.socket] = {}  # of living processes, by pid
+        self._connections: dict[int, socket.socket] = {}  # of living processes, by pid
 
     def run(self) -> None:
         # Threads that a library makes would not exist in the forks.
@@ -91,24 +84,18 @@ class _Host:
                 self._beat()
 
     def _take_demand(self) -> None:
-        demand, descriptors, _, _ = socket.recv_fds(self._link.host, 16, 2)
-        sockets = [socket.socket(fileno=each) for each in descriptors]
-        report = sockets[0]
+        _, descriptors, _, _ = socket.recv_fds(self._link.host, 16, 1)
+        connection = socket.socket(fileno=descriptors[0])
         try:
             self._load()
+            self._fork(connection)
+            return
         except VocabularyError as error:
-            _tell(report, VOCABULARY, str(error))
+            _send_line(connection, VOCABULARY, str(error))
         except (ImportError, OSError, MemoryError) as error:
-            log.error("cannot load the grammar library", exc_info=error)
-            _tell(report, FAILED, repr(error))
-        else:
-            if demand == FORK:
-                self._fork(report, sockets[1])
-            else:
-                _tell(report, LOADED, "")
-        for each in sockets:
-            if each not in self._reports.values():
-                each.close()
+            log.error("cannot start a grammar process; trying again", exc_info=error)
+            _send_line(connection, FAILED, repr(error))
+        connection.close()
 
     def _load(self) -> None:
         if self._serve is not None:
@@ -130,15 +117,10 @@ class _Host:
         gc.collect()
         gc.freeze()
 
-    def _fork(self, report: socket.socket, scheduler: socket.socket) -> None:
-        try:
-            pid = os.fork()
-        except OSError as error:  # no memory, or too many processes
-            _tell(report, FAILED, str(error))
-            return
-        if pid:
-            self._reports[pid] = report
-            _tell(report, STARTED, str(pid))
+    def _fork(self, connection: socket.socket) -> None:
+        if pid := os.fork():
+            self._connections[pid] = connection
+            _send_line(connection, STARTED, str(pid))
             return
         status = 1
         try:
@@ -146,7 +128,7 @@ class _Host:
             for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, *_CRASHES):
                 signal.signal(number, signal.SIG_DFL)
             assert self._serve is not None
-            self._serve(scheduler)
+            self._serve(connection)
             status = 0
         finally:
             os._exit(status)
@@ -157,27 +139,22 @@ class _Host:
                 pid, wait_status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     return
-                if report := self._reports.pop(pid, None):
-                    _tell(report, ENDED, str(os.waitstatus_to_exitcode(wait_status)))
-                    report.close()
+                if connection := self._connections.pop(pid, None):
+                    death = _death(os.waitstatus_to_exitcode(wait_status))
+                    _send(connection, bytes([death]))
+                    connection.close()
 
 
-def _tell(report: socket.socket, word: str, value: str) -> None:
-    with suppress(OSError):  # the scheduler has closed the report
-        line = f"{word} {' '.join(value.split())}\n".encode()
-        report.send(line, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+def _death(status: int) -> Death:
+    if status in (-signal.SIGPROF, OUT_OF_MEMORY):
+        return Death.AT_LIMIT
+    return Death.KILLED if -status in _FROM_OUTSIDE else Death.CRASHED
 
 
-def main(args: list[str]) -> None:
-    """`python -m scheduler_svc.grammar.host MODEL SCHEDULER HOST` runs a host on a link whose
-    descriptors it inherits, and ends with its parent process."""
-    from shared.process.death_signal import end_with_parent
-
-    end_with_parent()
-    model, *descriptors = args
-    scheduler, host = (socket.socket(fileno=int(each)) for each in descriptors)
-    run_host(HostLink(scheduler, host), Path(model))
+def _send_line(connection: socket.socket, word: str, value: str) -> None:
+    _send(connection, f"{word} {' '.join(value.split())}\n".encode())
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def _send(connection: socket.socket, data: bytes) -> None:
+    with suppress(OSError):  # the scheduler has closed the connection
+        connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)

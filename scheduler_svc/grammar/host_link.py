@@ -7,34 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 
-from scheduler_svc.grammar.errors import HostLostError, VocabularyError
+from scheduler_svc.grammar.errors import VocabularyError
 
-# Demands, each with the descriptors named here.
-LOAD = b"load"  # [report]: import xgrammar and read the vocabulary, if that is not done yet
-FORK = b"fork"  # [report, scheduler]: load, and give a new process the second descriptor
-
-# Lines that the host sends through `report`: a word and its value.
-LOADED = "loaded"
+# The host's first line through a connection: a word and its value.
 STARTED = "started"  # pid
 VOCABULARY = "vocabulary"  # the text of a VocabularyError
 FAILED = "failed"  # reason
-ENDED = "ended"  # exit status; negative for a signal
 
+_MAX_LINE_BYTES = 16 << 10
 _RETRY_S = 0.2
-
-
-@dataclass(frozen=True)
-class Forked:
-    """A new process, with a connection to it and the host's report of its end."""
-
-    pid: int
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    report: asyncio.StreamReader
-    reporting: asyncio.StreamWriter
 
 
 @dataclass(frozen=True)
@@ -43,7 +26,7 @@ class HostLink:
     host makes the link, so that it outlives either. All three processes have both ends, so neither
     end is ever closed. A demand that a host dies without taking waits for the next host.
 
-    The scheduler calls `load` and `fork`, from one event loop only.
+    The scheduler calls `fork`, from one event loop only.
     """
 
     scheduler: socket.socket
@@ -59,75 +42,42 @@ class HostLink:
         self.scheduler.close()
         self.host.close()
 
-    async def load(self) -> None:
-        """Waits until the host has loaded xgrammar and the vocabulary, however long that takes and
+    async def fork(self) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
+        """Makes the host fork a process for a grammar, however long the host takes to load and
         however many hosts die meanwhile.
 
+        Returns:
+            The process's id, and the connection to it.
+
         Raises:
             VocabularyError: the model's tokenizer cannot be used.
         """
         while True:
-            with suppress(HostLostError):
-                _, _, writer = await self._demand(LOAD, [])
-                writer.transport.abort()
-                return
-            await asyncio.sleep(_RETRY_S)
-
-    async def fork(self) -> Forked:
-        """Makes the host fork a process for a grammar.
-
-        Raises:
-            VocabularyError: the model's tokenizer cannot be used.
-            HostLostError: the host could not fork, or died.
-        """
-        reader, writer, theirs = await _stream_pair()
-        try:
-            with theirs:
-                pid, report, reporting = await self._demand(FORK, [theirs])
-        except BaseException:
-            writer.transport.abort()
-            raise
-        return Forked(int(pid), reader, writer, report, reporting)
-
-    async def _demand(
-        self, demand: bytes, sockets: list[socket.socket]
-    ) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
-        """Sends a demand, and returns the value of the host's answer and the rest of its report."""
-        reader, writer, theirs = await _stream_pair()
-        try:
-            with theirs:
-                await self._send(demand, [theirs, *sockets])
-            for each in sockets:  # else the end of the host's process would not close it
-                each.close()
-            line = b""
-            with suppress(OSError):
-                line = await reader.readline()
-        except BaseException:
-            writer.transport.abort()
-            raise
-        word, _, value = line.decode().rstrip("\n").partition(" ")
-        if word in (LOADED, STARTED):
-            return value, reader, writer
-        writer.transport.abort()
-        if word == VOCABULARY:
-            raise VocabularyError(value)
-        raise HostLostError(value or "the grammar host died")
-
-    async def _send(self, demand: bytes, sockets: list[socket.socket]) -> None:
-        while True:
+            ours, theirs = socket.socketpair()
             try:
-                socket.send_fds(self.scheduler, [demand], [each.fileno() for each in sockets])
-                return
-            except BlockingIOError:  # there is no host, or it is slow
-                await asyncio.sleep(_RETRY_S)
+                word, value = await self._ask(ours, theirs)
+                if word == STARTED:
+                    return int(value), *await asyncio.open_connection(sock=ours)
+            except BaseException:
+                ours.close()
+                raise
+            ours.close()
+            if word == VOCABULARY:
+                raise VocabularyError(value)
+            await asyncio.sleep(_RETRY_S)  # the host died, or could not fork
 
-
-async def _stream_pair() -> tuple[asyncio.StreamReader, asyncio.StreamWriter, socket.socket]:
-    """A stream, and the socket at its other end."""
-    ours, theirs = socket.socketpair()
-    try:
-        return *await asyncio.open_connection(sock=ours), theirs
-    except BaseException:  # cancelled
-        ours.close()
-        theirs.close()
-        raise
+    async def _ask(self, ours: socket.socket, theirs: socket.socket) -> tuple[str, str]:
+        """Gives the host one end of a connection; returns what it says through the other, which is
+        nothing if it dies."""
+        ours.setblocking(False)
+        with theirs:
+            while True:
+                try:
+                    socket.send_fds(self.scheduler, [b"fork"], [theirs.fileno()])
+                    break
+                except BlockingIOError:  # there is no host, or it is slow
+                    await asyncio.sleep(_RETRY_S)
+        received = await asyncio.get_running_loop().sock_recv(ours, _MAX_LINE_BYTES)
+        line, _, _ = received.decode().partition("\n")  # a `Death` may follow already
+        word, _, value = line.partition(" ")
+        return word, value

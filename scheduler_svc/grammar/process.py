@@ -6,21 +6,19 @@ import asyncio
 import os
 import signal
 import struct
-from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
+from pathlib import Path
 
 from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar import wire
 from scheduler_svc.grammar.errors import Death, GrammarError, ProcessDiedError
-from scheduler_svc.grammar.host_link import ENDED, Forked, HostLink
+from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.grammar.wire import Answer
 
 # A process that is within its limit of processor time may be stopped, or get no processor.
 ANSWER_S = 20.0
-_REPORT_S = 5.0
-_READ_BYTES = 1 << 20
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_MAX_ANSWER_BYTES = 1 << 20  # the mask of eight million tokens
 
 # A mask, None if the completion is complete and nothing can follow, or the sequence's error.
 Outcome = bytes | None | GrammarError
@@ -32,16 +30,15 @@ class GrammarProcess:
     `is_usable` becomes false when the process has died or was killed.
     """
 
-    def __init__(self, forked: Forked, pidfd: int) -> None:
-        self.pid = forked.pid
+    def __init__(
+        self, pid: int, pidfd: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.pid = pid
         self.is_usable = True
         self._pidfd = pidfd
-        self._reader, self._writer = forked.reader, forked.writer
-        self._report = forked.report
-        self._reporting = forked.reporting
+        self._reader, self._writer = reader, writer
         self._kind = GrammarKind.JSON
-        self._received = b""
-        self._num_read = 0  # bytes of these
+        self._received = bytearray()
 
     @classmethod
     async def start(cls, link: HostLink) -> GrammarProcess:
@@ -49,15 +46,13 @@ class GrammarProcess:
 
         Raises:
             VocabularyError: the model's tokenizer cannot be used.
-            HostLostError: the host could not fork, or died.
             ProcessDiedError: the process has ended already.
         """
-        forked = await link.fork()
+        pid, reader, writer = await link.fork()
         try:
-            return cls(forked, os.pidfd_open(forked.pid))
+            return cls(pid, os.pidfd_open(pid), reader, writer)
         except OSError as error:  # it has ended, or there are no descriptors
-            forked.writer.transport.abort()
-            forked.reporting.transport.abort()
+            writer.transport.abort()
             raise ProcessDiedError(Death.KILLED) from error
 
     async def compile(self, kind: GrammarKind, text: str, timeout_s: float) -> int:
@@ -68,21 +63,24 @@ class GrammarProcess:
             ProcessDiedError: the process died, or did not answer for `timeout_s`.
         """
         self._kind = kind
-        self._write(wire.compile_request(kind, text))
-        answer, contents = await self._read(timeout_s)
+        self._writer.write(wire.compile_request(kind, text))
+        outcome = await self._outcome([], timeout_s)
+        if isinstance(outcome, GrammarError):
+            raise outcome
         try:
-            if answer != Answer.ERROR:
-                return wire.read_size(contents)
-            reason = contents.decode()
-        except (UnicodeDecodeError, struct.error) as error:
-            self.close()
-            raise ProcessDiedError(Death.CRASHED) from error
-        raise GrammarError(kind, reason)
+            return await asyncio.to_thread(_private_bytes, self.pid)
+        except OSError:
+            raise self._end(Death.KILLED) from None
 
     async def masks(
-        self, rows: Seq[wire.Row], closed: Seq[int], *, careful: bool
-    ) -> AsyncIterator[Outcome]:
-        """Yields the outcome of each row, in order.
+        self,
+        rows: Seq[wire.Row],
+        closed: Seq[int],
+        outcomes: list[Outcome],
+        *,
+        careful: bool,
+    ) -> None:
+        """Appends the outcome of each row to `outcomes`, in order.
 
         Args:
             closed: matchers to drop first.
@@ -91,17 +89,11 @@ class GrammarProcess:
         Raises:
             ProcessDiedError: the process died, or did not answer for `ANSWER_S`.
         """
-        self._write(wire.batch_request(rows, closed, careful=careful))
-        masks: list[bytes | None] = []
+        self._writer.write(wire.batch_request(rows, closed, careful=careful))
+        batch: list[Outcome] = []
         for _ in rows:
-            answer, contents = await self._read(ANSWER_S)
-            try:
-                outcome = self._outcome(answer, contents, masks)
-            except (IndexError, ValueError, struct.error) as error:
-                self.close()
-                raise ProcessDiedError(Death.CRASHED) from error
-            masks.append(outcome if isinstance(outcome, bytes) else None)
-            yield outcome
+            batch.append(await self._outcome(batch, ANSWER_S))
+            outcomes.append(batch[-1])
 
     def close(self) -> None:
         """Kills the process."""
@@ -111,72 +103,66 @@ class GrammarProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             os.close(self._pidfd)
             self._writer.transport.abort()
-            self._reporting.transport.abort()
 
-    def _outcome(self, answer: int, contents: bytes, masks: Seq[bytes | None]) -> Outcome:
-        """Decodes the answer to a row.
-
-        Args:
-            masks: the masks of the previous rows.
-
-        Raises:
-            IndexError, ValueError, struct.error: it is not a valid answer.
-        """
-        match Answer(answer):
-            case Answer.ERROR:
-                return GrammarError(self._kind, contents.decode())
-            case Answer.MASK:
-                return contents
-            case Answer.SAME_MASK:
-                return masks[wire.read_index(contents)]
-            case Answer.COMPLETE:
-                return None
-        raise ValueError("not an answer to this")
-
-    def _write(self, data: bytes) -> None:
-        """Sends a request. Its answer must be read before another request is sent."""
-        self._writer.write(data)
+    async def _outcome(self, batch: Seq[Outcome], timeout_s: float) -> Outcome:
+        """Reads the answer to a row. `batch`: the outcomes of the previous rows."""
+        kind, contents = await self._read(timeout_s)
+        try:
+            match Answer(kind):
+                case Answer.ERROR:
+                    return GrammarError(self._kind, contents.decode())
+                case Answer.MASK:
+                    return contents
+                case Answer.SAME_MASK:
+                    (index,) = wire.INDEX.unpack(contents)
+                    return batch[int(index)]
+                case Answer.DONE:
+                    return None
+        except (IndexError, ValueError, struct.error):
+            raise self._end(Death.CRASHED) from None
 
     async def _read(self, timeout_s: float) -> tuple[int, bytes]:
         """The next answer's type and contents."""
-        while True:
-            received, first = self._received, self._num_read + wire.HEADER.size
-            if first <= len(received):
-                size, answer = wire.HEADER.unpack_from(received, self._num_read)
-                if size > _READ_BYTES:  # more than the mask of eight million tokens
-                    self.close()
-                    raise ProcessDiedError(Death.CRASHED)
-                if first + size <= len(received):
-                    self._num_read = first + size
-                    return answer, received[first : self._num_read]
-            more = await self._receive(timeout_s)
-            self._received, self._num_read = received[self._num_read :] + more, 0
+        received = self._received
+        while len(received) <= (end := self._contents_end()):
+            received += await self._receive(timeout_s)
+        contents, kind = bytes(received[wire.LENGTH.size : end]), received[end]
+        del received[: end + 1]
+        return kind, contents
+
+    def _contents_end(self) -> int:
+        """The index of the type of the answer that is being received, as far as that is known."""
+        if len(self._received) < wire.LENGTH.size:
+            return wire.LENGTH.size
+        (size,) = wire.LENGTH.unpack_from(self._received)
+        if size > _MAX_ANSWER_BYTES:
+            raise self._end(Death.CRASHED)
+        return wire.LENGTH.size + int(size)
 
     async def _receive(self, timeout_s: float) -> bytes:
         try:
             async with asyncio.timeout(timeout_s):
-                if more := await self._reader.read(_READ_BYTES):
+                if more := await self._reader.read(_MAX_ANSWER_BYTES):
                     return more
         except TimeoutError:
-            self.close()
-            raise ProcessDiedError(Death.SILENT) from None
+            raise self._end(Death.SILENT) from None
         except OSError:
             pass
         except BaseException:  # cancelled: the next request would read this answer
             self.close()
             raise
-        death = await self._death()
-        self.close()
-        raise ProcessDiedError(death)
+        last = self._received[-1] if self._received else 0
+        # The host says nothing if it died, too.
+        raise self._end(Death(last) if last in {*Death} else Death.KILLED)
 
-    async def _death(self) -> Death:
-        """How the process died, by the host's report. There is no report if the host died, too."""
-        line = b""
-        with suppress(TimeoutError, OSError):
-            async with asyncio.timeout(_REPORT_S):
-                line = await self._report.readline()
-        word, _, value = line.decode().partition(" ")
-        status = int(value) if word == ENDED else -signal.SIGKILL
-        if status in (-signal.SIGPROF, wire.OUT_OF_MEMORY):
-            return Death.AT_LIMIT
-        return Death.KILLED if -status in _FROM_OUTSIDE else Death.CRASHED
+    def _end(self, death: Death) -> ProcessDiedError:
+        """Kills the process, if it still runs; returns the error to raise."""
+        self.close()
+        return ProcessDiedError(death)
+
+
+def _private_bytes(pid: int) -> int:
+    """The bytes of memory that a process shares with no other."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    found = dict(line.split(":", 1) for line in lines)
+    return sum(int(found[name].split()[0]) for name in ("Private_Clean", "Private_Dirty")) << 10

@@ -1,24 +1,27 @@
-"""Messages between the scheduler and a grammar's process, over a stream of bytes.
+"""Messages to and from a grammar's process, over a socket that only this process and the host have.
 
-    scheduler: a grammar's kind and text          process: its size, or why it cannot be used
+    host:      the process's id, or why there is none
+    scheduler: a grammar's kind and text          process: an answer
     scheduler: a batch of matchers and tokens     process: an answer per matcher, in their order
                ...                                         ...
+    host:      how the process died
 
-Each message is a little-endian frame: the length of its contents as uint32, its type as a byte, and
-its contents. This module also has the limits of such a process. docs/architecture.md, structured
-output, says how they were found.
+The host's first message and all requests are lines of text; requests are JSON. An answer is a
+little-endian uint32, the length of its contents, then the contents, then its type as a byte. The
+host's last message is a `Death`, a byte that is no answer's type, so it cannot complete an answer
+that the process began.
+
+This module also has the limits of such a process. docs/architecture.md, structured output, says how
+they were found.
 """
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain
-
-import numpy as np
+from typing import NamedTuple
 
 from scheduler_svc.core.sampling import GrammarKind
 
@@ -30,31 +33,20 @@ TOKEN_CPU_S = 0.001  # ... and for each token that its matcher is told
 MEMORY_BYTES = 512 << 20
 
 OUT_OF_MEMORY = 3  # the exit status of a process that could not get more memory
-HEADER = struct.Struct("<IB")
-_SIZE = struct.Struct("<Q")
-_INDEX = struct.Struct("<I")
-
-
-class Request(IntEnum):
-    """The types of the scheduler's frames."""
-
-    COMPILE = 1
-    BATCH = 2
-    CAREFUL_BATCH = 3  # each answer must be sent before the next is begun: the process may die
+LENGTH = struct.Struct("<I")
+INDEX = struct.Struct("<I")
 
 
 class Answer(IntEnum):
-    """The types of a process's frames."""
+    """The types of a process's answers."""
 
-    COMPILED = 1  # with its private memory, bytes
+    DONE = 1  # the grammar is compiled; or nothing can follow the completion
     MASK = 2  # uint32[ceil(vocab / 32)], lowest bit first
     SAME_MASK = 3  # the mask of an earlier row of the batch, by its index
-    COMPLETE = 4  # nothing more can follow
-    ERROR = 5  # with a reason, UTF-8
+    ERROR = 4  # with a reason, UTF-8
 
 
-@dataclass(slots=True)
-class Row:
+class Row(NamedTuple):
     """New tokens of a matcher, which the process answers with the mask of the next token.
     `end_token_ids` is None unless the process must open the matcher."""
 
@@ -63,67 +55,30 @@ class Row:
     tokens: Seq[int]
 
 
-def frame(kind: int, contents: bytes = b"") -> bytes:
-    return HEADER.pack(len(contents), kind) + contents
+def answer(kind: Answer, contents: bytes = b"") -> bytes:
+    return LENGTH.pack(len(contents)) + contents + bytes([kind])
 
 
 def compile_request(kind: GrammarKind, text: str) -> bytes:
-    return frame(Request.COMPILE, bytes([kind]) + text.encode())
+    return _line((kind, text))
 
 
-def read_compile_request(contents: bytes) -> tuple[GrammarKind, str]:
-    return GrammarKind(contents[0]), contents[1:].decode()
-
-
-def compiled_answer(num_bytes: int) -> bytes:
-    return frame(Answer.COMPILED, _SIZE.pack(num_bytes))
-
-
-def read_size(contents: bytes) -> int:
-    (size,) = _SIZE.unpack(contents)
-    return int(size)
-
-
-def same_mask(row: int) -> bytes:
-    return frame(Answer.SAME_MASK, _INDEX.pack(row))
-
-
-def read_index(contents: bytes) -> int:
-    (index,) = _INDEX.unpack(contents)
-    return int(index)
+def read_compile_request(line: bytes) -> tuple[GrammarKind, str]:
+    kind, text = json.loads(line)
+    return GrammarKind(kind), text
 
 
 def batch_request(rows: Seq[Row], closed: Seq[int], *, careful: bool) -> bytes:
-    """Encodes a batch as int32 columns. The first holds the numbers of closed matchers and of rows,
-    the second the closed matchers. Three columns follow that hold, per row, its matcher, its number
-    of end tokens (-1: the matcher is open already) and its number of tokens. The last two columns
-    hold the end tokens of all rows and the tokens of all rows."""
-    opened = [row.end_token_ids for row in rows if row.end_token_ids is not None]
-    numbers = chain(
-        (len(closed), len(rows)),
-        closed,
-        (row.matcher for row in rows),
-        (-1 if row.end_token_ids is None else len(row.end_token_ids) for row in rows),
-        (len(row.tokens) for row in rows),
-        *opened,
-        *(row.tokens for row in rows),
-    )
-    kind = Request.CAREFUL_BATCH if careful else Request.BATCH
-    return frame(kind, np.fromiter(numbers, np.int32).tobytes())
+    """Encodes a batch. `closed` are matchers to drop first. `careful`: each answer must be sent
+    before the next is begun, because the process may die."""
+    return _line((rows, closed, careful))
 
 
-def read_batch_request(contents: bytes) -> tuple[list[int], list[Row]]:
-    """The closed matchers, and the rows."""
-    numbers = iter(np.frombuffer(contents, np.int32).tolist())
-    num_closed, num_rows = next(numbers), next(numbers)
-    closed = _take(numbers, num_closed)
-    matchers = _take(numbers, num_rows)
-    num_ends = _take(numbers, num_rows)
-    num_tokens = _take(numbers, num_rows)
-    ends = [None if count < 0 else _take(numbers, count) for count in num_ends]
-    tokens = [_take(numbers, count) for count in num_tokens]
-    return closed, [Row(*row) for row in zip(matchers, ends, tokens, strict=True)]
+def read_batch_request(line: bytes) -> tuple[list[Row], list[int], bool]:
+    """The rows, the closed matchers, and whether to be careful."""
+    rows, closed, careful = json.loads(line)
+    return [Row(*row) for row in rows], closed, careful
 
 
-def _take(numbers: Iterator[int], count: int) -> list[int]:
-    return [next(numbers) for _ in range(count)]
+def _line(request: object) -> bytes:
+    return json.dumps(request).encode() + b"\n"

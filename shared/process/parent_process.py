@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import time
+from dataclasses import asdict
 
 import structlog
 
@@ -80,7 +81,7 @@ class ParentProcess:
                     fork.plan_next()
                 if fork.due is not None and fork.due <= time.monotonic():
                     self._start(fork)
-            self._board.show(self._service.state.shown())
+            self._board.show(asdict(self._service.state))
             self._sleep(
                 min([next_check, *(fork.due or 0.0 for fork in self._forks if not fork.pid)])
             )

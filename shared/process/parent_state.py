@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from shared.process.board import read_board
 
 BOARD = "parent"
-_MAX_REASON = 500  # characters
 
 
 @dataclass(frozen=True)
@@ -28,9 +26,6 @@ class ParentState:
         wait_s = self.due - time.monotonic()
         when = f"starts again in {wait_s:.1f} s" if wait_s > 0 else "is starting again"
         return f"{when}: {self.reason}"
-
-    def shown(self) -> dict[str, Any]:
-        return asdict(self) | {"reason": self.reason[:_MAX_REASON]}
 
 
 def read_parent_state(parent: int) -> ParentState | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from shared.errors import QueueFullError
 from shared.round_robin import RoundRobin
@@ -30,14 +29,6 @@ _MAX_READ_S = 30.0  # for one message to arrive
 _MAX_WAIT_S = 30.0  # for a place
 _PATIENCE_S = 1.0  # for slow messages, while others wait for a place
 _RETRY_AFTER_S = 1.0
-
-
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    """A message that waits for a place."""
-
-    caller: Caller
-    granted: asyncio.Future[None]
 
 
 class Hold:
@@ -65,7 +56,7 @@ class MessageMemory:
         self._used = 0
         self._used_by: Counter[str] = Counter()
         self._places: Counter[str] = Counter()  # by caller; taken by messages being read
-        self._waiting: RoundRobin[str, _Waiting] = RoundRobin()
+        self._waiting: RoundRobin[Caller, asyncio.Future[None]] = RoundRobin()
         self._reading: dict[asyncio.Timeout, str] = {}  # oldest first, with the caller's name
         self._eviction: asyncio.TimerHandle | None = None
 
@@ -132,8 +123,7 @@ class MessageMemory:
     async def _wait(self, caller: Caller) -> None:
         """Waits for a place and takes it."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(caller, granted)
-        self._waiting.add(caller.name, waiting)
+        self._waiting.add(caller, granted)
         self._grant()
         self._watch()
         try:
@@ -142,7 +132,7 @@ class MessageMemory:
         except BaseException as error:
             if granted.done() and not granted.cancelled():
                 self._leave_place(caller)
-            self._waiting.remove(caller.name, waiting)
+            self._waiting.remove(caller, granted)
             if isinstance(error, TimeoutError):
                 raise QueueFullError(
                     f"message: {self._used} bytes of messages are being read or held; "
@@ -153,11 +143,12 @@ class MessageMemory:
 
     def _grant(self) -> None:
         """Gives places to waiting messages for as long as places are free."""
-        while ready := [n for n, first in self._waiting.heads() if self._fits(first.caller)]:
-            waiting = self._waiting.pop_of(min(ready, key=self._used_by.__getitem__))
-            if not waiting.granted.done():
-                self._take(waiting.caller)
-                waiting.granted.set_result(None)
+        while ready := [caller for caller, _ in self._waiting.heads() if self._fits(caller)]:
+            caller = min(ready, key=lambda each: self._used_by[each.name])
+            granted = self._waiting.pop_of(caller)
+            if not granted.done():
+                self._take(caller)
+                granted.set_result(None)
 
     def _watch(self) -> None:
         """Schedules `_evict`, which ends a slow message if another message still waits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from shared.errors import UnavailableError
 from shared.rpc.interceptors import Context, SpanInterceptor
@@ -26,8 +26,6 @@ class OpenCalls(SpanInterceptor):
     def __init__(self) -> None:
         self._tasks: set[_Task] = set()
         self._served: set[_Task] = set()  # tasks of calls that end by themselves
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._ending = False
 
     @property
@@ -37,10 +35,10 @@ class OpenCalls(SpanInterceptor):
 
     async def finished(self, timeout_s: float) -> None:
         """Waits, up to `timeout_s`, until all calls that end by themselves have ended."""
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
-        except TimeoutError:
-            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._served:
+                    await asyncio.wait(self._served)
 
     def end(self) -> None:
         """Ends every open call, and any later call, with UNAVAILABLE. The client has received all
@@ -59,7 +57,6 @@ class OpenCalls(SpanInterceptor):
         self._tasks.add(task)
         if not method.startswith(_ENDLESS):
             self._served.add(task)
-            self._idle.clear()
         try:
             yield
         except asyncio.CancelledError:
@@ -69,8 +66,6 @@ class OpenCalls(SpanInterceptor):
         finally:
             self._tasks.discard(task)
             self._served.discard(task)
-            if not self._served:
-                self._idle.set()
 
 
 def _stopping() -> UnavailableError:

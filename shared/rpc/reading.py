@@ -83,33 +83,36 @@ class MessageReader(aio.ServerInterceptor):
             bounded: whether the limits on memory also hold for the messages of a stream.
         """
         of_one = handler.unary_unary or handler.unary_stream
-        of_many = handler.stream_unary or handler.stream_stream
+        behavior = of_one or handler.stream_unary or handler.stream_stream
         parse = handler.request_deserializer
         make_handler = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        return make_handler(
-            self._for_one(of_one, parse) if of_one else self._for_many(of_many, parse, bounded),
-            response_serializer=_unless_serialized(handler.response_serializer),
-        )
 
-    def _for_one(self, behavior: Any, parse: Parse) -> Any:
-        async def call(_: object, context: Context) -> Any:
+        async def request(requests: AsyncIterator[bytes], context: Context) -> Any:
+            if of_one:
+                return await self._read(context, parse)
+            return self._messages(requests, context, parse, bounded)
+
+        async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
             try:
-                return await behavior(await self._read(context, parse), context)
+                return await behavior(await request(requests, context), context)
             finally:
                 release_message()
 
-        async def generate(_: object, context: Context) -> AsyncIterator[Any]:
+        async def generate(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
             try:
-                async for response in behavior(await self._read(context, parse), context):
+                async for response in behavior(await request(requests, context), context):
                     yield response
             finally:
                 release_message()
 
-        return generate if inspect.isasyncgenfunction(behavior) else call
+        return make_handler(
+            generate if inspect.isasyncgenfunction(behavior) else call,
+            response_serializer=_unless_serialized(handler.response_serializer),
+        )
 
     async def _read(self, context: Context, parse: Parse) -> Any:
         """Reads the one message of a call; the call then holds the message's memory."""
@@ -128,19 +131,11 @@ class MessageReader(aio.ServerInterceptor):
         async with self._parsing.half_the_time(caller.name):
             return _parsed(data, parse)
 
-    def _for_many(self, behavior: Any, parse: Parse, bounded: bool) -> Any:
-        async def messages(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-            async for data in self._bounded(requests, context) if bounded else requests:
-                yield decode_message(data, parse, self._max_message_bytes)
-
-        async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
-            return await behavior(messages(requests, context), context)
-
-        async def generate(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-            async for response in behavior(messages(requests, context), context):
-                yield response
-
-        return generate if inspect.isasyncgenfunction(behavior) else call
+    async def _messages(
+        self, requests: AsyncIterator[bytes], context: Context, parse: Parse, bounded: bool
+    ) -> AsyncIterator[Any]:
+        async for data in self._bounded(requests, context) if bounded else requests:
+            yield decode_message(data, parse, self._max_message_bytes)
 
     async def _bounded(
         self, requests: AsyncIterator[bytes], context: Context

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 # Larger metadata is rejected with RESOURCE_EXHAUSTED. By default gRPC rejects some from half of it.
 _MAX_METADATA_BYTES = 16 << 10
-_CALLS_PER_CONNECTION = 1024
+_CALLS_PER_CONNECTION = 1024  # open at a time; for further calls its client waits
 _CALLS_PER_READ = 4
 # Limits of a process. Further calls are rejected with RESOURCE_EXHAUSTED, connections are closed.
 MAX_CALLS = 16_384
@@ -53,7 +53,6 @@ class Server:
     Args:
         interceptors: this service's own, which accept or reject a call before its message is read.
         callers: the services that may call this one, if TLS is used; None: anybody may.
-        max_calls: the limit of open calls per connection, at which its client waits.
         reuse_port: whether several processes may listen on one port.
         ready: called when the server is SERVING for the first time.
         plaintext: serves plaintext whatever the settings say, for an address on loopback.
@@ -72,7 +71,6 @@ class Server:
         *,
         interceptors: Sequence[aio.ServerInterceptor] = (),
         callers: Callers | None = None,
-        max_calls: int = _CALLS_PER_CONNECTION,
         reuse_port: bool = False,
         ready: Callable[[], object] | None = None,
         plaintext: bool = False,
@@ -102,7 +100,7 @@ class Server:
         self.grpc = aio.server(
             interceptors=[*first, *interceptors, reader],
             maximum_concurrent_rpcs=MAX_CALLS,
-            options=_options(settings, max_calls, reuse_port),
+            options=_options(settings, reuse_port),
         )
         self._health = HealthServicer(("", service_name))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -180,14 +178,14 @@ class Server:
         log.info("stopped")
 
 
-def _options(settings: ServiceSettings, max_calls: int, reuse_port: bool) -> Options:
+def _options(settings: ServiceSettings, reuse_port: bool) -> Options:
     return [
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_receive_message_length", UNREAD_FACTOR * settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.max_concurrent_streams", max_calls),
+        ("grpc.max_concurrent_streams", _CALLS_PER_CONNECTION),
         # After this many calls gRPC reads other connections, because a client may make calls and
         # reset them at once.
         ("grpc.http2.max_requests_per_read", _CALLS_PER_READ),
@@ -210,4 +208,4 @@ def _options(settings: ServiceSettings, max_calls: int, reuse_port: bool) -> Opt
 
 
 def _warn(reason: str) -> None:
-    log.warning("certificates not reloaded", reason=reason)
+    log.warning("cannot reload certificates; keeping the last ones", reason=reason)

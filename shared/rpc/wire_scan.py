@@ -22,7 +22,8 @@ from shared.errors import InvalidArgumentError
 MAX_FIELDS = 1 << 16
 # Fields between two pauses, which take about a millisecond.
 _FIELDS_AT_ONCE = 1024
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_VARINT, _LENGTH = 0, 2  # wire types
+_FIXED_BYTES = {1: 8, 5: 4}  # by wire type
 _MAX_VARINT_BYTES = 10
 
 
@@ -55,57 +56,52 @@ def scan(data: bytes, descriptor: Any) -> Iterator[int]:
         InvalidArgumentError: there are more than `MAX_FIELDS` fields, or two fields of a oneof.
     """
     try:
-        yield from _walk(data, descriptor)
+        for num_fields, _ in enumerate(_fields(data, 0, len(data), descriptor, ()), start=1):
+            if num_fields % _FIELDS_AT_ONCE == 0:
+                if num_fields > MAX_FIELDS:
+                    raise InvalidArgumentError("message", f"more than {MAX_FIELDS} fields")
+                yield num_fields
     except IndexError as error:
         raise DecodeError("a field is cut short") from error
 
 
-def _walk(data: bytes, descriptor: Any) -> Iterator[int]:
-    plan, position, end = _plan(descriptor), 0, len(data)
-    chosen: dict[Any, int] = {}  # field number by oneof, in the message being scanned
-    # The messages around that message: plan, end, oneofs, and the name of the field within.
-    outer: list[tuple[_Plan, int, dict[Any, int], str]] = []
-    num_fields = 0
-    while True:
-        while position == end and outer:
-            plan, end, chosen, _ = outer.pop()
-        if position >= end:
-            if position > end:
-                raise DecodeError("a field reaches beyond its message")
-            return
-        num_fields += 1
-        if num_fields % _FIELDS_AT_ONCE == 0:
-            if num_fields > MAX_FIELDS:
-                raise InvalidArgumentError("message", f"more than {MAX_FIELDS} fields")
-            yield num_fields
+def _fields(
+    data: bytes, position: int, end: int, descriptor: Any, path: tuple[str, ...]
+) -> Iterator[None]:
+    """Yields once for each field of a message, `data[position:end]`, and of the messages within it.
+    `path` names the fields around it. No message type contains itself, so the path is short."""
+    plan = _plan(descriptor)
+    chosen: dict[Any, int] = {}  # field number by oneof
+    while position < end:
+        yield
         tag, position = _read_varint(data, position)
         number, wire_type = tag >> 3, tag & 7
         if number in plan.oneofs:
             oneof = plan.oneofs[number]
             if chosen.setdefault(oneof, number) != number:
-                raise _conflict(oneof, (chosen[oneof], number), [each[3] for each in outer])
+                raise _conflict(oneof, (chosen[oneof], number), path)
         if wire_type == _LENGTH:
             size, position = _read_varint(data, position)
             if number in plan.messages and position + size <= end:
                 field = plan.messages[number]
-                outer.append((plan, end, chosen, field.name))
-                plan, end, chosen = _plan(field.message_type), position + size, {}
-            else:
-                position += size
+                inner = (*path, field.name)
+                yield from _fields(data, position, position + size, field.message_type, inner)
+            position += size
         elif wire_type == _VARINT:
             _, position = _read_varint(data, position)
-        elif wire_type == _FIXED32:
-            position += 4
-        elif wire_type == _FIXED64:
-            position += 8
+        elif wire_type in _FIXED_BYTES:
+            position += _FIXED_BYTES[wire_type]
         else:  # groups, which proto3 does not have
             raise DecodeError(f"a field of type {wire_type}")
+    if position > end:
+        raise DecodeError("a field reaches beyond its message")
 
 
-def _conflict(oneof: Any, numbers: tuple[int, int], outer: list[str]) -> InvalidArgumentError:
+def _conflict(oneof: Any, numbers: tuple[int, int], path: tuple[str, ...]) -> InvalidArgumentError:
     names = [field.name for field in oneof.fields if field.number in numbers]
-    path = ".".join((*outer, oneof.name))
-    return InvalidArgumentError(path, f"{' and '.join(names)} are set; give one")
+    return InvalidArgumentError(
+        ".".join((*path, oneof.name)), f"{' and '.join(names)} are set; give one"
+    )
 
 
 def _read_varint(data: bytes, position: int) -> tuple[int, int]:

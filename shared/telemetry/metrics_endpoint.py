@@ -119,7 +119,7 @@ async def list_endpoint(file: Path, address: str, **labels: str) -> None:
             os.replace(unfinished, file)
             return
         except OSError as error:  # a full disk, say
-            log.warning("metrics are not listed", file=str(file), reason=str(error))
+            log.warning("cannot list metrics; trying again", file=str(file), reason=str(error))
         await asyncio.sleep(_RETRY_S)
 
 

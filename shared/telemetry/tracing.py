@@ -107,7 +107,7 @@ def _nanoseconds(at: float) -> int:
 
 class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        log.warning("traces", reason=record.getMessage())
+        log.warning("OpenTelemetry reports a problem", reason=record.getMessage())
 
 
 def _log_to_structlog(logger: logging.Logger) -> None:

@@ -23,7 +23,7 @@ _CONNECTIONS_AT_ONCE = 32  # being opened
 
 
 @dataclass
-class Loot:
+class Gains:
     """The gains of an attacker: answers by status or kind, tokens, and what was sent."""
 
     answers: Counter[str] = field(default_factory=Counter)
@@ -44,7 +44,7 @@ class Target:
     ) -> None:
         self.address = address
         self.token = token
-        self.loot = Loot()
+        self.gains = Gains()
         self._seconds = seconds
         self._ready = ready
         self._ends_at = 0.0
@@ -100,14 +100,14 @@ class Target:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Counts a call and its status; raises no error of it."""
-        self.loot.sent["calls"] += 1
+        self.gains.sent["calls"] += 1
         try:
             yield
-            self.loot.answers["OK"] += 1
+            self.gains.answers["OK"] += 1
         except aio.AioRpcError as error:
-            self.loot.answers[error.code().name] += 1
+            self.gains.answers[error.code().name] += 1
         except asyncio.CancelledError:
-            self.loot.answers["unfinished"] += 1
+            self.gains.answers["unfinished"] += 1
             raise
 
     async def generate(self, channel: aio.Channel, request: pb.GenerateRequest) -> None:
@@ -117,7 +117,7 @@ class Target:
         try:
             with self.counted():
                 async for chunk in call:
-                    self.loot.tokens += len(chunk.token_ids)
+                    self.gains.tokens += len(chunk.token_ids)
         finally:
             call.cancel()
 
@@ -126,20 +126,20 @@ class Target:
             answer = await self.ask(channel, "GetModel", b"")
         if answer is None:
             raise AssertionError("the attacker's own token is refused")
-        self.loot.sent.clear()
-        self.loot.answers.clear()
+        self.gains.sent.clear()
+        self.gains.answers.clear()
         return pb.GetModelResponse.FromString(answer).max_model_len
 
     @asynccontextmanager
     async def raw(self, **how: Any) -> AsyncIterator[RawConnection]:
         """A connection for frames by hand, whose answers are counted at its end; `how`: as for
         `connect`."""
-        async with connect(self.address, counts=self.loot.answers, **how) as connection:
-            self.loot.sent["connections"] += 1
+        async with connect(self.address, counts=self.gains.answers, **how) as connection:
+            self.gains.sent["connections"] += 1
             try:
                 yield connection
             finally:
-                self.loot.answers["connections closed"] += connection.closed
+                self.gains.answers["connections closed"] += connection.closed
 
     async def hold_connections(
         self,
@@ -174,13 +174,13 @@ class Target:
             results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
             if isinstance(result, OSError):
-                self.loot.answers[type(result).__name__] += 1
+                self.gains.answers[type(result).__name__] += 1
             elif isinstance(result, Exception):
                 raise result
 
 
 Play = Callable[[Target], Awaitable[None]]
-Interface = Literal["grpc", "engine", "events", "http", "dashboard", "open"]  # open: without tokens
+Interface = Literal["grpc", "engine", "events", "http", "dashboard"]
 
 
 @dataclass(frozen=True)

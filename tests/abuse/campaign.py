@@ -1,8 +1,8 @@
 """Plays attacks on a stack, one after another, and measures what honest clients see of each.
 
-A round of an attack is four windows, close to each other because the machine is noisy: undisturbed;
-the attack; a *control*, in which processes that have nothing to do with the stack burn as much CPU
-as the attacker and the stack's own extra work did; and one that burns only the attacker's part.
+A round of an attack is three windows, close to each other because the machine is noisy:
+undisturbed; the attack; and a *control*, in which processes that have nothing to do with the stack
+burn as much CPU as the attacker and the stack's own extra work did.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any
 
+from tests.abuse import attacker
 from tests.abuse.attack import Attack
+from tests.abuse.burner import burn
 from tests.abuse.child import Child
 from tests.abuse.figures import Figures
 from tests.abuse.observer import STREAMS
@@ -25,7 +26,6 @@ from tests.waiting import wait_for
 
 _SETTLE_S = 10.0  # until the stack has only the honest streams again; if not, that is no problem
 _MAX_BURNERS = 8
-_MIN_EXTRA = 0.05  # cores; less is not worth a control of its own
 
 
 def run_campaign(
@@ -41,7 +41,7 @@ def run_campaign(
     Args:
         anonymous: whether the stack asks for no tokens, so that honest clients and attacker, on one
             host, are one client to it; it does not for attacks on its HTTP, either.
-        report_attack: told of each attack before it begins.
+        report_attack: is called with the name of each attack before it begins.
     """
     report, started = Report(seconds, rounds), time.monotonic()
     with ExitStack() as open_rig:
@@ -69,21 +69,20 @@ def play_round(rig: Rig, attack: Attack, seconds: float) -> Round:
     none = _window(rig, seconds)
     usual = _cores(used, cpu_s(directory), time.monotonic() - began_at)
     pids, before_mb = rig.stack.pids(), memory_mb(directory)
-    options = ["--address", rig.address(attack.interface), "--seconds", str(seconds)]
-    options += ["--token", rig.attackers_token] if rig.attackers_token else []
-    with Child("tests.abuse.attacker", attack.name, *options) as attacker:
-        attacker.expect("READY")
+    address = rig.address(attack.interface)
+    with Child(attacker.attack, attack.name, address, rig.attackers_token, seconds) as child:
+        child.receive()
         rig.begin()
         used = cpu_s(directory)
         with MemoryPeaks(directory) as memory:
-            attacker.say("go")
+            child.send("go")
             _kill(rig, attack, seconds)
-            loot: dict[str, Any] = attacker.answer()
-        busy = _cores(used, cpu_s(directory), loot["seconds"])
+            played: attacker.Played = child.receive()
+        busy = _cores(used, cpu_s(directory), played.seconds)
         attacked = rig.end()
     recovers = _settle(rig)
     extra = sum((busy - usual).values())
-    cores = loot["cpu_s"] / loot["seconds"]
+    cores = played.cpu_s / played.seconds
     died = [f"{s}-{i} that died" for (s, i), pid in rig.stack.pids().items() if pid != pids[s, i]]
     if attack.kills:
         died = []
@@ -93,16 +92,13 @@ def play_round(rig: Rig, attack: Attack, seconds: float) -> Round:
         none=none,
         attack=attacked,
         control=_control(rig, attack, cores + extra, seconds) if recovers else none,
-        control_alone=(
-            _control(rig, attack, cores, seconds) if recovers and extra > _MIN_EXTRA else None
-        ),
         attackers_cores=cores,
         extra_cores=extra,
         memory_before_mb=dict(before_mb),
         memory_peak_mb=memory.peaks_mb,
         memory_after_mb=dict(memory_mb(directory)),
         died=died,
-        loot={name: loot[name] for name in ("answers", "sent", "tokens")},
+        gains=played.gains,
     )
 
 
@@ -122,7 +118,7 @@ def _control(rig: Rig, attack: Attack, cores: float, seconds: float) -> Figures:
     with ExitStack() as burning:
         for _ in range(processes):
             share = min(1.0, cores / processes)
-            burning.enter_context(Child("tests.abuse.burner", str(share))).expect("READY")
+            burning.enter_context(Child(burn, share)).receive()
         figures = _window(rig, seconds, attack)
     _settle(rig)
     return figures

@@ -1,64 +1,51 @@
-"""A process of the campaign, which is spoken to in lines."""
+"""A process of the campaign, and a pipe to it."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any, Self
 
-from tests.stack import ROOT
 from tests.waiting import WAIT_S
+
+_PROCESSES = multiprocessing.get_context("spawn")  # gRPC is not fork-safe
 
 
 class Child:
-    """Runs `python -m module`; killed at the end, if it has not ended."""
+    """Runs `work(pipe, *arguments)`; killed at the end, if it has not ended."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        self.module = module
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # sessions share the processors (autogroup): it is like a host
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
+    def __init__(self, work: Callable[..., None], *arguments: object) -> None:
+        self._pipe, theirs = _PROCESSES.Pipe()
+        arguments = (work, theirs, *arguments)
+        self._process = _PROCESSES.Process(target=_run, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait()
-        self._input.close()
-        self._output.close()
+        self._process.join()
+        self._pipe.close()
 
-    def say(self, line: str) -> None:
-        self._input.write(line + "\n")
-        self._input.flush()
+    def send(self, message: object) -> None:
+        self._pipe.send(message)
 
-    def expect(self, line: str) -> None:
-        found = self._read()
-        if found != line:
-            raise AssertionError(f"{self.module} said {found!r} instead of {line}")
+    def receive(self) -> Any:
+        """Returns the next message.
 
-    def answer(self) -> dict[str, Any]:
-        """Returns what the next line says in JSON."""
-        line = self._read()
-        if not line:
-            raise AssertionError(f"{self.module} ended without an answer")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        Raises:
+            EOFError: the process has ended.
+            TimeoutError: no message came.
+        """
+        if not self._pipe.poll(WAIT_S):
+            raise TimeoutError(f"waited {WAIT_S:.0f} s for a process of the campaign")
+        return self._pipe.recv()
 
-    def _read(self) -> str:
-        alarm = threading.Timer(WAIT_S, self._process.kill)
-        alarm.start()
-        try:
-            return self._output.readline().strip()
-        finally:
-            alarm.cancel()
+
+def _run(work: Callable[..., None], pipe: Connection, *arguments: object) -> None:
+    os.setsid()  # sessions share the processors (autogroup): it is like a host
+    work(pipe, *arguments)

@@ -1,23 +1,21 @@
-"""`python -m tests.abuse.observer`: a process of honest clients, which time what they get.
+"""A process of honest clients, which time what they get.
 
 Sixteen streams of a plain gRPC client, one request after another, each with one right answer, two
 of them with structured output; a health check every 10 ms on a connection of its own to the
 frontend and to the scheduler, which shows how long an event loop stalls; and now and then a new
-connection. It says READY once it knows the answers. `begin` begins a window; `end` is answered by
-its figures.
+connection. It sends a message once it knows the answers. "begin" begins a window; "end" is answered
+by its figures.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import json
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
@@ -28,7 +26,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.abuse.figures import Recorder
+from tests.abuse.figures import Figures, Recorder
 
 STREAMS = 16
 _TOKENS = 48  # so few that each stream asks for several completions in a window
@@ -73,7 +71,7 @@ def honest_request(number: int, times: int) -> pb.GenerateRequest:
 
 
 def engine_request(number: int) -> vllm.GenerateRequest:
-    """What `honest_request` asks of a greedy stream without structured output."""
+    """The request of `honest_request` for a greedy stream without structured output."""
     asked = honest_request(number, times=0)
     return vllm.GenerateRequest(
         request_id=str(number),
@@ -125,7 +123,7 @@ class Observer:
     def begin(self) -> None:
         self._recorder.begin()
 
-    async def end(self) -> dict[str, object]:
+    async def end(self) -> Figures:
         """Waits for one more chunk of each stream: pauses that began in the window belong to it."""
         before = list(self._chunks)
 
@@ -137,7 +135,7 @@ class Observer:
                 while waiting():
                     self._progress.clear()
                     await self._progress.wait()
-        return asdict(self._recorder.end(stuck=waiting()))
+        return self._recorder.end(stuck=waiting())
 
     async def _answer(self, number: int) -> list[int]:
         tokens: list[int] = []
@@ -214,23 +212,17 @@ def _fail_aloud(task: asyncio.Task[None]) -> None:
         raise SystemExit(f"an honest client broke: {error!r}")
 
 
-async def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.abuse.observer")
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--scheduler", required=True)
-    parser.add_argument("--token", default="")
-    parser.add_argument("--engine", default="")
-    options = parser.parse_args()
-    observer = Observer(options.address, options.scheduler, options.token, options.engine)
+def observe(pipe: Connection, address: str, scheduler: str, token: str, engine: str) -> None:
+    asyncio.run(_observe(pipe, address, scheduler, token, engine))
+
+
+async def _observe(pipe: Connection, *addresses: str) -> None:
+    observer = Observer(*addresses)
     await observer.start()
-    print("READY", flush=True)
-    while command := (await asyncio.to_thread(sys.stdin.readline)).strip():
-        if command == "begin":
+    pipe.send("ready")
+    while True:
+        if await asyncio.to_thread(pipe.recv) == "begin":
             observer.begin()
-            print("BEGUN", flush=True)
+            pipe.send("begun")
         else:
-            print(json.dumps(await observer.end()), flush=True)
-
-
-if __name__ == "__main__":
-    asyncio.run(_main())
+            pipe.send(await observer.end())

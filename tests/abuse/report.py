@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from tests.abuse.attack import Gains
 from tests.abuse.figures import Figures
 
 _REFUSED = "RESOURCE_EXHAUSTED"
@@ -27,14 +27,13 @@ class Round:
     none: Figures
     attack: Figures
     control: Figures
-    control_alone: Figures | None  # None: as `control`, the stack had no extra work
     attackers_cores: float
     extra_cores: float
     memory_before_mb: dict[str, float]
     memory_peak_mb: dict[str, float]
     memory_after_mb: dict[str, float]
     died: list[str]  # processes that nobody was to kill; the stack, if it does not serve again
-    loot: dict[str, Any]
+    gains: Gains
 
     @property
     def broken(self) -> bool:
@@ -45,12 +44,6 @@ class Round:
     def p99_factor(self) -> float:
         """The growth of honest streams' p99 gap against the control."""
         return self.attack.gap_p99_ms / max(self.control.gap_p99_ms, 1e-3)
-
-    @property
-    def p99_factor_alone(self) -> float:
-        """The same against the control without the stack's own extra work."""
-        control = self.control_alone or self.control
-        return self.attack.gap_p99_ms / max(control.gap_p99_ms, 1e-3)
 
 
 @dataclass
@@ -109,7 +102,6 @@ class Report:
         values = asdict(self)
         for result, each in zip(values["results"], self.results, strict=True):
             result["p99_factor"] = each.p99_factor
-            result["p99_factor_alone"] = each.median(lambda r: r.p99_factor_alone)
             result["harm"] = each.harm()
         path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
@@ -135,9 +127,7 @@ _COLUMNS: dict[str, Callable[[Result], str]] = {
         result.median(lambda each: each.control.gap_p99_ms),
         result.median(lambda each: each.attack.gap_p99_ms),
     ),
-    "factor\n(alone)": lambda result: (
-        f"{result.p99_factor:.2f}\n({result.median(lambda each: each.p99_factor_alone):.2f})"
-    ),
+    "factor": lambda result: f"{result.p99_factor:.2f}",
     "worst gap ms\nnone, attack": lambda result: _worst(result, lambda w: w.gap_worst_ms),
     "first token ms\nnone, attack\n(with a schema)": lambda result: (
         f"{_worst(result, lambda w: w.first_worst_ms)}\n"
@@ -152,8 +142,8 @@ _COLUMNS: dict[str, Callable[[Result], str]] = {
         f"{result.median(lambda each: each.extra_cores):.2f}"
     ),
     "MB before, peak, after": lambda result: _memory(result.rounds),
-    "it sent": lambda result: _loot(result.rounds, "sent"),
-    "it got": lambda result: _loot(result.rounds, "answers"),
+    "it sent": lambda result: _gains(result.rounds, "sent"),
+    "it got": lambda result: _gains(result.rounds, "answers"),
 }
 
 
@@ -182,12 +172,12 @@ def _memory(rounds: list[Round]) -> str:
     return "\n".join(lines)
 
 
-def _loot(rounds: list[Round], kind: str) -> str:
+def _gains(rounds: list[Round], kind: str) -> str:
     counts: Counter[str] = Counter()
     for each in rounds:
-        counts.update(each.loot[kind])
+        counts.update(getattr(each.gains, kind))
         if kind == "answers":
-            counts["tokens"] += each.loot["tokens"]
+            counts["tokens"] += each.gains.tokens
     shown = [f"{count:,} {what}" for what, count in (+counts).most_common(_SHOWN)]
     return "\n".join(shown) or "nothing"
 

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from deploy.health import SERVING, check_health
-from deploy.native.processes import MARKER
 from deploy.ports import free_port
 from tests.abuse.attack import Interface
 from tests.abuse.child import Child
 from tests.abuse.figures import Figures
-from tests.stack import DEMO_MODEL, ROOT, RealStack, running_stack
-from tests.waiting import wait_for
+from tests.abuse.observer import observe
+from tests.stack import DEMO_MODEL, RealStack, running_stack
 
 HONEST_TOKEN = "honest-client-0123456789"
 ATTACKERS_TOKEN = "attacker-0123456789"
@@ -41,7 +35,6 @@ class Rig:
     observer: Child
     attackers_token: str  # empty: the frontend asks for none
     gateway_address: str
-    open_frontend: Callable[[], str]  # starts it if need be, and returns its address
 
     @property
     def anonymous(self) -> bool:
@@ -55,8 +48,6 @@ class Rig:
                 return stack.address
             case "engine" | "events":
                 return self.gateway_address
-            case "open":
-                return self.open_frontend()
             case "http":
                 return urlsplit(stack.url).netloc
             case "dashboard":
@@ -64,12 +55,13 @@ class Rig:
 
     def begin(self) -> None:
         """Begins a window."""
-        self.observer.say("begin")
-        self.observer.expect("BEGUN")
+        self.observer.send("begin")
+        self.observer.receive()
 
     def end(self) -> Figures:
-        self.observer.say("end")
-        return Figures(**self.observer.answer())
+        self.observer.send("end")
+        figures: Figures = self.observer.receive()
+        return figures
 
 
 @contextmanager
@@ -83,47 +75,20 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
             variables |= {"http_port": "auto", "ui_port": "auto"}
         else:
             variables["auth_tokens_file"] = _tokens_file(directory)
-        gateway_address = f"127.0.0.1:{free_port()}"
-        environment = {"NANO_GATEWAY_ADDRESSES": gateway_address}
-        if not anonymous:  # on loopback all callers would be the gateway
-            port = gateway_address.rpartition(":")[2]
-            environment["NANO_GATEWAY_ADDRESSES"] = f"0.0.0.0:{port}"
-            environment["NANO_ALLOW_PUBLIC_PLAINTEXT"] = "1"
+        # On loopback all callers would be the gateway.
+        host, port = "127.0.0.1" if anonymous else "0.0.0.0", free_port()
+        environment = {
+            "NANO_GATEWAY_ADDRESSES": f"{host}:{port}",
+            "NANO_ALLOW_PUBLIC_PLAINTEXT": str(int(not anonymous)),
+        }
         with _few_descriptors():
             stack = started.enter_context(running_stack(environment, **variables))
-        scheduler = stack.stack.scheduler_address
-
-        @cache
-        def open_frontend() -> str:
-            return started.enter_context(_open_frontend(directory / "model", stack, scheduler))
-
-        options = ["--address", stack.address, "--scheduler", scheduler]
-        if not anonymous:
-            options += ["--token", HONEST_TOKEN, "--engine", gateway_address]
-        observer = started.enter_context(Child("tests.abuse.observer", *options))
-        observer.expect("READY")
-        token = "" if anonymous else ATTACKERS_TOKEN
-        yield Rig(stack, observer, token, gateway_address, open_frontend)
-
-
-@contextmanager
-def _open_frontend(model: Path, stack: RealStack, scheduler: str) -> Iterator[str]:
-    """Runs a frontend without tokens on the stack's scheduler, as that of an HTTP gateway is."""
-    port = free_port()
-    flags = [f"--model={model}", f"--port={port}", f"--scheduler-address={scheduler}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "frontend", *flags],
-        cwd=ROOT,
-        env=os.environ | {MARKER: str(stack.directory)},  # whose work is the stack's
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        wait_for(lambda: check_health(f"127.0.0.1:{port}") == SERVING, "the open frontend")
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
+        gateway_address = f"127.0.0.1:{port}"
+        named = ("", "") if anonymous else (HONEST_TOKEN, gateway_address)
+        child = Child(observe, stack.address, stack.stack.scheduler_address, *named)
+        observer = started.enter_context(child)
+        observer.receive()
+        yield Rig(stack, observer, "" if anonymous else ATTACKERS_TOKEN, gateway_address)
 
 
 def _tokens_file(directory: Path) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.abuse.attack import Loot, Target
+from tests.abuse.attack import Gains, Target
 from tests.abuse.attacks import ATTACKS
 from tests.abuse.rig import Rig, running_rig
 from tests.waiting import wait_for
@@ -16,15 +16,15 @@ from tests.waiting import wait_for
 _FOREVER_S = 300.0  # attacks end as soon as they have done enough
 
 # When an attack is seen to be doing what it says.
-ENOUGH: dict[str, Callable[[Loot], bool]] = {
-    "rapid-reset": lambda loot: loot.sent["calls reset"] > 1_000,
-    "shut-windows": lambda loot: loot.answers["HEADERS"] > 0 == loot.answers["DATA"],
-    "tiny-windows": lambda loot: loot.answers["DATA"] > 100,
-    "distinct-grammars": lambda loot: loot.tokens > 100,
-    "deep-nesting": lambda loot: loot.answers["INVALID_ARGUMENT"] > 1,
-    "first-priority": lambda loot: loot.tokens > 100,
-    "wrong-tokens": lambda loot: loot.answers["UNAUTHENTICATED"] > 100,
-    "foreign-aborts": lambda loot: loot.answers["OK"] > 500,
+ENOUGH: dict[str, Callable[[Gains], bool]] = {
+    "rapid-reset": lambda gains: gains.sent["calls reset"] > 1_000,
+    "shut-windows": lambda gains: gains.answers["HEADERS"] > 0 == gains.answers["DATA"],
+    "tiny-windows": lambda gains: gains.answers["DATA"] > 100,
+    "distinct-grammars": lambda gains: gains.tokens > 100,
+    "deep-nesting": lambda gains: gains.answers["INVALID_ARGUMENT"] > 1,
+    "first-priority": lambda gains: gains.tokens > 100,
+    "wrong-tokens": lambda gains: gains.answers["UNAUTHENTICATED"] > 100,
+    "foreign-aborts": lambda gains: gains.answers["OK"] > 500,
 }
 
 
@@ -34,21 +34,21 @@ def rig() -> Iterator[Rig]:
         yield running
 
 
-async def play(rig: Rig, name: str, enough: Callable[[Loot], bool]) -> Loot:
+async def play(rig: Rig, name: str, enough: Callable[[Gains], bool]) -> Gains:
     """Plays an attack until it has done enough."""
     address = rig.address(ATTACKS[name].interface)
     target = Target(address, rig.attackers_token, _FOREVER_S, nothing)
     playing = asyncio.create_task(ATTACKS[name].play(target))
     done = asyncio.create_task(
-        asyncio.to_thread(wait_for, lambda: enough(target.loot) or playing.done(), name)
+        asyncio.to_thread(wait_for, lambda: enough(target.gains) or playing.done(), name)
     )
     await done
     if playing.done():
         await playing  # why it failed
     playing.cancel()
     await asyncio.gather(playing, return_exceptions=True)
-    assert enough(target.loot), target.loot
-    return target.loot
+    assert enough(target.gains), target.gains
+    return target.gains
 
 
 async def nothing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from deploy.native.processes import stack_members
-from tests.chaos.client import Client
+from nano_vllm_grpc import AsyncLLM
 from tests.chaos.faults import FAULTS, Target, draw_faults
 from tests.chaos.load import Load
 from tests.chaos.report import Report, Rest
@@ -48,13 +48,13 @@ def run_campaign(
     """Starts a stack of `tp` ranks per engine, harms it `faults` times, and stops it.
 
     Args:
-        report_fault: told of each fault before it happens.
+        report_fault: is called with the name of each fault before it happens.
         kinds: names in `FAULTS`; empty: all of them.
         variables: those of `make up`, in lower case.
     """
     rng = random.Random(f"{seed} {tp}")
     variables = {**_LIMITS, "tp": tp, "frontends": _FRONTENDS, **variables}
-    with running_stack(environment=faulty_environment("exit"), **variables) as stack:
+    with running_stack(environment=faulty_environment(WORKER_FAULT="exit"), **variables) as stack:
         campaign = _Campaign(stack, seed, rng, report_fault)
         return asyncio.run(campaign.run(faults, kinds, clients))
 
@@ -121,12 +121,12 @@ class _Campaign:
 async def undisturbed(address: str, requests: list[Request]) -> dict[str, Transcript]:
     """Returns each request's transcript on an undisturbed stack, by name."""
 
-    async def read(client: Client, request: Request) -> Transcript:
+    async def read(client: AsyncLLM, request: Request) -> Transcript:
         transcript = Transcript()
-        async for chunk in client.follow(request):
+        async for chunk in client.stream(request.prompt, request.params):
             transcript.add(chunk)
         return transcript
 
-    async with Client(address) as client:
+    async with AsyncLLM(address) as client:
         found = await asyncio.gather(*(read(client, request) for request in requests))
     return {request.name: each for request, each in zip(requests, found, strict=True)}

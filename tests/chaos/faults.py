@@ -12,11 +12,11 @@ from contextlib import aclosing, suppress
 
 import grpc
 
+from nano_vllm_grpc import AsyncLLM
 from nano_vllm_grpc.errors import LLMError
 from nano_vllm_grpc.types import SamplingParams
-from tests.chaos.client import Client
 from tests.chaos.workload import Request
-from tests.faults.faulty import TRIGGER
+from tests.faults.faulty_services.sitecustomize import TRIGGER
 from tests.stack import RealStack
 
 _CANCELLED_AT_ONCE = 200
@@ -48,8 +48,10 @@ class Target:
 
     async def cancel_many(self) -> None:
         """Opens many streams and cancels all of them at once."""
-        async with Client(self.stack.address) as client:
-            streams = [client.follow(r) for r in self._any_requests(_CANCELLED_AT_ONCE)]
+        async with AsyncLLM(self.stack.address) as client:
+            streams = [
+                client.stream(r.prompt, r.params) for r in self._any_requests(_CANCELLED_AT_ONCE)
+            ]
             tasks = [asyncio.ensure_future(anext(stream, None)) for stream in streams]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -61,18 +63,18 @@ class Target:
     async def stall_readers(self) -> None:
         """Opens streams whose readers stop after one chunk, and leave later."""
 
-        async def stall(client: Client, request: Request) -> None:
-            async with aclosing(client.follow(request)) as chunks:
+        async def stall(client: AsyncLLM, request: Request) -> None:
+            async with aclosing(client.stream(request.prompt, request.params)) as chunks:
                 await anext(chunks, None)
                 await asyncio.sleep(self.rng.uniform(1.0, 3.0))
 
-        async with Client(self.stack.address) as client:
+        async with AsyncLLM(self.stack.address) as client:
             await asyncio.gather(*(stall(client, r) for r in self._any_requests(_STALLED)))
 
     async def poison(self) -> None:
         """Sends a request that kills any worker, every time, until it alone ends with INTERNAL."""
         params = SamplingParams(temperature=0, max_tokens=20)
-        async with Client(self.stack.address) as client:
+        async with AsyncLLM(self.stack.address) as client:
             try:
                 async for _ in client.stream([*range(100, 136), *TRIGGER], params):
                     pass

@@ -10,15 +10,15 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from nano_vllm_grpc import AsyncLLM
 from nano_vllm_grpc.errors import LLMError
 from nano_vllm_grpc.types import Chunk
-from tests.chaos.client import Client
 from tests.chaos.workload import Request
-from tests.faults.transcript import Damage, Transcript, transcript_of
+from tests.faults.transcript import Damage, Transcript
 from tests.waiting import WAIT_S
 
 # What a client may do with a request, by weight.
-_WAYS = {"stream": 55, "unary": 15, "cancelled": 20, "read slowly": 10}
+_WAYS = {"stream": 70, "cancelled": 20, "read slowly": 10}
 _SLOW_READ_S = 0.05  # after each chunk
 _PRIORITIES = (-1, 0, 0, 0, 1)
 
@@ -97,7 +97,7 @@ class Load:
                 await self._moved.wait()
 
     async def _send_requests(self, rng: random.Random) -> None:
-        async with Client(self._address) as client:
+        async with AsyncLLM(self._address) as client:
             while not self._stopping:
                 request = rng.choice(self._requests)
                 (way,) = rng.choices(list(_WAYS), list(_WAYS.values()))
@@ -106,16 +106,14 @@ class Load:
                 except LLMError as error:
                     self.outcome.failures.append(f"{request.name} ({way}): {error}")
 
-    async def _send(self, client: Client, request: Request, way: str, rng: random.Random) -> None:
+    async def _send(self, client: AsyncLLM, request: Request, way: str, rng: random.Random) -> None:
         priority = rng.choice(_PRIORITIES)
         expected = self._expected[request.name]
-        if way == "unary":
-            found = transcript_of(await client.ask(request, priority))
-            self.outcome.note(way, request, found, found.compare(expected))
-            return
         most = rng.randint(0, expected.num_tokens) if way == "cancelled" else None
         pause_s = _SLOW_READ_S if way == "read slowly" else 0.0
-        found = await self._read(client.follow(request, priority), most, pause_s)
+        found = await self._read(
+            client.stream(request.prompt, request.params, priority=priority), most, pause_s
+        )
         self.outcome.note(way, request, found, found.compare(expected, cut=most is not None))
 
     async def _read(

@@ -1,10 +1,9 @@
-"""A stack shared by many tests, and the reference model that tells them what is right."""
+"""A stack that many tests share, and the reference model with the right answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import grpc
 import pytest
 
 from tests.e2e.transformers_model import TransformersModel
@@ -21,9 +20,3 @@ def demo_stack() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def oracle() -> TransformersModel:
     return TransformersModel(DEMO_MODEL)
-
-
-@pytest.fixture
-def demo_channel(demo_stack: str) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(demo_stack) as channel:
-        yield channel

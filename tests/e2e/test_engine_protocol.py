@@ -1,4 +1,4 @@
-"""vLLM's engine protocol of a real stack: what only the engine itself can tell, and profiles of its
+"""vLLM's engine protocol of a real stack: events of the cache, loads, and profiles of its
 workers."""
 
 from __future__ import annotations
@@ -132,21 +132,6 @@ def test_flushing_empties_the_cache_when_nothing_runs(stack: tuple[RealStack, An
     cache.call.cancel()
 
 
-def test_to_lose_a_worker_clears_the_cache_for_subscribers(stack: tuple[RealStack, Any]) -> None:
-    running, stub = stack
-    prompt = list(range(400, 440))
-    with LLM(running.address) as llm:
-        cache = Cache(subscribe(stub))
-        llm.generate([prompt], SamplingParams(max_tokens=1))
-        running.kill("worker")
-        llm.generate([list(range(500, 540))], SamplingParams(max_tokens=1))
-        cache.apply_until_quiet()
-    assert tuple(prompt[:BLOCK]) not in {tokens for _, tokens in cache.blocks.values()}
-    assert tuple(range(500, 516)) in {tokens for _, tokens in cache.blocks.values()}
-    running.wait_serving()
-    cache.call.cancel()
-
-
 def test_a_sequence_number_of_the_past_is_out_of_range(stack: tuple[RealStack, Any]) -> None:
     _, stub = stack
     with pytest.raises(grpc.RpcError) as caught:
@@ -218,10 +203,3 @@ def test_a_worker_takes_its_profile_with_it(stack: tuple[RealStack, Any]) -> Non
     assert generate(running) == expected
     assert len(stop_profile(stub)) == 2
     running.wait_serving()
-
-
-def test_a_workers_refusal_reaches_the_operator(stack: tuple[RealStack, Any]) -> None:
-    with pytest.raises(grpc.RpcError) as refused:
-        start_profile(stack[1], activities=["TPU"])
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert refused.value.details() == "activities: TPU; known: CPU, GPU, MEM"

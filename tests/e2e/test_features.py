@@ -15,6 +15,8 @@ import pytest
 from nano_vllm_grpc.pb.frontend_pb2 import (
     FINISH_REASON_EOS,
     FINISH_REASON_LENGTH,
+    Chat,
+    ChatMessage,
     Choice,
     GenerateRequest,
     GenerateResponse,
@@ -82,8 +84,9 @@ FEATURES: dict[str, SamplingParams] = {
 
 
 @pytest.fixture
-def stub(demo_channel: grpc.Channel) -> InferenceServiceStub:
-    return InferenceServiceStub(demo_channel)
+def stub(demo_stack: str) -> Iterator[InferenceServiceStub]:
+    with grpc.insecure_channel(demo_stack) as channel:
+        yield InferenceServiceStub(channel)
 
 
 def request_for(params: SamplingParams, text: str = PROMPT, **fields: Any) -> GenerateRequest:
@@ -124,20 +127,20 @@ def check_all(address: str, alone: dict[str, GenerateResponse]) -> None:
         assert tokens_of(answer) == tokens_of(alone[name]), name
 
 
-def test_a_crowd_changes_nothing(demo_stack: str, alone: dict[str, GenerateResponse]) -> None:
-    check_all(demo_stack, alone)
-
-
 @pytest.fixture(
     scope="module",
     params=[
+        {},
         {"tp": 2, "frontends": 2, "sync": 1},
         {"kv_blocks": 24, "block_size": 16, "max_num_batched_tokens": 16, "max_num_seqs": 5},
     ],
-    ids=["two ranks, no step ahead", "preempted, short chunks"],
+    ids=["defaults", "two ranks, no step ahead", "preempted, short chunks"],
 )
-def configured(request: pytest.FixtureRequest) -> Iterator[str]:
+def configured(request: pytest.FixtureRequest, demo_stack: str) -> Iterator[str]:
     """The address of a stack with settings that must not matter."""
+    if not request.param:
+        yield demo_stack
+        return
     with running_stack(**request.param) as stack:
         yield stack.address
 
@@ -151,11 +154,31 @@ def test_no_configuration_changes_a_token(
 def test_no_configuration_changes_what_transformers_would_say(
     configured: str, oracle: TransformersModel
 ) -> None:
-    prompts = token_prompts(len(oracle.tokenizer), 12)
+    prompts = token_prompts(len(oracle.tokenizer), 20)
     expected = [[oracle.greedy(p, 40, ignore_eos=True)] for p in prompts]
     params = sampling(temperature=0, max_tokens=40)
     requests = [GenerateRequest(token_ids=TokenIds(ids=p), sampling=params) for p in prompts]
     assert [tokens_of(answer) for answer in run_all(configured, requests)] == expected
+
+
+def test_a_chat_is_rendered_and_ends_by_itself(
+    stub: InferenceServiceStub, oracle: TransformersModel
+) -> None:
+    messages = [{"role": "user", "content": "What is 17 + 25?"}]
+    rendered = oracle.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    prompt_ids = oracle.encode(rendered)
+    expected = oracle.greedy(prompt_ids, 200, ignore_eos=False)
+    chat = Chat(messages=[ChatMessage(**m) for m in messages])
+    params = SamplingParams(temperature=0, max_tokens=200)
+    answer = stub.Generate(GenerateRequest(chat=chat, sampling=params), timeout=TIMEOUT_S)
+    (completion,) = answer.completions
+    assert completion.finish_reason == FINISH_REASON_EOS
+    assert list(completion.token_ids) == expected
+    assert completion.text == oracle.tokenizer.decode(expected, skip_special_tokens=True)
+    assert "42" in completion.text
+    assert answer.usage.prompt_tokens == len(prompt_ids)
 
 
 @pytest.mark.parametrize("name", FEATURES)

@@ -1,5 +1,5 @@
-"""What a stack of two ranks listens on, with and without TLS, is what docs/security.md lists; and
-what answers there, answers only to those it is for."""
+"""The sockets of a stack of two ranks, with and without TLS, are those that docs/security.md lists,
+and each answers only its intended callers."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) ->
         if connection.status == psutil.CONN_LISTEN
     }
     assert {stack.stack.port, stack.stack.ui_port} < ports
-    assert len(ports) == (6 if stack.stack.http_port else 4)  # each frontend's metrics, its door
+    # Each frontend also has its metrics and, with HTTP, the engine protocol.
+    assert len(ports) == (6 if stack.stack.http_port else 4)
     parents = [psutil.Process(pid).parent() for pid in pids]
     with ExitStack() as resumed:
         for parent in filter(None, parents):

@@ -26,7 +26,7 @@ ENVIRONMENT = {name: os.environ[name] for name in ("PATH", "HOME")}
 
 @pytest.fixture
 def network() -> Iterator[list[str]]:
-    """What runs a command in a network of its own."""
+    """The beginning of a command line that runs in a network of its own."""
     if reason := missing():
         pytest.skip(reason)
     if stack_members(STACK):
@@ -50,7 +50,7 @@ def test_every_block_works_as_pasted(network: list[str]) -> None:
     ran = []
     for language, text in BLOCKS:
         if text.startswith("grpcurl") and not shutil.which("grpcurl"):
-            continue  # Debian has none; the service is called likewise in test_engine_protocol.py
+            continue  # Debian has none; clients in other tests make the same call
         command = ["bash", "-ec", text]
         if language == "python":
             python = others_python() if "openai" in text else ROOT / ".venv/bin/python"

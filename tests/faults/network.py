@@ -95,7 +95,7 @@ class Hosts:
         return ["ip", "netns", "exec", _name(name), sys.executable, *map(str, arguments)]
 
     def lose(self, name: str) -> None:
-        """Ends a host with all that runs on it, for good. Nobody ever hears of it."""
+        """Ends a host with all its processes, for good, without closing a connection."""
         _ip("-n", _name(_ROUTER), "link", "del", name)
         _kill_all(name)
 

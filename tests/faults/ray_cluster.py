@@ -100,7 +100,7 @@ class RayCluster:
         return next(name for name in self._names if self._hosts.address(name) == node)
 
     def lose(self, name: str) -> None:
-        """Ends a node with all that runs on it. Nobody hears of it."""
+        """Ends a node with all its processes, without closing a connection."""
         self._hosts.lose(name)
 
     def certificate(self, folder: Path) -> Mapping[str, str]:

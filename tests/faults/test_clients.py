@@ -1,4 +1,5 @@
-"""Promise 7: clients that do not read, vanish or cancel cost bounded memory and leave nothing."""
+"""Promises 3 and 7: clients that do not read, vanish or cancel cost little and leave nothing.
+Nor does a frontend that is killed."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,6 +17,7 @@ from nano_vllm_grpc import AsyncLLM, SamplingParams
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.wire import encode_request
 from shared.pb.scheduler_pb2 import GetLoadResponse
+from tests.faults.faulty import faulty_environment
 from tests.stack import ROOT, RealStack, running_stack
 from tests.waiting import WAIT_S
 
@@ -53,7 +54,7 @@ asyncio.run(main())
 @pytest.fixture(scope="module")
 def stack() -> Iterator[RealStack]:
     # All garbage goes soon, so that only what is kept is seen to grow.
-    environment = {"PYTHONPATH": f"{Path(__file__).parent / 'collecting'}:{ROOT}"}
+    environment = faulty_environment(USUAL_GARBAGE="1")
     with running_stack(environment, kv_blocks=4096, block_size=16) as running:
         yield running
 
@@ -80,7 +81,7 @@ def assert_growth_ends(stack: RealStack, play: Callable[[RealStack], None]) -> N
 
 
 def test_clients_that_stop_reading_and_vanish(stack: RealStack) -> None:
-    """They do not hold up others, and leave nothing behind once they are gone."""
+    """Others are not delayed, and nothing is left once the clients have ended."""
     expected = asyncio.run(one_completion(stack.address))
 
     def stall_and_vanish(stack: RealStack) -> None:
@@ -145,3 +146,18 @@ async def open_and_cancel(stack: RealStack) -> None:
             call.cancel()
         load = await asyncio.to_thread(stack.wait_idle)
     assert load.blocks_free + load.blocks_cached == load.blocks
+
+
+async def test_what_a_killed_frontend_asked_for_is_dropped(stack: RealStack) -> None:
+    before = await asyncio.to_thread(stack.wait_idle)
+    params = SamplingParams(temperature=0, max_tokens=1900, ignore_eos=True)
+    async with aio.insecure_channel(stack.address) as channel:
+        request = encode_request("Once", params)
+        calls = [InferenceServiceStub(channel).GenerateStream(request) for _ in range(20)]
+        for call in calls:
+            await call.read()
+        await asyncio.to_thread(stack.kill, "frontend")
+        load = await asyncio.to_thread(stack.wait_idle)
+    assert load.sampled_tokens - before.sampled_tokens < 20 * 1900  # not computed to the end
+    assert load.blocks_free + load.blocks_cached == load.blocks
+    await asyncio.to_thread(stack.wait_serving)

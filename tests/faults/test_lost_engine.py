@@ -1,5 +1,5 @@
-"""Promise 11: an engine is lost, all its processes at once and for good, and its streams go on at
-another."""
+"""Promise 11: an engine is lost, all its processes at once and for good, and its streams continue
+at another."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whatever stops or hangs a process of a stack that was up: once it is put right, or by itself, the
-stack serves again. With TLS inside and outside, and tokens."""
+"""A process of a stack that was up stops, hangs or cannot start: the stack serves again, by itself
+or once the reason is gone. The stack has TLS inside and outside, and tokens."""
 
 from __future__ import annotations
 

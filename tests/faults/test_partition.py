@@ -1,4 +1,4 @@
-"""Promise 5: the network between hosts is cut for a while, and streams go on when it heals."""
+"""Promise 5: the network between hosts is cut for a while, and streams continue when it heals."""
 
 from __future__ import annotations
 

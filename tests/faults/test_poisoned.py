@@ -1,13 +1,16 @@
-"""A request that kills a worker or the scheduler every time ends alone."""
+"""A request that kills a worker or the scheduler every time ends alone. A step that never ends ends
+its worker."""
 
 from __future__ import annotations
 
+from math import ceil, log2
 from pathlib import Path
 
 import grpc
 
-from tests.faults.faulty import deadly_environment, faulty_stack, request
-from tests.faults.faulty_scheduler.sitecustomize import TOKEN
+from shared.suspects import MIN_LOSSES
+from tests.faults.faulty import faulty_environment, faulty_stack, request
+from tests.faults.faulty_services.sitecustomize import FAILURE, READ, STEP, TOKEN
 from tests.faults.streams import OpenStreams, assert_undamaged, open_streams, undisturbed
 from tests.stack import running_stack
 
@@ -40,18 +43,42 @@ def test_a_request_that_kills_the_scheduler_ends_and_the_others_go_on(tmp_path: 
     """Schedulers that are killed at the same time, for no reason that lies in a request, neither
     hide it nor cost another its answer."""
     deaths = tmp_path / "deaths"
+    deaths.touch()
     healthy = {f"{n}": request(n) for n in range(10, 18)}
-    with running_stack(deadly_environment(deaths), frontends=2, kv_blocks=512) as stack:
+    environment = faulty_environment(SCHEDULER_FAULT=str(deaths))
+    with running_stack(environment, frontends=2, kv_blocks=512) as stack:
         expected = undisturbed(stack.address, healthy)
+        for kind in (READ, STEP, TOKEN, FAILURE):
+            died_before = deaths.stat().st_size
+            with open_streams(stack.address, healthy) as streams:
+                streams.wait_for_tokens(20, *healthy)
+                with open_streams(stack.address, {"deadly": request(kind)}) as dying:
+                    if kind == TOKEN:
+                        pid = stack.kill("scheduler", while_true=lambda: streams.are_open(*healthy))
+                        stack.wait_replaced("scheduler", 0, pid)
+                        stack.kill("scheduler")
+                    assert_internal_error(dying, "deadly")
+                assert_undamaged(streams.wait_ended(), expected)
+            died = deaths.stat().st_size - died_before
+            assert 0 < died <= MIN_LOSSES + ceil(log2(len(healthy) + 1)), kind
+            stack.wait_serving()
+        assert_undamaged(undisturbed(stack.address, healthy), expected)
+        stack.wait_idle()
+
+
+def test_a_step_that_never_ends_ends_its_worker(tmp_path: Path) -> None:
+    healthy = {f"{n}": request(n) for n in range(10, 13)}
+    with faulty_stack(f"hang:{tmp_path}/hung") as stack:
+        expected = undisturbed(stack.address, healthy)
+        last = {"last": request(9, trigger=True)}
         with open_streams(stack.address, healthy) as streams:
             streams.wait_for_tokens(20, *healthy)
-            with open_streams(stack.address, {"deadly": request(TOKEN)}) as dying:
-                pid = stack.kill("scheduler", while_true=lambda: streams.are_open(*healthy))
-                stack.wait_replaced("scheduler", 0, pid)
-                stack.kill("scheduler")
-                assert_internal_error(dying, "deadly")
+            worker = stack.pid("worker")
+            streams.require_open(*healthy)
+            with open_streams(stack.address, last) as hanging:
+                stack.wait_replaced("worker", 0, worker)
+                assert hanging.wait_ended()["last"].num_tokens == 200
             assert_undamaged(streams.wait_ended(), expected)
-        assert deaths.stat().st_size <= 3 + 4  # of nine requests
-        stack.wait_serving()
-        assert_undamaged(undisturbed(stack.address, healthy), expected)
+        assert "does not end" in stack.stack.log("worker-0").read_text()
+        assert (tmp_path / "hung").exists()
         stack.wait_idle()

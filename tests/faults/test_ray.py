@@ -1,4 +1,4 @@
-"""A stack on a Ray cluster: what dies is started again, on another node if its own is gone."""
+"""A stack on a Ray cluster: Ray starts dead actors again, on another node if theirs is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIMITS = {"max_num_batched_tokens": 32, "max_num_seqs": 32}
 
 @pytest.mark.soak
 def test_a_node_with_ranks_is_lost(tmp_path: Path) -> None:
-    """The addresses of all that was there change; TLS between the services goes on."""
+    """The addresses of all lost processes change; TLS between the services still works."""
     # An engine fits on either of one and two, but not on the head.
     with ray_cluster({"head": 1, "one": 2, "two": 2}) as cluster:
         shown = serve(cluster, tmp_path, tp=2, frontends=3, **_LIMITS)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from nano_vllm_grpc.pb.frontend_pb2 import GenerateResponse, GenerateStreamResponse
 from nano_vllm_grpc.types import Chunk
-from nano_vllm_grpc.wire import decode_chunk
 
 # Log-probabilities recomputed in another batch differ in their last bits.
 _LOGPROB_TOLERANCE = 1e-3
@@ -102,26 +100,6 @@ class Transcript:
 
     def _note(self, difference: str, lost: int = 0, duplicated: int = 0) -> None:
         self._damage += Damage(lost, duplicated, 0, (difference,))
-
-
-def transcript_of(response: GenerateResponse) -> Transcript:
-    """Converts the answer of a unary call, as if a stream had brought it."""
-    transcript = Transcript()
-    for completion in response.completions:
-        first = completion.index == response.completions[0].index
-        message = GenerateStreamResponse(
-            index=completion.index,
-            text=completion.text,
-            token_ids=completion.token_ids,
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-            logprobs=completion.logprobs,
-            score=completion.score,
-            prompt_logprobs=response.prompt_logprobs if first else (),
-            usage=response.usage,
-        )
-        transcript.add(decode_chunk(message))
-    return transcript
 
 
 def _compare_beginnings(index: int, part: Part, right: Part) -> Damage:

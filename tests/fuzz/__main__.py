@@ -1,5 +1,4 @@
-"""`python -m tests.fuzz --messages N --seed S [service]` sends each service N hostile messages,
-and as many to a stack whose processes are killed in between.
+"""`python -m tests.fuzz --messages N --seed S [service]` sends each service N hostile messages.
 
 Prints the seed. Exits with 1 if something did harm."""
 
@@ -40,14 +39,15 @@ async def _fuzz(services: Sequence[str], count: int, seed: int) -> int:
     for service in services:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="nano") as directory:
-            tally = await SERVICES[service](Path(directory), count, seed)
-        print(f"{service}: {count:,} messages in {time.monotonic() - started:.0f} s")
-        print(f"  {tally.summary()}", flush=True)
-        for problem in tally.problems:
-            print(f"  {problem}")
-        for what, case in tally.harmful:
-            print(f"  kept in {save_case(service, case, what)}")
-        num_problems += len(tally.problems)
+            tallies = await SERVICES[service](Path(directory), count, seed)
+        print(f"{service}: {time.monotonic() - started:.0f} s")
+        for corpus, tally in tallies.items():
+            print(f"  {count:,} messages to {corpus}: {tally.summary()}", flush=True)
+            for problem in tally.problems:
+                print(f"  {problem}")
+            for what, case in tally.harmful:
+                print(f"  kept in {save_case(corpus, case, what)}")
+            num_problems += len(tally.problems)
     print(f"{num_problems} problems")
     return 1 if num_problems else 0
 

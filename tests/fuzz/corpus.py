@@ -7,13 +7,10 @@ and a line per message, in hex; `0a00*60000` repeats these bytes 60,000 times.
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).parent / "corpus"
-# A few bytes that occur a dozen times or more in a row.
-_REPEATED = re.compile(rb"(.{1,16}?)\1{11,}", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -27,16 +24,16 @@ class Case:
         return " ".join([self.method, *(message.hex() for message in self.messages)])
 
 
-def load_cases(service: str, root: Path = _ROOT) -> list[Case]:
+def load_cases(service: str) -> list[Case]:
     """Reads all cases of a service, by name."""
-    return [_parse(path.read_text("utf-8")) for path in sorted((root / service).glob("*.txt"))]
+    return [_parse(path.read_text("utf-8")) for path in sorted((_ROOT / service).glob("*.txt"))]
 
 
-def save_case(service: str, case: Case, did: str, root: Path = _ROOT) -> Path:
+def save_case(service: str, case: Case, did: str) -> Path:
     """Keeps a case and what it did; returns the new file, to be given a better name."""
     text = f"# {' '.join(did.split())}\n{case.method}\n"
-    text += "".join(f"{_encode(message)}\n" for message in case.messages)
-    path = root / service / f"new-{hashlib.sha256(text.encode()).hexdigest()[:8]}.txt"
+    text += "".join(f"{message.hex()}\n" for message in case.messages)
+    path = _ROOT / service / f"new-{hashlib.sha256(text.encode()).hexdigest()[:8]}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
@@ -45,16 +42,6 @@ def save_case(service: str, case: Case, did: str, root: Path = _ROOT) -> Path:
 def _parse(text: str) -> Case:
     method, *messages = (line for line in text.splitlines() if not line.startswith("#"))
     return Case(method, tuple(map(_decode, messages)))
-
-
-def _encode(message: bytes) -> str:
-    words, done = [], 0
-    for match in _REPEATED.finditer(message):
-        unit = match[1]
-        words += [message[done : match.start()].hex()]
-        words += [f"{unit.hex()}*{len(match[0]) // len(unit)}"]
-        done = match.end()
-    return " ".join(word for word in (*words, message[done:].hex()) if word)
 
 
 def _decode(line: str) -> bytes:

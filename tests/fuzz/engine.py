@@ -1,4 +1,4 @@
-"""Hostile requests to a frontend's other door, which speaks vLLM's engine protocol."""
+"""Hostile requests to a frontend by vLLM's engine protocol."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from frontend.api.vllm_engine.servicer import OPERATORS_METHODS, SERVICE_NAME
 from tests.fuzz.corpus import Case, load_cases
-from tests.fuzz.stack import OPERATORS_TOKEN, Stack, send_all
+from tests.fuzz.stack import OPERATORS_TOKEN, Target
 from tests.fuzz.tally import DEADLINE_S, Tally, send
 from tests.fuzz.values import CANARY, draw_cases
 
 _OPERATOR = (("authorization", f"Bearer {OPERATORS_TOKEN}"),)
-# These may go on for as long as others generate.
+# These last for as long as others generate.
 _ENDLESS = ("FlushCache", "SubscribeKvEvents")
 _ENOUGH_S = 0.5
 
 
-async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
+async def fuzz(target: Target, count: int, seed: int) -> Tally:
     """Sends the corpus and `count` messages, two thirds of them requests to generate."""
     few = count // 3 // len(_OTHERS)
     shares = [(method, [example], few) for method, example in _OTHERS.items()]
     shares.append(("Generate", _GENERATE, count - few * len(_OTHERS)))
     cases = [*draw_cases(shares, seed), *load_cases("engine")]
-    return await send_all(stack, cases, partial(_send, stack.engine))
+    tally = Tally()
+    async with aio.insecure_channel(target.engine) as channel:
+        await target.send_all(cases, partial(_send, channel, tally), tally)
+    return tally
 
 
 async def _send(channel: aio.Channel, tally: Tally, case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Hostile requests to a frontend on a real scheduler and a real worker with the demo model."""
+"""Hostile requests to a frontend's public API."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ from typing import Any
 from google.protobuf.message import Message
 from grpc import aio
 
+from frontend.api.servicer import SERVICE_NAME
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from tests.fuzz import values
 from tests.fuzz.corpus import Case, load_cases
-from tests.fuzz.stack import SERVICE, Stack, send_all
+from tests.fuzz.stack import Target
 from tests.fuzz.tally import Tally, send
-from tests.fuzz.values import CANARY
+from tests.fuzz.values import CANARY, draw_cases
 
 
-async def fuzz(stack: Stack, count: int, seed: int) -> Tally:
+async def fuzz(target: Target, count: int, seed: int) -> Tally:
     """Sends the corpus and `count` messages, nearly a fifth of them to the small methods."""
-    cases = [*draw_cases(count, seed), *load_cases("frontend")]
-    return await send_all(stack, cases, lambda tally, case: send_case(stack.channel, tally, case))
-
-
-def draw_cases(count: int, seed: int) -> list[Case]:
-    """Draws cases of one message, in random order."""
     few = count // 12
     left = count - 2 * few - count // 50
     shares: list[tuple[str, Sequence[Message], int]] = [
-        ("Tokenize", TOKENIZE, few),
-        ("Detokenize", DETOKENIZE, few),
+        ("Tokenize", _TOKENIZE, few),
+        ("Detokenize", [pb.DetokenizeRequest(token_ids=[1, 2, 3, 500])], few),
         ("GetModel", [pb.GetModelRequest()], count // 50),
-        ("GenerateStream", GENERATE, left // 2),
-        ("Generate", GENERATE, left - left // 2),
+        ("GenerateStream", _GENERATE, left // 2),
+        ("Generate", _GENERATE, left - left // 2),
     ]
-    return values.draw_cases(shares, seed)
+    cases = [*draw_cases(shares, seed), *load_cases("frontend")]
+    tally = Tally()
+    async with aio.insecure_channel(target.stack.address) as channel:
 
+        async def send_case(case: Case) -> None:
+            for message in case.messages:
+                await send(channel, f"/{SERVICE_NAME}/{case.method}", message, tally, case)
 
-async def send_case(channel: aio.Channel, tally: Tally, case: Case, **options: Any) -> None:
-    """Sends a case's messages, each in a call of its own."""
-    for message in case.messages:
-        await send(channel, f"/{SERVICE}/{case.method}", message, tally, case, **options)
+        await target.send_all(cases, send_case, tally)
+    return tally
 
 
 def _request(**fields: object) -> pb.GenerateRequest:
@@ -69,7 +66,7 @@ _STRUCTURED: list[dict[str, Any]] = [
     {"grammar": 'root ::= "a" | "b" root'},
     {"choice": pb.Choice(options=["yes", "no"])},
 ]
-GENERATE = [
+_GENERATE = [
     _request(text=CANARY),
     _request(token_ids=_IDS, priority=-3, cache_salt="salt", request_id="name"),
     _request(chat=_CHAT, sampling={"stop": ["a", "the"], "seed": 7, "stop_token_ids": [9]}),
@@ -96,9 +93,8 @@ GENERATE = [
         for kind in _STRUCTURED
     ),
 ]
-TOKENIZE = [
+_TOKENIZE = [
     pb.TokenizeRequest(text=CANARY),
     pb.TokenizeRequest(chat=_CHAT),
     pb.TokenizeRequest(chat=_TOOLS),
 ]
-DETOKENIZE = [pb.DetokenizeRequest(token_ids=[1, 2, 3, 500])]

@@ -4,76 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpc import aio
-
-from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.http_requests import Answer, draw_cases, exchange, is_whole
-from tests.fuzz.tally import DEADLINE_S, VALID, Tally
-from tests.stack import RealStack, running_stack
+from tests.fuzz.stack import Target
+from tests.fuzz.tally import DEADLINE_S, Tally
 
-_AT_ONCE = 8
-_SMALL = {"kv_blocks": 256, "max_num_seqs": 8, "max_model_len": 192}
 _MAY = (501, 503)  # besides 2xx, 3xx and 4xx
 # The gateway says so of a model that it does not know: docs/http.md.
 _KNOWN = re.compile(r"Available: [^\"]*")
 
 
-async def fuzz(_: Path, count: int, seed: int) -> Tally:
+async def fuzz(target: Target, count: int, seed: int) -> Tally:
     """Sends `count` requests to what the gateway serves, as many to the dashboard's routes, and the
     corpus."""
-    tally = Tally()
-    with running_stack(http_port="auto", ui_port="auto", **_SMALL) as stack:
-        cases = [*draw_cases(_GATEWAY, count, seed), *load_cases("http")]
-        await _fuzz(stack, stack.stack.url, cases, tally)
-        cases = [*draw_cases(_PAGE, count, seed), *load_cases("dashboard")]
-        await _fuzz(stack, stack.stack.dashboard_url, cases, tally)
+    stack, tally = target.stack.stack, Tally()
+    for url, examples, corpus in (
+        (stack.url, _GATEWAY, "http"),
+        (stack.dashboard_url, _PAGE, "dashboard"),
+    ):
+        cases = [*draw_cases(examples, count, seed), *load_cases(corpus)]
+        await target.send_all(cases, partial(_send, urlsplit(url).netloc, tally), tally)
     return tally
-
-
-async def _fuzz(stack: RealStack, url: str, cases: Sequence[Case], tally: Tally) -> None:
-    """Sends the cases beside valid streams, which must get what they get alone. Each must be
-    answered; no process may die, or log a traceback, and nothing may be left in the end."""
-    left = list(cases)
-    pids = await asyncio.to_thread(stack.pids)
-
-    async def send() -> None:
-        while left:
-            await _send(urlsplit(url).netloc, tally, left.pop())
-
-    async with aio.insecure_channel(stack.address) as channel:
-        expected = await _stream(channel)
-        sending = asyncio.gather(*(send() for _ in range(_AT_ONCE)))
-        while not sending.done():
-            if await _stream(channel) != expected:
-                tally.problem("a valid request got other tokens", f"{len(cases) - len(left)} cases")
-        await sending
-    await asyncio.to_thread(stack.wait_idle)
-    if await asyncio.to_thread(stack.pids) != pids:
-        tally.problem("a process died", url)
-    for process in stack.processes():
-        if "Traceback" in stack.stack.log(process.name).read_text():
-            tally.problem(f"{process.name} logged a traceback", url)
-
-
-async def _stream(channel: aio.Channel) -> list[int]:
-    """The tokens of a valid, greedy request."""
-    tokens: list[int] = []
-    async for chunk in InferenceServiceStub(channel).GenerateStream(VALID, timeout=DEADLINE_S):
-        tokens += chunk.token_ids
-    return tokens
 
 
 async def _send(address: str, tally: Tally, case: Case) -> None:
     for message in case.messages:
         try:
-            async with asyncio.timeout(DEADLINE_S):
-                answer = await exchange(address, message)
+            answer = await asyncio.to_thread(exchange, address, message, DEADLINE_S)
         except TimeoutError:
             tally.problem(f"no answer in {DEADLINE_S:.0f} s", case)
             continue

@@ -3,12 +3,14 @@ other headers and paths, and bytes that are no request."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from itertools import takewhile
 from typing import Any
 
 import h11
@@ -16,9 +18,7 @@ import h11
 from tests.fuzz import mutations
 from tests.fuzz.corpus import Case
 from tests.fuzz.json_values import twist
-from tests.http2 import dial
 
-_READ_BYTES = 64 << 10
 _JSON = "application/json"
 _HEADERS: tuple[tuple[str, str], ...] = (
     ("content-type", "text/plain"),
@@ -62,7 +62,6 @@ class Answer:
     """A response; its status is 0 if the server closed without one."""
 
     status: int = 0
-    headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
 
 
@@ -86,7 +85,7 @@ def _draw_case(rng: random.Random, method: str, path: str, value: Any) -> Case:
     headers: list[tuple[str, str]] = []
     match rng.randrange(10):
         case 0:
-            body = mutations.mutate(body, rng.getrandbits(32))
+            body = mutations.mutate(body, rng)
         case 1:
             path += rng.choice(_PATHS)
         case 2:
@@ -94,8 +93,7 @@ def _draw_case(rng: random.Random, method: str, path: str, value: Any) -> Case:
         case 3 | 4:
             headers = rng.choices(_HEADERS, k=rng.randint(1, 3))
         case 5:
-            whole = encode(method, path, body)
-            return Case(name, (mutations.mutate(whole, rng.getrandbits(32)),))
+            return Case(name, (mutations.mutate(encode(method, path, body), rng),))
     return Case(name, (encode(method, path, body, headers),))
 
 
@@ -111,46 +109,27 @@ def is_whole(message: bytes) -> bool:
         return False
 
 
-async def exchange(address: str, message: bytes) -> Answer:
+def exchange(address: str, message: bytes, timeout_s: float) -> Answer:
     """Sends bytes as they are, and reads the answer to its end; a stream of events that answers a
-    GET has none, and is read to its first. What is no whole request is followed by the end."""
-    reader, writer = await dial(address)
-    try:
-        with suppress(OSError):  # it may have answered before all was written
-            writer.write(message)
-            await writer.drain()
-            if not is_whole(message):
-                writer.write_eof()
-        return await _read_answer(reader, message)
-    except (ConnectionError, h11.RemoteProtocolError):  # closed, or cut short
-        return Answer()
-    finally:
-        writer.transport.abort()
+    GET has none, and is read to its first. What is no whole request is followed by the end.
 
-
-async def _read_answer(reader: asyncio.StreamReader, message: bytes) -> Answer:
-    endless = message.startswith(b"GET")
+    Raises:
+        TimeoutError: nothing came for so long.
+    """
+    host, _, port = address.rpartition(":")
     method = "HEAD" if message.startswith(b"HEAD ") else "GET"  # whether a body will follow
-    connection = h11.Connection(h11.CLIENT)
-    connection.send(h11.Request(method=method, target="/", headers=[("host", "localhost")]))
-    connection.send(h11.EndOfMessage())
-    answer = Answer()
-    while True:
-        event = connection.next_event()
-        if isinstance(event, h11.Response):
-            headers = {name.decode(): value.decode("latin-1") for name, value in event.headers}
-            answer = Answer(event.status_code, headers)
-        elif isinstance(event, h11.Data):
-            answer = Answer(answer.status, answer.headers, answer.body + event.data)
-            streams = answer.headers.get("content-type", "").startswith("text/event-stream")
-            if endless and streams and b"\n\n" in answer.body:
-                return answer
-        elif isinstance(event, h11.InformationalResponse):
-            continue
-        elif event is h11.NEED_DATA:
-            data = await reader.read(_READ_BYTES)
-            if not data and not answer.status:
-                return answer
-            connection.receive_data(data)
-        else:
-            return answer
+    with socket.create_connection((host, int(port)), timeout_s) as connection:
+        with suppress(OSError):  # it may have answered before all was written
+            connection.sendall(message)
+            if not is_whole(message):
+                connection.shutdown(socket.SHUT_WR)
+        with HTTPResponse(connection, method=method) as response:
+            try:
+                response.begin()
+                streams = response.headers.get_content_type() == "text/event-stream"
+                endless = streams and message.startswith(b"GET")
+                lines = iter(response.readline, b"")
+                body = b"".join(takewhile(bytes.strip, lines)) if endless else response.read()
+            except (HTTPException, ConnectionError):  # closed, or cut short
+                return Answer()
+    return Answer(response.status, body)

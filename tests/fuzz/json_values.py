@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
 
-_EDGES: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2,
-    0.5,
-    -0.0,
-    1e308,
-    float("nan"),
-    float("inf"),
-    1 << 31,
-    1 << 32,
-    1 << 63,
-    -(1 << 63),
-    1 << 64,
-    10**30,
-    "",
-    "a",
-    "\0",
-    "\ud800",
-    "\U0001f937\u0300",
-    "<|im_end|>",
-    "((((",
-    "a" * 3000,
-    [],
-    {},
-    [[]],
-    [None],
-    {"": {}},
+_EDGES = json.loads(
+    r"""[null, true, false, 0, -1, 1, 2, 0.5, -0.0, 1e308, NaN, Infinity,
+    2147483648, 4294967296, 9223372036854775808, -9223372036854775808, 1000000000000000000000000,
+    "", "a", "\u0000", "\ud800", "\ud83e\udd37\u0300", "<|im_end|>", "((((",
+    [], {}, [[]], [null], {"": {}}]"""
 )
+_EDGES.append("a" * 3000)
 _DEEP = (1, 50, 127, 128, 300)
 
 

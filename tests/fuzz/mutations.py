@@ -11,25 +11,22 @@ _MANY_BYTES = 100_000  # less than what services of a campaign accept
 _NAN, _INF = 0x7FC00000, 0x7F800000  # the bits of these as float32
 
 
-def mutate(message: bytes, seed: int) -> bytes:
+def mutate(message: bytes, rng: random.Random) -> bytes:
     """Applies one to four changes of any kind."""
-    rng = random.Random(seed)
     for _ in range(rng.randint(1, 4)):
         message = rng.choice(_MUTATIONS)(message, rng)
     return message
 
 
-def splice(first: bytes, second: bytes, seed: int) -> bytes:
+def splice(first: bytes, second: bytes, rng: random.Random) -> bytes:
     """Joins the beginning of one message to the end of another, or both as a whole."""
-    rng = random.Random(seed)
     if rng.random() < 0.3:
         return first + second
     return first[: rng.randint(0, len(first))] + second[rng.randint(0, len(second)) :]
 
 
-def column(seed: int) -> bytes:
+def column(rng: random.Random) -> bytes:
     """Draws a column: an array of some kind, or bytes that need not be whole entries."""
-    rng = random.Random(seed)
     match rng.randrange(6):
         case 0:
             return rng.randbytes(rng.randint(0, 33))
@@ -38,24 +35,22 @@ def column(seed: int) -> bytes:
         case 2:
             values = [rng.choice(_EDGES) for _ in range(rng.randint(1, 4))]
         case 3:
-            return struct.pack("<ff", number(rng.getrandbits(32)), rng.uniform(0, 2))
+            return struct.pack("<ff", number(rng), rng.uniform(0, 2))
         case _:
             values = [rng.randint(-1, rng.choice((8, 1200))) for _ in range(rng.randint(0, 12))]
     return struct.pack(f"<{len(values)}i", *values)
 
 
-def number(seed: int) -> float:
+def number(rng: random.Random) -> float:
     """Draws any float32, mostly one of a usual size."""
-    rng = random.Random(seed)
     if rng.random() < 0.7:
         return rng.uniform(-1, 2)
     value: float = struct.unpack("<f", rng.randbytes(4))[0]
     return value
 
 
-def change_entry(column: bytes, seed: int) -> bytes:
+def change_entry(column: bytes, rng: random.Random) -> bytes:
     """Changes, drops or repeats one entry of an array of 4-byte entries."""
-    rng = random.Random(seed)
     entries = [column[i : i + 4] for i in range(0, len(column), 4)]
     if not entries:
         return struct.pack("<i", rng.choice(_EDGES))

@@ -138,7 +138,7 @@ class Stream:
             await self.send(submitted)
 
     def _take(self, message: pb.SchedulerMessage, request: int) -> bool:
-        """Takes in a message. Returns whether `request` goes on."""
+        """Applies a message. Returns whether `request` continues."""
         output = message.step_output
         numbers = np.frombuffer(output.requests, "<u8").tolist()
         offsets = np.frombuffer(output.offsets, "<i4").tolist()
@@ -227,7 +227,7 @@ async def _converse(target: Target, tally: Tally, sent: list[bytes], *, half_clo
         if last is not None:
             await stream.send(*sent[: last + 1])
             await stream.finish(_SENTINEL)
-            tally.problem("the stream goes on or ended without a reason", stream.shown())
+            tally.problem("the stream did not end, or ended without a reason", stream.shown())
         valid = submit(_SENTINEL, prompt, priority=_LAST)
         await stream.send(*sent, valid)
         await stream.finish(_SENTINEL, valid)

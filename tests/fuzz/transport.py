@@ -1,23 +1,21 @@
-"""Hostility below the level of messages, the same for every service: methods, metadata,
-compression, readers and writers that stall, and bytes that are not HTTP/2."""
+"""Attacks below the level of messages, equal for every service: methods, metadata, compression, and
+bytes that are not HTTP/2. `tests/abuse/attacks` has clients that stall."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 
 import grpc
 from grpc import aio
 
 from tests import http2
 from tests.fuzz.tally import DEADLINE_S, Tally, send
-from tests.http2 import PREFACE, RawConnection, connect, frame
+from tests.http2 import PREFACE, connect, frame
 
 _PATIENCE_S = 0.2  # for a server to answer garbage or to close, neither of which it must do
-_STALLED = 40  # connections at a time
-_WATCH = "/grpc.health.v1.Health/Watch"
 
 
 async def fuzz(address: str, service: str, method: str, seed: int, tally: Tally) -> None:
@@ -40,7 +38,6 @@ async def fuzz(address: str, service: str, method: str, seed: int, tally: Tally)
         ) as channel:
             for size in (0, 1 << 10, 1 << 18, 1 << 24, 1 << 26):
                 await _send(channel, name, bytes(size), tally)
-    await _stall(address, name, tally, rng)
     thrown = [_throw(address, garbage) for garbage in _garbage(rng)]
     tally.counts["garbage"] += len(await asyncio.gather(*thrown))
 
@@ -133,76 +130,3 @@ async def _throw(address: str, garbage: bytes) -> None:
         await connection.send(garbage)
         with suppress(TimeoutError):
             await connection.wait_until(lambda: connection.closed, _PATIENCE_S)
-
-
-async def _stall(address: str, name: str, tally: Tally, rng: random.Random) -> None:
-    """Opens connections that stop in the middle of something; others must be answered meanwhile,
-    and after they have gone, in any order."""
-    windows = (None, 0, 0, 1, 9, http2.LARGEST_WINDOW)
-    leaving = [AsyncExitStack() for _ in range(_STALLED)]
-    try:
-        for stack in leaving:
-            way = rng.choice(_WAYS_TO_STALL)
-            opened = connect(
-                address,
-                window=rng.choice(windows),
-                reads=rng.random() < 0.5,
-                preface=rng.random() < 0.9,
-            )
-            await way(await stack.enter_async_context(opened), name, rng)
-            tally.counts["stalled"] += 1
-        await _answers(address, name, tally)
-        rng.shuffle(leaving)
-        for stack in leaving[: _STALLED // 2]:
-            await stack.aclose()
-        await _answers(address, name, tally)
-    finally:
-        for stack in leaving:
-            await stack.aclose()
-
-
-async def _answers(address: str, name: str, tally: Tally) -> None:
-    async with aio.insecure_channel(
-        address, options=[("grpc.use_local_subchannel_pool", 1)]
-    ) as channel:
-        for _ in range(3):
-            await _send(channel, name, b"", tally)
-
-
-async def _silent(connection: RawConnection, name: str, rng: random.Random) -> None:
-    pass
-
-
-async def _call(connection: RawConnection, name: str, rng: random.Random) -> None:
-    """Makes calls and watches health; whether the answers are read is up to the connection."""
-    for path in rng.choices((name, _WATCH), k=rng.randint(1, 20)):
-        stream, headers = connection.call(path)
-        body = frame(http2.DATA, http2.message(b""), http2.END_STREAM, stream)
-        await connection.send(headers, body)
-
-
-async def _half_a_message(connection: RawConnection, name: str, rng: random.Random) -> None:
-    """Leaves messages unfinished: without their end, after their length, before the half-close."""
-    whole = http2.message(rng.randbytes(200))
-    for _ in range(rng.randint(1, 20)):
-        stream, headers = connection.call(name)
-        part = whole[: rng.choice((0, 3, 5, 100, len(whole)))]
-        await connection.send(headers, frame(http2.DATA, part, stream=stream))
-        if rng.random() < 0.3:
-            await connection.send(frame(http2.RST_STREAM, bytes(4), stream=stream))
-
-
-async def _half_a_frame(connection: RawConnection, name: str, rng: random.Random) -> None:
-    """Stops in the middle of a frame."""
-    _, headers = connection.call(name)
-    await connection.send(headers[: rng.randint(1, len(headers) - 1)])
-
-
-async def _endless_headers(connection: RawConnection, name: str, rng: random.Random) -> None:
-    """Sends headers without their end."""
-    headers = http2.call_headers(name)
-    more = frame(http2.CONTINUATION, http2.literal("a", "b"), stream=1)
-    await connection.send(frame(http2.HEADERS, headers, stream=1), more * rng.randint(0, 9))
-
-
-_WAYS_TO_STALL = (_silent, _call, _call, _half_a_message, _half_a_frame, _endless_headers)

@@ -25,7 +25,6 @@ SERVICE = worker_main.SERVICE_NAME
 _VOCAB_SIZE = 301
 _NUM_BLOCKS = 64
 _PER_EPOCH = 20  # hostile messages
-_MANY_STEPS = 200
 
 
 @dataclass
@@ -112,8 +111,6 @@ async def fuzz(target: Target, count: int, seed: int) -> Tally:
     for case in load_cases("worker"):
         await _send(target, tally, [Case(case.method, (each,)) for each in case.messages])
         await target.configure()
-    await _hostile_sequences(target, tally)
-    await target.configure()
     if await _valid_step(target) != expected:
         tally.problem("a valid step got other tokens", "everything")
     return tally
@@ -174,49 +171,6 @@ async def _valid_step(target: Target) -> list[int] | None:
         return None
     finally:
         call.cancel()
-
-
-async def _hostile_sequences(target: Target, tally: Tally) -> None:
-    """Sends sequences of steps that are each valid on their own."""
-    step = examples()[0]
-    await target.configure()
-    old = target.epoch
-    sequences = {
-        "of an old epoch": [(old, 1)],
-        "twice the same": [(0, 1), (0, 1)],
-        "out of order": [(0, 3), (0, 1), (0, 2)],
-        "in order, then again": [(0, 1), (0, 2), (0, 1)],
-        "many": [(0, number + 1) for number in range(_MANY_STEPS)],
-    }
-    for name, numbers in sequences.items():
-        for leave in ("half-close", "cancel"):
-            await target.configure()
-            steps = []
-            for step.epoch, step.step_id in numbers:
-                step.epoch = step.epoch or target.epoch
-                steps.append(step.SerializeToString())
-            await _flood(target, tally, f"{name}, {leave}", steps, half_close=leave == "half-close")
-
-
-async def _flood(
-    target: Target, tally: Tally, name: str, steps: Sequence[bytes], *, half_close: bool
-) -> None:
-    """Sends all steps at once, before reading any answer."""
-    call = target.execute()
-    error = None
-    try:
-        for step in steps:
-            await call.write(step)
-        if half_close:
-            await call.done_writing()
-            while isinstance(await call.read(), bytes):
-                pass
-    except asyncio.InvalidStateError:
-        pass  # it ended before all were written
-    except aio.AioRpcError as raised:
-        error = raised
-    call.cancel()
-    tally.status(f"steps: {name}", error)
 
 
 def examples() -> list[pb.StepRequest]:

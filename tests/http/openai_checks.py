@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from typing import Any
 
-import openai
-from checks import refusal_of
 from openai import OpenAI
 
 MESSAGES: Any = [{"role": "user", "content": "Where does Anna live?"}]
@@ -211,14 +208,3 @@ def check_responses(given: Any) -> None:
     )
     text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
     assert text == given["answer"]
-
-
-def check_refusals(given: Any) -> None:
-    for options, named in (
-        ({"max_tokens": 100_000}, "max_tokens"),
-        ({"extra_body": {"regex": "(a"}}, "regex"),
-        ({"extra_body": {"min_p": 3}}, "min_p"),
-    ):
-        refusal = refusal_of(openai.BadRequestError, partial(chat, given, **options))
-        assert named in refusal
-        assert "Traceback" not in refusal

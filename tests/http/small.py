@@ -20,19 +20,21 @@ deploy.gateway._BODY_S = deploy.gateway._STALL_S = {body_s}
 
 
 @contextmanager
-def small_gateway(door: str, body_s: int) -> Iterator[str]:
-    """Runs it in front of the frontend at `door`; yields its address."""
-    with changed_gateway(door, _SMALL.format(body_s=body_s)) as (_, address):
+def small_gateway(engine_address: str, body_s: int) -> Iterator[str]:
+    """Runs it in front of the frontend at `engine_address`; yields its address."""
+    with changed_gateway(engine_address, _SMALL.format(body_s=body_s)) as (_, address):
         yield address
 
 
 @contextmanager
-def changed_gateway(door: str, change: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Runs a gateway in front of the frontend at `door`, after the statements of `change`; yields
-    its process and its address."""
+def changed_gateway(
+    engine_address: str, change: str
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Runs a gateway in front of the frontend at `engine_address`, after the statements of
+    `change`; yields its process and its address."""
     address = f"127.0.0.1:{free_port()}"
     flags = [f"--http-port={address.rpartition(':')[2]}"]
-    flags += [f"--gateway-addresses={door}", f"--model={DEMO_MODEL}"]
+    flags += [f"--gateway-addresses={engine_address}", f"--model={DEMO_MODEL}"]
     program = f"import sys\nimport deploy.gateway\n{change}\nsys.exit(deploy.gateway.main())"
     process = subprocess.Popen([sys.executable, "-c", program, *flags], cwd=ROOT)
     try:

@@ -35,7 +35,7 @@ class Side:
     def __init__(self, directory: Path, processes: ExitStack) -> None:
         self._directory = directory
         self.scheduler_address = f"unix:{directory}/scheduler.sock"
-        self.door, self._address = (f"127.0.0.1:{free_port()}" for _ in range(2))
+        self.engine_address, self._address = (f"127.0.0.1:{free_port()}" for _ in range(2))
         processes.callback(lambda: self._scheduler.close())
         worker = {"address": f"unix:{directory}/worker.sock", "num_blocks": BLOCKS}
         processes.enter_context(
@@ -45,7 +45,12 @@ class Side:
         )
         self._start_scheduler()
         processes.enter_context(
-            frontend(directory, self._address, self.door, scheduler_address=self.scheduler_address)
+            frontend(
+                directory,
+                self._address,
+                self.engine_address,
+                scheduler_address=self.scheduler_address,
+            )
         )
         channel = grpc.insecure_channel(self.scheduler_address)
         self._stub = SchedulerServiceStub(processes.enter_context(channel))
@@ -110,7 +115,7 @@ class Gateway:
         return self.knows(address, "event_batches_total", disposition="snapshot")
 
     def stored(self, address: str) -> float:
-        """The blocks that it was told of since it runs, evicted ones included."""
+        """The number of stored blocks in all events so far, evicted blocks included."""
         return self.knows(address, "event_blocks_total", op="stored")
 
 
@@ -129,12 +134,12 @@ def running(directory: Path, module: str, **flags: object) -> Iterator[None]:
 
 
 @contextmanager
-def frontend(directory: Path, address: str, door: str, **flags: object) -> Iterator[None]:
-    """A frontend at `address`, which tells those of its host what the cache holds."""
+def frontend(directory: Path, address: str, engine_address: str, **flags: object) -> Iterator[None]:
+    """A frontend at `address`, which sends the cache's events to processes of its host."""
     settings = {
         "model": DEMO_MODEL,
         "port": address.rpartition(":")[2],
-        "gateway_addresses": door,
+        "gateway_addresses": engine_address,
     }
     with running(directory, "frontend", **settings, **flags):
         yield
@@ -163,12 +168,12 @@ def gateway(directory: Path, addresses: Sequence[str]) -> Iterator[Gateway]:
 
 
 @contextmanager
-def tunnel(directory: Path, authority: Authority, door: str) -> Iterator[tuple[str, int]]:
+def tunnel(directory: Path, authority: Authority, engine_address: str) -> Iterator[tuple[str, int]]:
     """Yields where the gateway connects to, and the port between the hosts, here on loopback."""
     inside, between = f"127.0.0.1:{free_port()}", free_port()
     ends = {
         "gateway": f"client=yes\ncheckIP=127.0.0.1\naccept={inside}\nconnect=127.0.0.1:{between}",
-        "stack": f"accept=127.0.0.1:{between}\nconnect={door}",
+        "stack": f"accept=127.0.0.1:{between}\nconnect={engine_address}",
     }
     with ExitStack() as processes:
         for name, lines in ends.items():

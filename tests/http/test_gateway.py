@@ -27,14 +27,14 @@ NUM_TOKENS = 1500
 
 
 @pytest.fixture(scope="module")
-def door() -> str:
+def engine_address() -> str:
     """Where its frontend serves the engine protocol."""
     return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(scope="module")
-def stack(door: str) -> Iterator[RealStack]:
-    given = {"NANO_GATEWAY_ADDRESSES": door}
+def stack(engine_address: str) -> Iterator[RealStack]:
+    given = {"NANO_GATEWAY_ADDRESSES": engine_address}
     with running_stack(given, http_port="auto", served_model_name=NAME) as running:
         yield running
 
@@ -146,7 +146,7 @@ def test_a_lost_frontend_breaks_streams_off_and_the_next_request_works(
         stack.kill("frontend", while_true=lambda: stack.load().running)
         lines += stream
     assert_broken_off(lines, expected)
-    assert '"error"' in "".join(lines)  # told in the stream, whose status was sent long ago
+    assert '"error"' in "".join(lines)  # in the stream: its status was sent long ago
     assert complete(stack) == expected  # the gateway tries again until a frontend is there
     stack.wait_serving()
 
@@ -243,8 +243,8 @@ def test_a_body_that_is_too_large_is_not_read(stack: RealStack) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
-def test_bodies_that_never_come_lose_their_places(stack: RealStack, door: str) -> None:
-    with small_gateway(door, body_s=1) as address, ExitStack() as connections:
+def test_bodies_that_never_come_lose_their_places(stack: RealStack, engine_address: str) -> None:
+    with small_gateway(engine_address, body_s=1) as address, ExitStack() as connections:
         stalled = [connections.enter_context(half_sent(address)) for _ in range(4)]
         url = f"http://{address}/v1/completions"
         response = httpx2.post(url, json=completion(max_tokens=1), timeout=100)
@@ -261,10 +261,10 @@ deploy.gateway.Router.start = lambda self: (start(self), threading.Event().wait(
 
 
 def test_a_gateway_that_is_told_to_stop_ends_with_the_last_connection(
-    stack: RealStack, door: str
+    stack: RealStack, engine_address: str
 ) -> None:
     """Without waiting for smg."""
-    with changed_gateway(door, _NEVER_ENDS) as (process, address):
+    with changed_gateway(engine_address, _NEVER_ENDS) as (process, address):
         with streaming(f"http://{address}", max_tokens=300) as stream:
             process.terminate()
             assert [*stream][-2] == "data: [DONE]"
@@ -281,8 +281,8 @@ def test_a_full_queue_is_429_and_no_engine_503() -> None:
         assert ask(stack, "POST", "/v1/completions", completion()).status_code == 503
 
 
-def test_no_more_than_a_hundred_wait_for_a_place(stack: RealStack, door: str) -> None:
-    with small_gateway(door, body_s=100) as address, ExitStack() as connections:
+def test_no_more_than_a_hundred_wait_for_a_place(stack: RealStack, engine_address: str) -> None:
+    with small_gateway(engine_address, body_s=100) as address, ExitStack() as connections:
         sent = [connections.enter_context(half_sent(address)) for _ in range(2 + 100 + 8)]
 
         def answered() -> list[socket.socket]:

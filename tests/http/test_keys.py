@@ -48,7 +48,7 @@ class Secure:
         }
 
     def status(self, token: str) -> int:
-        """0: nobody is there, since the gateway starts anew."""
+        """The status of a request with this token; 0: the gateway is restarting."""
         try:
             return httpx2.post(**self.asked(token, max_tokens=4)).status_code
         except httpx2.TransportError:
@@ -82,7 +82,7 @@ def test_a_tenant_over_its_budget_is_told_so_and_others_go_on(secure: Secure) ->
 
 
 def test_to_the_engine_all_callers_are_one_client(secure: Secure) -> None:
-    """Whose cache they share, but cannot see into; callers by gRPC have their own."""
+    """All HTTP callers share a cache, and no answer shows what it holds."""
     for _ in range(2):
         usage = httpx2.post(**secure.asked(ACME, max_tokens=1)).json()["usage"]
     assert not (usage.get("prompt_tokens_details") or {}).get("cached_tokens")

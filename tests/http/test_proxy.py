@@ -33,7 +33,7 @@ def gateway() -> Iterator[str]:
         directory = processes.enter_context(TemporaryDirectory(prefix="nano"))  # a short path
         side = Side(Path(directory), processes)
         side.wait_serving()
-        yield processes.enter_context(small_gateway(side.door, PATIENCE_S))
+        yield processes.enter_context(small_gateway(side.engine_address, PATIENCE_S))
 
 
 @pytest.fixture(scope="module")

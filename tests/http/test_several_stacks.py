@@ -1,5 +1,5 @@
-"""One gateway in front of two stacks: a request goes to the one that has its prefix, which is what
-the stacks' caches tell of themselves."""
+"""One gateway in front of two stacks: a request goes to the one that has its prefix, as the
+events of the stacks' caches say."""
 
 from __future__ import annotations
 
@@ -42,32 +42,32 @@ def sides() -> Iterator[list[Side]]:
 @pytest.fixture(scope="module")
 def smg(sides: list[Side], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     directory = tmp_path_factory.mktemp("several") / "gateway"
-    doors = [side.door for side in sides]
-    with gateway(directory, doors) as found:
-        subscribed(found, doors)
+    engine_addresses = [side.engine_address for side in sides]
+    with gateway(directory, engine_addresses) as found:
+        subscribed(found, engine_addresses)
         yield found
 
 
-def subscribed(smg: Gateway, doors: list[str]) -> None:
+def subscribed(smg: Gateway, engine_addresses: list[str]) -> None:
     """Waits until the gateway knows what the caches hold."""
-    for door in doors:
-        wait_for(lambda d=door: smg.snapshots(d), "a snapshot")  # type: ignore[misc]
+    for engine_address in engine_addresses:
+        wait_for(lambda d=engine_address: smg.snapshots(d), "a snapshot")  # type: ignore[misc]
 
 
 def told(smg: Gateway, side: Side, *prompts: str | list[int], through: str = "") -> None:
     """Has one stack complete prompts without the gateway, which then learns of their blocks.
-    `through`: where the gateway connects to, if not to the stack's door."""
-    door = through or side.door
-    before = smg.stored(door)
+    `through`: where the gateway connects to, if not to the stack's engine_address."""
+    engine_address = through or side.engine_address
+    before = smg.stored(engine_address)
     num_blocks = sum(map(side.ask, prompts))
     assert num_blocks
-    wait_for(lambda: smg.stored(door) - before >= num_blocks, "the events")
+    wait_for(lambda: smg.stored(engine_address) - before >= num_blocks, "the events")
 
 
 def flush(smg: Gateway, sides: list[Side]) -> None:
     for side in sides:
         side.flush()
-        wait_for(lambda d=side.door: not smg.knows(d, "index_blocks"), "the events")  # type: ignore[misc]
+        wait_for(lambda d=side.engine_address: not smg.knows(d, "index_blocks"), "the events")  # type: ignore[misc]
 
 
 def assert_goes_to(smg: Gateway, sides: list[Side], side: Side, prompt: str) -> None:
@@ -115,27 +115,29 @@ def test_a_cache_that_is_lost_is_forgotten(smg: Gateway, sides: list[Side]) -> N
     flush(smg, sides)
     asked = prompts("lost", count=3)
     told(smg, one, *asked)
-    before = smg.snapshots(one.door)
+    before = smg.snapshots(one.engine_address)
     one.restart_scheduler()
-    wait_for(lambda: smg.snapshots(one.door) > before, "a snapshot")
+    wait_for(lambda: smg.snapshots(one.engine_address) > before, "a snapshot")
     told(smg, other, *asked)
     for prompt in asked:
         assert_goes_to(smg, sides, other, prompt)
 
 
 def test_a_frontend_of_several_engines_needs_no_events(sides: list[Side], tmp_path: Path) -> None:
-    """It has no one cache to tell of, and finds prefixes itself."""
-    door, address = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    """It sends no events, because it has several caches, and finds prefixes itself."""
+    engine_address, address = (f"127.0.0.1:{free_port()}" for _ in range(2))
     engines = ",".join(side.scheduler_address for side in sides)
     with ExitStack() as processes:
-        processes.enter_context(frontend(tmp_path, address, door, scheduler_addresses=engines))
+        processes.enter_context(
+            frontend(tmp_path, address, engine_address, scheduler_addresses=engines)
+        )
         wait_until_served(address)
-        smg = processes.enter_context(gateway(tmp_path / "gateway", [door]))
+        smg = processes.enter_context(gateway(tmp_path / "gateway", [engine_address]))
         before = [side.counters()[0] for side in sides]
         for prompt in prompts("engines", count=4):
             smg.complete(prompt)
         assert sum(side.counters()[0] for side in sides) == sum(before) + 4
-        assert not smg.snapshots(door)
+        assert not smg.snapshots(engine_address)
 
 
 @pytest.mark.skipif(not shutil.which("stunnel"), reason="stunnel is not installed")
@@ -147,7 +149,7 @@ def test_tunnels_between_hosts_ask_for_certificates(sides: list[Side], tmp_path:
         for number, side in enumerate(sides):
             directory = tmp_path / str(number)
             directory.mkdir()
-            ends.append(tunnels.enter_context(tunnel(directory, authority, side.door)))
+            ends.append(tunnels.enter_context(tunnel(directory, authority, side.engine_address)))
         insides = [inside for inside, _ in ends]
         with gateway(tmp_path / "gateway", insides) as smg:
             subscribed(smg, insides)

@@ -1,4 +1,4 @@
-"""What clients that open connections, and little else, get from a server."""
+"""Limits on connections and calls, and how a server treats clients that exceed them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -26,8 +25,8 @@ TIMEOUT_S = 60
 
 
 @asynccontextmanager
-async def serving(tmp_path: Path, **options: Any) -> AsyncIterator[str]:
-    server = Server(FrontendSettings(), "some.Service", **options)
+async def serving(tmp_path: Path) -> AsyncIterator[str]:
+    server = Server(FrontendSettings(), "some.Service")
     address = f"unix:{tmp_path}/s"
     await server.start(address)
     try:
@@ -51,7 +50,7 @@ async def read_to_the_end(address: str, sent: bytes) -> None:
 
 
 async def check(address: str) -> None:
-    """Gets an answer, on a connection that may take several tries."""
+    """Gets an answer; connecting may take several tries."""
     async with aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
@@ -100,7 +99,7 @@ async def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 async def test_calls_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that have not even sent their message count, too."""
+    """Calls that have not sent their message count, too."""
     monkeypatch.setattr(shared.rpc.server, "MAX_CALLS", 3)
     async with serving(tmp_path) as address, connect(address) as client, asyncio.timeout(TIMEOUT_S):
         for stream in (1, 3, 5, 7):
@@ -116,10 +115,13 @@ async def test_calls_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 break
 
 
-async def test_of_calls_that_come_all_at_once_none_is_lost(tmp_path: Path) -> None:
-    """As many as a client may have open, while the loop is busy with something else."""
+async def test_no_call_is_lost_when_many_arrive_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls of one client arrive while the event loop is busy."""
     count = 3000
-    async with serving(tmp_path, max_calls=count) as address:
+    monkeypatch.setattr(shared.rpc.server, "_CALLS_PER_CONNECTION", count)
+    async with serving(tmp_path) as address:
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(address.removeprefix("unix:"))
             # Blocks the loop until gRPC, on threads of its own, has seen most of them.

@@ -103,7 +103,7 @@ def test_a_pipe_whose_reader_is_gone_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("stderr", ["2>&-", "2>/dev/full", "2>&1 >/dev/null | exit"])
-def test_a_service_logs_into_the_void(stderr: str) -> None:
+def test_a_service_runs_without_a_usable_stderr(stderr: str) -> None:
     """Warnings go there, too, and no other file ever gets standard error's number."""
     result = subprocess.run(
         ["sh", "-c", f'"$0" -c "$1" {stderr}', sys.executable, LOGGING_PROGRAM],

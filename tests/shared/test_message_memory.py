@@ -1,4 +1,4 @@
-"""`MessageMemory`: what it bounds, whom it lets wait, and that nothing is lost."""
+"""`MessageMemory`: its bounds, the order in which callers wait, and that no byte is lost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Sender:
 
 
 async def turns() -> None:
-    """Lets everything happen that can happen by itself."""
+    """Runs the event loop until only timers and senders can cause more."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -76,7 +76,7 @@ async def test_callers_take_turns_and_none_takes_more_than_its_share() -> None:
     assert memory.used == TOTAL
     (await alices[0].send(0)).release()
     await turns()
-    assert carol.started  # Alice's others came first, but Carol has less
+    assert carol.started  # Alice's other messages came first, but Carol holds less
     assert memory.used == TOTAL
     for each in (*alices, bob, carol, dave):
         each.task.cancel()
@@ -84,7 +84,7 @@ async def test_callers_take_turns_and_none_takes_more_than_its_share() -> None:
     assert memory.used == 0
 
 
-async def test_those_who_have_a_place_leave_one_for_others() -> None:
+async def test_callers_with_places_leave_one_for_others() -> None:
     memory = MessageMemory(PLACE, 4 * TOTAL)
     floods = [
         [Sender(memory, Caller(name, 4 * TOTAL)) for _ in range(50)] for name in ("one", "two")
@@ -149,7 +149,9 @@ async def test_slow_messages_may_take_their_time_if_nobody_waits(
     assert memory.used == 0
 
 
-async def test_who_finds_no_place_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_message_without_a_place_in_time_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(message_memory, "_MAX_WAIT_S", 0.01)
     memory = MessageMemory(PLACE, TOTAL)
     holds = [await Sender(memory, ALICE).send(PLACE) for _ in range(2)]
@@ -161,7 +163,7 @@ async def test_who_finds_no_place_in_time_is_told(monkeypatch: pytest.MonkeyPatc
     await Sender(memory, ALICE).send(1)
 
 
-async def test_whoever_leaves_the_line_is_not_searched_for() -> None:
+async def test_a_waiting_message_is_removed_without_a_search() -> None:
     memory = MessageMemory(PLACE, TOTAL)
     senders = [Sender(memory, CountingCaller("alice", 200)) for _ in range(3_000)]
     await turns()
@@ -210,8 +212,8 @@ async def test_nothing_is_lost_however_calls_end(seed: int) -> None:
     assert not memory._places
 
 
-async def test_a_message_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even while nobody waits for its place."""
+async def test_a_message_that_does_not_arrive_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds even while nobody waits for its place."""
     monkeypatch.setattr(message_memory, "_MAX_READ_S", 0.01)
     memory = MessageMemory(PLACE, TOTAL)
     with pytest.raises(QueueFullError, match="took too long to arrive"):

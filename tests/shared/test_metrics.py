@@ -81,11 +81,11 @@ def test_a_histogram_reads_as_prometheus_clients_own(metrics: Times, address: st
     assert "process_start_time_seconds" in text
 
 
-def test_only_metrics_are_there(address: str) -> None:
+def test_only_metrics_are_served(address: str) -> None:
     assert get(address, "/")[0] == 404
 
 
-def test_callers_that_say_nothing_keep_nobody_waiting_and_are_cut_off(address: str) -> None:
+def test_silent_connections_delay_nobody_and_are_closed(address: str) -> None:
     threads = threading.active_count()
     host, _, port = address.rpartition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Forks that take over from one that died."""
+"""Parent processes replace forks that die or hang."""
 
 from __future__ import annotations
 
@@ -179,8 +179,8 @@ def test_a_companion_outlives_forks_that_serve_and_has_successors(tmp_path: Path
         assert not psutil.wait_procs(forks, timeout=60)[1]
 
 
-# What is to hang does so by itself, and what is not never beats: on a busy machine, anything else
-# may seem to hang.
+# Processes that should hang do so by themselves. Others never beat, because they could seem to hang
+# on a busy machine.
 STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
@@ -271,7 +271,7 @@ def test_stopping_everything_for_a_while_is_no_hang(tmp_path: Path) -> None:
 
 
 def test_a_service_may_open_as_many_descriptors_as_the_system_allows() -> None:
-    """A thousand silent connections would otherwise keep everyone else out."""
+    """Otherwise a thousand silent connections would keep all other clients out."""
     ask = "resource.getrlimit(resource.RLIMIT_NOFILE)"
     code = f"import resource; from shared.process import run as process; hard = {ask}[1]\n"
     code += f"process.raise_descriptor_limit(); assert {ask} == (hard, hard) and hard > 64"

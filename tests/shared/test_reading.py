@@ -1,4 +1,4 @@
-"""`MessageReader` in a server: what is read when, and what of it stays."""
+"""`MessageReader` in a server: when it reads a message, and when the message is gone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SERVICE = "nanovllm.v1.InferenceService"
 
 
 class Gate(SpanInterceptor):
-    """Lets calls through once it is open, as Alice's."""
+    """Accepts calls, as Alice's, once it is open."""
 
     def __init__(self) -> None:
         self.arrived = 0
@@ -102,7 +102,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[Rig]:
         await server.grpc.stop(None)
 
 
-async def test_nothing_is_read_before_a_call_is_let_through(tmp_path: Path) -> None:
+async def test_nothing_is_read_before_a_call_is_accepted(tmp_path: Path) -> None:
     """A connection may have sent one window of bytes, whatever number of calls it has open."""
     async with serving(tmp_path) as rig, connect(rig.address) as client:
         calls = range(1, 41, 2)
@@ -113,13 +113,13 @@ async def test_nothing_is_read_before_a_call_is_let_through(tmp_path: Path) -> N
         await client.wait_until(lambda: client.stream_window == 64 << 10)
         assert client.window == 64 << 10
         assert not client.windows
-        # Its message gets more room as soon as a call is let through.
+        # Its message gets more room as soon as a call is accepted.
         rig.gate.open.set()
         await client.send_long_message(1, message)
         await client.wait_until(lambda: b"1048576" in client.received.get(1, b""))
 
 
-async def test_a_refused_call_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_rejected_call_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fail(*_: object) -> None:
         raise AssertionError("read")
 
@@ -181,7 +181,7 @@ async def test_large_messages_are_parsed_one_per_turn_of_the_loop() -> None:
     assert turns.max == len(LARGE)
 
 
-async def test_after_a_large_message_others_have_as_much_time(
+async def test_after_a_large_message_other_messages_get_as_much_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
@@ -207,7 +207,7 @@ async def test_after_a_large_message_others_have_as_much_time(
         each.cancel()
 
 
-async def test_a_message_counts_until_its_call_ends_or_lets_go(tmp_path: Path) -> None:
+async def test_a_message_counts_until_its_call_ends_or_releases_it(tmp_path: Path) -> None:
     async with serving(tmp_path) as rig:
         rig.gate.open.set()
         message = pb.TokenizeRequest(text="x" * 1000)
@@ -224,7 +224,7 @@ async def test_a_message_counts_until_its_call_ends_or_lets_go(tmp_path: Path) -
 
 @pytest.mark.parametrize("flood", FLOODS)
 async def test_a_flood_of_fields_never_keeps_the_loop(tmp_path: Path, flood: str) -> None:
-    """Counts the loop's iterations while a message is walked over, of which none may be long."""
+    """Counts the event loop's iterations while a message is scanned; none may be long."""
     async with serving(tmp_path) as rig:
         rig.gate.open.set()
         iterations, walking = 0, True
@@ -263,7 +263,7 @@ def memory_of(server: Server) -> MessageMemory:
     return server.messages
 
 
-async def test_streams_that_anybody_may_send_are_read_within_the_limits(tmp_path: Path) -> None:
+async def test_public_streams_are_read_within_the_limits(tmp_path: Path) -> None:
     server = Server(load_settings(FrontendSettings, []), SERVICE)
     await server.start(address := f"unix:{tmp_path}/s")
     async with aio.insecure_channel(address) as channel:

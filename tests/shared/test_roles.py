@@ -109,7 +109,7 @@ async def test_a_role_can_be_required(authority: Authority, tmp_path: Path) -> N
         assert health == "OK"
 
 
-async def test_who_shows_no_certificate_of_the_authority_is_refused(
+async def test_a_client_without_a_certificate_of_the_authority_is_rejected(
     authority: Authority, certificates: Path, tmp_path: Path
 ) -> None:
     files = Authority(certificates, "stranger").issue("client", f"{ROLE}frontend")

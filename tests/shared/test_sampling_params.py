@@ -66,7 +66,7 @@ def test_the_client_and_the_page_have_every_field_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_what_a_client_may_ask_for_can_be_run(name: str) -> None:
+def test_the_engine_accepts_every_public_value(name: str) -> None:
     parameter = NUMBERS[name]
     public, engine = parameter.public, parameter.engine
     assert getattr(SamplingNumbers(), name) == parameter.default

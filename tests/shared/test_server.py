@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -59,7 +57,7 @@ class Service(InferenceServiceServicer):
     async def GetModel(self, request: object, context: object) -> object: ...
 
 
-async def test_where_callers_need_tokens_something_must_check_them(tmp_path: Path) -> None:
+async def test_a_server_that_needs_tokens_needs_an_interceptor(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("secret\n")
     settings = load_settings(FrontendSettings, ["--auth-tokens-file", str(tokens)])
@@ -133,7 +131,7 @@ async def test_an_argument_error_names_the_field(tmp_path: Path) -> None:
         assert [v.field for v in bad_request.field_violations] == ["sampling.top_p"]
 
 
-async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_full_queue_error_says_when_to_retry(tmp_path: Path) -> None:
     service = Service()
     service.error = QueueFullError("full", retry_after_s=1.25)
     async with serving(tmp_path, service) as (channel, _):
@@ -143,7 +141,9 @@ async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("secret"), ServiceError("internal error")])
-async def test_other_exceptions_say_nothing_but_internal(tmp_path: Path, error: Exception) -> None:
+async def test_other_exceptions_become_internal_errors_without_details(
+    tmp_path: Path, error: Exception
+) -> None:
     service = Service()
     service.error = error
     async with serving(tmp_path, service) as (channel, _):
@@ -151,17 +151,6 @@ async def test_other_exceptions_say_nothing_but_internal(tmp_path: Path, error: 
             raised = await failure(call)
             assert raised.code() is grpc.StatusCode.INTERNAL
             assert raised.details() == "internal error"
-
-
-async def test_health_is_what_the_service_says(tmp_path: Path) -> None:
-    async with serving(tmp_path, Service()) as (channel, server):
-        stub = health_pb2_grpc.HealthStub(channel)
-        for name in ("", SERVICE):
-            request = health_pb2.HealthCheckRequest(service=name)
-            assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            await server.set_serving(True)
-            assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
-            await server.set_serving(False)
 
 
 async def test_calls_that_outlast_the_grace_end_as_unavailable(tmp_path: Path) -> None:
@@ -189,28 +178,6 @@ async def test_an_address_in_use_is_an_os_error() -> None:
     with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
         await second.start(f"127.0.0.1:{port}")
     await first.grpc.stop(None)
-
-
-async def test_a_process_ends_with_its_parent() -> None:
-    child = (
-        "import os, time; from shared.process.death_signal import end_with_parent\n"
-        "end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
-    )
-    parent = (
-        "import subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=sys.stdout)\n"
-        "time.sleep(60)"
-    )
-    # No pipe to stdin: nothing would wait until it is closed, before the event loop is.
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", parent, stdout=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    assert int(await process.stdout.readline()) > 0
-    process.kill()
-    # The pipe closes when the last process that holds it is gone.
-    assert await process.stdout.read() == b""
-    await process.wait()
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])

@@ -104,7 +104,7 @@ class Frontends:
         if output.finished is not None:
             self._check_end(attempt, output.finished)
         elif attempt.num_tokens == len(request.tokens) > 0 and output.token is not None:
-            raise AssertionError(f"{name}: goes on after its last token")
+            raise AssertionError(f"{name}: continues after its last token")
 
     def _check_end(self, attempt: Attempt, cause: FinishCause) -> None:
         request = attempt.client.request

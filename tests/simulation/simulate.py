@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from tests.sanitizer import Beside
 from tests.simulation import virtual_time
 from tests.simulation.checked_scheduler import CheckedScheduler
 from tests.simulation.frontends import Frontends
-from tests.simulation.knobs import Knobs, draw
+from tests.simulation.knobs import Knobs
 from tests.simulation.workers import SimulatedWorkers
 from tests.simulation.workload import plan
 
@@ -43,11 +42,13 @@ def simulate(seed: int) -> Result:
         SimulationError: something went wrong; the message says what, and shows the last steps.
     """
     rng = Random(seed)
-    knobs = draw(rng)
+    knobs = Knobs(rng)
+    simulation = Simulation(knobs, rng)
     try:
-        return virtual_time.run(Simulation(knobs, rng).run())
-    except (SimulationError, virtual_time.DeadlockError) as error:
-        raise SimulationError(f"{error}\n{knobs}") from error.__cause__
+        return virtual_time.run(simulation.run())
+    except Exception as error:
+        shown = f"{type(error).__name__}: {error}\nthe last steps:\n{simulation.last_steps()}"
+        raise SimulationError(f"{shown}\n{knobs}") from error
 
 
 class Simulation:
@@ -55,49 +56,45 @@ class Simulation:
         self._knobs = knobs
         self._rng = rng
         self._counts: Counter[str] = Counter()
+        self._workers: SimulatedWorkers | None = None
+
+    def last_steps(self) -> str:
+        return self._workers.last_steps() if self._workers else ""
 
     async def run(self) -> Result:
         knobs, rng, counts = self._knobs, self._rng, self._counts
         self._scheduler = CheckedScheduler(
             knobs.limits, BlockManager(knobs.num_blocks, knobs.block_size)
         )
-        self._workers = SimulatedWorkers(
+        self._workers = workers = SimulatedWorkers(
             knobs, rng, self._scheduler, self._beside, self._is_poisoned, counts
         )
         self._frontends = Frontends(knobs, rng, plan(knobs, rng), counts)
         clock = asyncio.get_running_loop().time
-        engine = Engine(
-            self._scheduler, self._workers, self._frontends.emit, clock, sync=knobs.sync
-        )
+        engine = Engine(self._scheduler, workers, self._frontends.emit, clock, sync=knobs.sync)
         running = asyncio.ensure_future(engine.run())
-        failed = _failed_callback()
         try:
             self._frontends.serve(engine, self._scheduler)
-            await self._end(running, failed)
-        except Exception as error:
-            shown = f"{type(error).__name__}: {error}\nthe last steps:\n"
-            raise SimulationError(shown + self._workers.last_steps()) from error
+            await self._end(running)
         finally:
             running.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
+            with suppress(asyncio.CancelledError, Exception):
                 await running
-        self._count()
-        return Result(counts, self._workers.digest)
+        counts["preemptions"] += self._scheduler.stats.preemptions
+        counts["cached prompt tokens"] += self._scheduler.stats.cached_prompt_tokens
+        return Result(counts, workers.digest)
 
-    async def _end(self, *endless: asyncio.Future[None]) -> None:
+    async def _end(self, running: asyncio.Future[None]) -> None:
         """Waits for the end of all requests, then for the answers still outstanding."""
         ended = self._frontends.all_ended
         await asyncio.wait(
-            [*endless, ended], timeout=_MAX_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            [running, ended], timeout=_MAX_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         await asyncio.wait(
-            endless,
-            timeout=10 * self._knobs.longest_turn_s if ended.done() else 0,
-            return_when=asyncio.FIRST_COMPLETED,
+            [running], timeout=10 * self._knobs.longest_turn_s if ended.done() else 0
         )
-        for future in endless:
-            if future.done():
-                future.result()
+        if running.done():
+            running.result()
         open_sequences = self._scheduler.open_sequences()
         assert ended.done(), f"some requests wait forever; open sequences: {open_sequences}"
         scheduler = self._scheduler
@@ -128,21 +125,3 @@ class Simulation:
             if poison is not None and row.start <= poison < row.start + row.num_tokens:
                 return True
         return False
-
-    def _count(self) -> None:
-        stats = self._scheduler.stats
-        self._counts["preemptions"] += stats.preemptions
-        self._counts["cached prompt tokens"] += stats.cached_prompt_tokens
-
-
-def _failed_callback() -> asyncio.Future[None]:
-    """A future that fails with the first exception of a callback, which asyncio would only log."""
-    loop = asyncio.get_running_loop()
-    failed: asyncio.Future[None] = loop.create_future()
-
-    def fail(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not failed.done():
-            failed.set_exception(context.get("exception") or AssertionError(context["message"]))
-
-    loop.set_exception_handler(fail)
-    return failed

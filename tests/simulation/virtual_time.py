@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,6 +39,27 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but in virtual time."""
+    """Like `asyncio.run`, but in virtual time. An error of a callback, which asyncio would only
+    log, is raised as well."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(coroutine)
+        return runner.run(_until_failure(coroutine))
+
+
+async def _until_failure(coroutine: Coroutine[Any, Any, T]) -> T:
+    loop = asyncio.get_running_loop()
+    failed: asyncio.Future[T] = loop.create_future()
+
+    def fail(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if not failed.done():
+            failed.set_exception(context.get("exception") or AssertionError(context["message"]))
+
+    loop.set_exception_handler(fail)
+    running = asyncio.ensure_future(coroutine)
+    await asyncio.wait([running, failed], return_when=asyncio.FIRST_COMPLETED)
+    try:
+        return (failed if failed.done() else running).result()
+    finally:
+        running.cancel()
+        failed.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await running

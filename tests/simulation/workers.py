@@ -23,7 +23,7 @@ _SHOWN_STEPS = 8
 
 
 class SimulatedWorkers:
-    """An `Executor`. `beside` tells what the scheduler knows when it sends a step, `is_poisoned`
+    """An `Executor`. `beside` returns what the scheduler knows when it sends a step, `is_poisoned`
     whether that step loses the workers."""
 
     def __init__(

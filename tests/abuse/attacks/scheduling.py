@@ -58,14 +58,6 @@ async def long_prompts(target: Target) -> None:
     await _flood(target, [_request(p, max_tokens=1) for p in _prompts(length, 16)], 4)
 
 
-@attack(interface="open")
-async def anonymous_prompts(target: Target) -> None:
-    """Prompts of 32,768 tokens, of which 32 fill the queue, through a frontend without tokens, on
-    the scheduler of those that ask for tokens: 48 at once."""
-    length = min(1 << 15, await target.max_model_len() - 8)
-    await _flood(target, [_request(p, max_tokens=1) for p in _prompts(length, 8)], 48)
-
-
 @attack()
 async def cancel_storm(target: Target) -> None:
     """Requests that are cancelled at once, or after the first token, 64 at a time."""
@@ -77,12 +69,12 @@ async def cancel_storm(target: Target) -> None:
             call: Any = channel.unary_stream(f"/{SERVICE}/GenerateStream")(
                 random.choice(messages), metadata=target.metadata
             )
-            target.loot.sent["calls"] += 1
+            target.gains.sent["calls"] += 1
             reading = asyncio.ensure_future(call.read())
             await asyncio.wait([reading], timeout=random.choice((0, 0.001, 0.05)))
             call.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            target.loot.answers["cancelled"] += 1
+            target.gains.answers["cancelled"] += 1
 
         await target.flood(send, 64)
 

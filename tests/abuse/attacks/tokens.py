@@ -49,14 +49,14 @@ async def health_checks(target: Target) -> None:
 
 @attack(kills="worker")
 async def health_watchers(target: Target) -> None:
-    """4,000 health watches, all to be told that a worker has died and is back."""
+    """4,000 health watches, which all receive that a worker has died and is back."""
 
     async def watch(connection: RawConnection) -> None:
         for _ in range(200):
             stream, headers = connection.call(f"{HEALTH}/Watch")
             body = http2.frame(http2.DATA, http2.message(b""), http2.END_STREAM, stream)
             await connection.send(headers, body)
-            target.loot.sent["streams"] += 1
+            target.gains.sent["streams"] += 1
             await asyncio.sleep(0)
 
     await target.hold_connections(20, watch)

@@ -3,16 +3,16 @@ second: `python -m tests.scheduler_svc.grammar.host`."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
 from scheduler_svc.grammar import wire
 from scheduler_svc.grammar.host_link import HostLink
+from shared.process.death_signal import end_with_parent
 from tests.scheduler_svc.grammar.attempts import attempting
 from tests.waiting import wait_for
 
@@ -67,17 +67,6 @@ class TestHost:
         )
 
 
-@contextmanager
-def running_host(
-    model: Path = DEMO, compile_cpu_s: float = 1.0, load_s: float = 120.0
-) -> Iterator[TestHost]:
-    host = TestHost(model, compile_cpu_s, load_s)
-    try:
-        yield host
-    finally:
-        host.close()
-
-
 def wait_dead(*pids: int) -> None:
     wait_for(lambda: not any(map(is_running, pids)), f"{pids} to end")
 
@@ -97,13 +86,15 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 if __name__ == "__main__":
-    wire.COMPILE_CPU_S = float(sys.argv[1])
+    compile_cpu_s, load_s, model, *descriptors = sys.argv[1:]
+    end_with_parent()
+    wire.COMPILE_CPU_S = float(compile_cpu_s)
     wire.MASK_CPU_S = 0.05
     wire.MEMORY_BYTES = 64 << 20
 
     from scheduler_svc.grammar import host
 
-    host._LOAD_S = float(sys.argv[2])
+    host._LOAD_S = float(load_s)
     load = host._Host._load
 
     def load_and_attempt(self: host._Host) -> None:
@@ -115,4 +106,5 @@ if __name__ == "__main__":
         child.compile_grammar = attempting(child.compile_grammar)
 
     host._Host._load = load_and_attempt  # type: ignore[method-assign]
-    host.main(sys.argv[3:])
+    ends = (socket.socket(fileno=int(each)) for each in descriptors)
+    host.run_host(HostLink(*ends), Path(model))

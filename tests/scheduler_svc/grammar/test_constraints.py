@@ -31,6 +31,8 @@ from tests.sanitizer import Sanitizer
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "odd")
 END = 999
+DEAD_END = GrammarError(GrammarKind.REGEX, "none can follow")
+Spoil = Callable[[bytes, int], bytes | GrammarError]
 
 
 class OddTokens:
@@ -48,21 +50,20 @@ class OddTokens:
         grammar = self.grammar
         if END in generated or (len(generated) == grammar.most and not grammar.has_ends):
             return None
-        if grammar.dead_end_after == len(generated):
-            return GrammarError(GrammarKind.REGEX, "none can follow")
         allowed = np.zeros(1024, np.uint8)
         if len(generated) < grammar.most:
             allowed[1:END:2] = 1
         else:
             allowed[END] = 1
-        return np.packbits(allowed[:VOCAB_SIZE], bitorder="little").tobytes() + bytes(3)
+        mask = np.packbits(allowed[:VOCAB_SIZE], bitorder="little").tobytes() + bytes(3)
+        return grammar.spoil(mask, len(generated))
 
 
 class FakeGrammars:
-    def __init__(self, most: int = 100, dead_end_after: int = -1) -> None:
+    def __init__(self, most: int = 100, spoil: Spoil = lambda mask, _: mask) -> None:
         self.most = most
         self.has_ends = True
-        self.dead_end_after = dead_end_after
+        self.spoil = spoil  # given a mask and its completion's length
         self.compiled = asyncio.Event()
         self.compiled.set()
         self.filled = asyncio.Event()
@@ -211,7 +212,7 @@ async def test_each_token_is_one_that_its_mask_allows(losses: list[int], sync: b
             assert rig.tokens(number) == expected(number, 6)
 
 
-async def test_preempted_ones_go_on_where_they_were() -> None:
+async def test_preempted_sequences_continue_after_their_tokens() -> None:
     async with running(FakeGrammars(), num_blocks=8) as rig:
         for number in (1, 2, 3):
             rig.engine.submit(odd(number, 18))
@@ -221,7 +222,7 @@ async def test_preempted_ones_go_on_where_they_were() -> None:
             assert rig.tokens(number) == expected(number, 18)
 
 
-async def test_resumed_ones_go_on_after_their_tokens() -> None:
+async def test_resumed_sequences_continue_after_their_tokens() -> None:
     async with running(FakeGrammars()) as rig:
         rig.engine.submit(odd(5, generated_ids=expected(5, 4)))
         await rig.ended(5)
@@ -235,7 +236,7 @@ async def test_resumed_ones_go_on_after_their_tokens() -> None:
         assert "token 2 does not match" in end.message
 
 
-async def test_completions_of_a_prompt_are_matched_each_for_itself() -> None:
+async def test_each_completion_of_a_prompt_has_its_own_matcher() -> None:
     async with running(FakeGrammars()) as rig:
         rig.engine.submit(odd(1), n=3)
         await rig.ended(1, 2, 3)
@@ -261,7 +262,7 @@ async def test_min_tokens_cannot_go_beyond_the_grammar() -> None:
         assert rig.tokens(1) == [*expected(1, 3), END]
 
 
-async def test_others_go_on_while_a_mask_is_computed() -> None:
+async def test_other_sequences_continue_while_a_mask_is_computed() -> None:
     grammars = FakeGrammars()
     async with running(grammars) as rig:
         rig.engine.submit(odd(1, 3))
@@ -305,7 +306,7 @@ async def test_the_next_step_waits_for_masks_while_one_runs(
         await rig.ended(1, 7)
 
 
-async def test_others_go_on_while_a_grammar_is_compiled() -> None:
+async def test_other_sequences_continue_while_a_grammar_is_compiled() -> None:
     grammars = FakeGrammars()
     grammars.compiled.clear()
     async with running(grammars) as rig:
@@ -349,7 +350,7 @@ async def test_requests_that_wait_for_grammars_count_as_waiting() -> None:
         rig.engine.abort_connection(0)
 
 
-async def test_a_lost_connection_drops_a_few_of_those_that_wait_per_turn() -> None:
+async def test_a_lost_connection_drops_a_few_waiting_sequences_per_turn() -> None:
     grammars = FakeGrammars()
     grammars.compiled.clear()
     async with running(grammars) as rig:
@@ -368,7 +369,7 @@ async def test_a_lost_connection_drops_a_few_of_those_that_wait_per_turn() -> No
 
 
 @pytest.mark.parametrize("whole_connection", [False, True])
-async def test_one_that_is_aborted_while_it_waits_leaves_nothing(whole_connection: bool) -> None:
+async def test_a_sequence_aborted_while_it_waits_leaves_nothing(whole_connection: bool) -> None:
     for gate in ("compiled", "filled"):
         grammars = FakeGrammars()
         getattr(grammars, gate).clear()
@@ -387,9 +388,10 @@ async def test_one_that_is_aborted_while_it_waits_leaves_nothing(whole_connectio
     [
         (GrammarError(GrammarKind.REGEX, "bad"), FinishCause.INVALID, "sampling.structured_output"),
         (RuntimeError("secret"), FinishCause.INTERNAL, "internal error"),
+        (GrammarsBusyError("all slots are taken"), FinishCause.QUEUE_FULL, "all slots are taken"),
     ],
 )
-async def test_what_cannot_be_compiled_ends_at_once(
+async def test_a_sequence_whose_grammar_is_not_compiled_ends_at_once(
     error: Exception, cause: FinishCause, message: str
 ) -> None:
     grammars = FakeGrammars()
@@ -402,23 +404,10 @@ async def test_what_cannot_be_compiled_ends_at_once(
         assert end.cause is cause
         assert end.message.startswith(message)
         assert "secret" not in end.message
+        assert (end.retry_after_s > 0) == (cause is FinishCause.QUEUE_FULL)
 
 
-@pytest.mark.parametrize("after", [0, 1, 4])
-async def test_a_dead_end_ends_its_sequence_alone(after: int) -> None:
-    async with running(FakeGrammars(dead_end_after=after)) as rig:
-        rig.engine.submit(odd(1))
-        rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(10)))
-        await rig.ended(1, 7)
-        output = rig.end(1)
-        assert output is not None
-        assert isinstance(end := output.end, End)
-        assert end.cause is FinishCause.INVALID
-        assert "none can follow" in end.message
-        assert rig.tokens(1) == expected(1, after)
-
-
-async def test_without_grammars_they_are_refused() -> None:
+async def test_an_engine_without_grammars_rejects_them() -> None:
     outputs: list[Output] = []
     scheduler = Scheduler(Limits(8, 32, 64, 100, VOCAB_SIZE), BlockManager(16, 4))
     engine = Engine(scheduler, Worker(16, ()), outputs.extend)
@@ -436,20 +425,8 @@ def test_before_min_tokens_no_end_token_is_allowed_beside_others(
     assert np.flatnonzero(np.unpackbits(mask, bitorder="little") == 0).tolist() == left_out
 
 
-async def test_where_no_place_is_free_to_compile_the_client_is_to_come_back() -> None:
-    grammars = FakeGrammars()
-    grammars.error = GrammarsBusyError("other grammars are being compiled")
-    async with running(grammars) as rig:
-        rig.engine.submit(odd(1))
-        await rig.ended(1)
-        (end,) = (output.end for output in rig.outputs)
-        assert isinstance(end, End)
-        assert end.cause is FinishCause.QUEUE_FULL
-        assert end.retry_after_s > 0
-
-
 @pytest.mark.parametrize("flood", ["flood", ""])
-async def test_a_client_whose_grammars_wait_leaves_room_for_anothers(flood: str) -> None:
+async def test_a_client_whose_grammars_wait_leaves_room_for_another_client(flood: str) -> None:
     grammars = FakeGrammars()
     grammars.compiled.clear()
     async with running(grammars) as rig:
@@ -468,25 +445,28 @@ async def test_a_client_whose_grammars_wait_leaves_room_for_anothers(flood: str)
         assert not rig.engine._constraints._beginning_of  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("after", [0, 2])
-@pytest.mark.parametrize("spoil", [lambda mask: mask[:-4], lambda mask: bytes(len(mask))])
-async def test_a_mask_of_another_size_or_of_nothing_ends_its_sequence_alone(
-    spoil: Callable[[bytes], bytes], after: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("after", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("spoil", "cause", "message"),
+    [
+        (lambda _: DEAD_END, FinishCause.INVALID, str(DEAD_END)),
+        (lambda mask: mask[:-4], FinishCause.INTERNAL, "internal error"),
+        (lambda mask: bytes(len(mask)), FinishCause.INTERNAL, "internal error"),
+    ],
+    ids=["dead end", "another size", "no token"],
+)
+async def test_an_outcome_without_a_usable_mask_ends_its_sequence_alone(
+    spoil: Callable[[bytes], bytes | GrammarError], cause: FinishCause, message: str, after: int
 ) -> None:
-    real = OddTokens.outcome
-
-    def outcome(self: OddTokens) -> bytes | GrammarError | None:
-        mask = real(self)
-        is_bad = isinstance(mask, bytes) and len(self._tokens) - self._start == after
-        return spoil(mask) if isinstance(mask, bytes) and is_bad else mask
-
-    monkeypatch.setattr(OddTokens, "outcome", outcome)
-    async with running(FakeGrammars()) as rig:
+    async with running(
+        FakeGrammars(spoil=lambda mask, n: spoil(mask) if n == after else mask)
+    ) as rig:
         rig.engine.submit(odd(1))
         rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(10)))
         await rig.ended(1, 7)
         output = rig.end(1)
         assert output is not None
-        assert output.finished is FinishCause.INTERNAL
-        assert len(rig.tokens(1)) == after
+        assert isinstance(end := output.end, End)
+        assert (end.cause, end.message) == (cause, message)
+        assert rig.tokens(1) == expected(1, after)
         assert len(rig.tokens(7)) == 10

@@ -1,4 +1,4 @@
-"""Grammars in processes of their own: what they compute, and what becomes of those that die."""
+"""Grammars in processes of their own: their masks, their limits, and what follows their deaths."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import warnings
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import suppress
-from itertools import count
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +23,6 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.sampling import GrammarKind
-from scheduler_svc.grammar import grammars as grammars_module
 from scheduler_svc.grammar import process
 from scheduler_svc.grammar.compiler import Matcher, compile_grammar, make_compilers
 from scheduler_svc.grammar.errors import (
@@ -35,14 +33,13 @@ from scheduler_svc.grammar.errors import (
     ProcessDiedError,
     VocabularyError,
 )
-from scheduler_svc.grammar.grammar import GrammarUse, RemoteMatcher
+from scheduler_svc.grammar.grammar import Grammar, GrammarUse, RemoteMatcher
 from scheduler_svc.grammar.grammars import MAX_TEXT_BYTES, Grammars
-from scheduler_svc.grammar.host_link import Forked
 from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
-from scheduler_svc.grammar.wire import Row, frame
+from scheduler_svc.grammar.wire import Answer, Row, answer
 from tests.scheduler_svc.grammar.attempts import ATTEMPTS, surroundings
-from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, running_host, wait_dead
+from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, wait_dead
 from tests.waiting import wait_for
 
 Result = TypeVar("Result")
@@ -61,18 +58,20 @@ BOMB = json.dumps(  # takes minutes
 )
 # Fills 64 MiB in a quarter of a second, a gigabyte in two.
 HUNGRY = "(" + "|".join(f"[a-z]{{1,{i}}}x" for i in range(1, 800)) + ")*"
+TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "</a>"}
 TEXTS: list[tuple[GrammarKind, str]] = [
     (REGEX, WORDS),
     (REGEX, r"[A-Z][a-z]{0,9}( (né|[0-9]+))?@(a|bc)+\."),
     (GrammarKind.JSON, ""),
     (GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "minItems": 3}'),
     (GrammarKind.EBNF, 'root ::= term ("+" term)*\nterm ::= [0-9] | "(" root ")"'),
+    (GrammarKind.STRUCTURAL_TAG, json.dumps({"type": "structural_tag", "format": TAG})),
 ]
 
 
 @pytest.fixture(scope="module")
 def _host() -> Iterator[TestHost]:
-    with running_host() as host:
+    with closing(TestHost()) as host:
         yield host
 
 
@@ -144,36 +143,25 @@ async def test_masks_are_those_that_a_matcher_in_this_process_gives(grammars: Gr
         local = compile_grammar(compilers, kind, text)
         for each, outcomes in zip(completions, found, strict=True):
             matcher = Matcher(local, ENDS)
-            for token, outcome in zip(each.tokens[2:], outcomes, strict=True):
+            for i, (token, outcome) in enumerate(zip(each.tokens[2:], outcomes, strict=True)):
                 assert outcome == matcher.mask()
                 matcher.accept(token)
+                resumed = Completion(compiled, each.tokens[2 : 2 + i])
+                assert await masks([resumed.matcher]) == [outcome]
 
 
-async def test_a_completion_may_come_with_its_tokens(grammars: Grammars) -> None:
-    compiled = await grammars.compile(REGEX, WORDS, ENDS)
-    first = Completion(compiled)
-    (found,) = await go_on([first], random.Random(2), 10)
-    for i, expected in enumerate(found):
-        resumed = Completion(compiled, first.tokens[2 : 2 + i])
-        assert await masks([resumed.matcher]) == [expected]
-
-
-async def test_a_token_that_does_not_match_ends_its_own_completion(grammars: Grammars) -> None:
-    compiled = await grammars.compile(REGEX, WORDS, ENDS)
-    good, bad = Completion(compiled), Completion(compiled, [1535])
-    (mask, error) = await masks([good.matcher, bad.matcher])
-    assert allowed(mask)
-    assert isinstance(error, GrammarError)
+async def test_a_completion_that_is_complete_or_does_not_match_has_no_mask(
+    grammars: Grammars,
+) -> None:
+    compiled = await grammars.compile(REGEX, "a?", ())
+    a = VOCABULARY.index(b"a")
+    completions = [Completion(compiled, tokens) for tokens in ([], [1535], [a])]
+    mask, error, complete = await masks([each.matcher for each in completions])
+    assert allowed(mask) == [a]
     assert str(error) == (
         "sampling.structured_output.regex: token 1535 at index 0 of the completion does not match"
     )
-
-
-async def test_a_complete_one_has_no_mask(grammars: Grammars) -> None:
-    compiled = await grammars.compile(REGEX, "a?", ())
-    (mask,) = await masks([Completion(compiled).matcher])
-    (a,) = allowed(mask)
-    assert await masks([Completion(compiled, [a]).matcher]) == [None]
+    assert complete is None
 
 
 async def test_a_process_that_is_taken_over_can_do_nothing(
@@ -186,17 +174,16 @@ async def test_a_process_that_is_taken_over_can_do_nothing(
     assert {*outcomes.values()} == {"EPERM"}
 
 
-async def test_a_process_has_nothing_open_of_its_hosts(grammars: Grammars, host: TestHost) -> None:
+async def test_a_process_has_no_open_file_of_its_host(grammars: Grammars, host: TestHost) -> None:
     await grammars.compile(REGEX, WORDS, ENDS)
     (child,) = host.children()
     directory = f"/proc/{child.pid}/fd/"
     opened = [os.readlink(directory + number) for number in os.listdir(directory)]
     (connection,) = (each for each in opened if each.startswith("socket:"))
-    sizes = f"/proc/{child.pid}/smaps_rollup"
-    assert sorted(opened) == sorted([os.devnull, os.devnull, os.devnull, connection, sizes])
+    assert sorted(opened) == [os.devnull, os.devnull, os.devnull, connection]
 
 
-async def test_a_text_that_is_too_long_is_refused(grammars: Grammars) -> None:
+async def test_a_text_that_is_too_long_is_rejected(grammars: Grammars) -> None:
     with pytest.raises(GrammarError, match=f"is longer than {MAX_TEXT_BYTES} bytes"):
         await grammars.compile(REGEX, "a" * (MAX_TEXT_BYTES + 1), ENDS)
 
@@ -212,14 +199,14 @@ async def test_a_grammar_is_compiled_once(grammars: Grammars, host: TestHost) ->
         assert {1535, 1534} & set(allowed((await masks([each.matcher]))[0])) <= {end}
 
 
-async def test_an_error_is_no_grammar(grammars: Grammars, host: TestHost) -> None:
+async def test_a_grammar_with_an_error_is_not_cached(grammars: Grammars, host: TestHost) -> None:
     for _ in range(2):
         with pytest.raises(GrammarError, match=r"structured_output\.regex: .* is not closed"):
             await grammars.compile(REGEX, "(a", ENDS)
     wait_dead(*(child.pid for child in host.children()))
 
 
-async def test_bombs_end_alone_and_are_refused_at_once_the_next_time(
+async def test_a_grammar_bomb_ends_alone_and_is_rejected_at_once_the_next_time(
     grammars: Grammars, host: TestHost
 ) -> None:
     bombs = [
@@ -240,9 +227,9 @@ async def test_bombs_end_alone_and_are_refused_at_once_the_next_time(
     assert len(host.children()) == 1
 
 
-async def test_memory_alone_ends_a_grammar_and_its_neighbours_go_on() -> None:
+async def test_a_grammar_over_its_memory_ends_and_its_neighbours_continue() -> None:
     """With an hour of processor time."""
-    with running_host(compile_cpu_s=3600) as host:
+    with closing(TestHost(compile_cpu_s=3600)) as host:
         grammars = Grammars(host.link)
         honest = Completion(await grammars.compile(REGEX, WORDS, ENDS))
         expected = await masks([honest.matcher])
@@ -256,18 +243,28 @@ async def test_memory_alone_ends_a_grammar_and_its_neighbours_go_on() -> None:
         grammars.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGPROF])
-async def test_a_process_that_dies_at_work_is_replaced(
-    number: signal.Signals, grammars: Grammars, host: TestHost
+@pytest.mark.parametrize(
+    ("number", "is_idle"),
+    [
+        (signal.SIGKILL, True),
+        (signal.SIGKILL, False),
+        (signal.SIGSEGV, False),
+        (signal.SIGPROF, False),
+    ],
+)
+async def test_a_process_that_dies_is_replaced(
+    number: signal.Signals, is_idle: bool, grammars: Grammars, host: TestHost
 ) -> None:
     compiled = await grammars.compile(REGEX, WORDS, ENDS)
     completions = [Completion(compiled) for _ in range(4)]
     await go_on(completions, random.Random(5), 5)
     expected = await masks([Completion(compiled, c.tokens[2:]).matcher for c in completions])
     (child,) = host.children()
-    child.suspend()  # the work is on its way when it dies
+    if not is_idle:
+        child.suspend()  # the work is on its way when it dies
     asking = asyncio.ensure_future(masks([each.matcher for each in completions]))
-    await asyncio.sleep(0)
+    if not is_idle:
+        await asyncio.sleep(0)
     os.kill(child.pid, number)
     with suppress(ProcessLookupError):  # SIGKILL ends it even while it is stopped
         os.kill(child.pid, signal.SIGCONT)
@@ -276,17 +273,7 @@ async def test_a_process_that_dies_at_work_is_replaced(
     assert successor.pid != child.pid
 
 
-async def test_a_process_that_dies_idle_is_replaced(grammars: Grammars, host: TestHost) -> None:
-    compiled = await grammars.compile(REGEX, WORDS, ENDS)
-    one = Completion(compiled)
-    await go_on([one], random.Random(6), 5)
-    expected = await masks([one.matcher])
-    (child,) = host.children()
-    child.kill()
-    assert await soon(masks([one.matcher])) == expected
-
-
-async def test_one_whose_process_always_dies_is_convicted_alone(
+async def test_a_completion_whose_process_always_dies_ends_alone(
     grammars: Grammars, host: TestHost
 ) -> None:
     """After many an `a` each token takes longer than the last; after `b` none does."""
@@ -323,7 +310,7 @@ async def test_a_process_that_is_stopped_is_replaced(
     assert await soon(asking) == expected
 
 
-async def test_the_least_recently_used_of_the_idle_ends(host: TestHost) -> None:
+async def test_the_least_recently_used_idle_grammar_is_evicted(host: TestHost) -> None:
     grammars = Grammars(host.link, max_processes=2)
     await grammars.compile(REGEX, "a", ENDS)
     await grammars.compile(REGEX, "b", ENDS)
@@ -338,7 +325,9 @@ async def test_the_least_recently_used_of_the_idle_ends(host: TestHost) -> None:
 
 
 @pytest.mark.parametrize("limit", [{"max_processes": 1}, {"max_bytes": 1}])
-async def test_one_waits_while_all_are_in_use(limit: dict[str, int], host: TestHost) -> None:
+async def test_a_grammar_waits_while_all_processes_are_in_use(
+    limit: dict[str, int], host: TestHost
+) -> None:
     grammars = Grammars(host.link, **limit)
     matcher = Completion(await grammars.compile(REGEX, "a", ENDS)).matcher
     grammars._timeout_s = 0.01
@@ -355,7 +344,7 @@ async def test_one_waits_while_all_are_in_use(limit: dict[str, int], host: TestH
     grammars.close()
 
 
-async def test_a_client_with_a_name_takes_half_of_the_processes_at_most(host: TestHost) -> None:
+async def test_a_named_client_takes_at_most_half_of_the_processes(host: TestHost) -> None:
     grammars = Grammars(host.link, max_processes=4)
     kept = [await grammars.compile(REGEX, text, ENDS, "many") for text in "ab"]
     grammars._timeout_s = 0.01
@@ -367,7 +356,7 @@ async def test_a_client_with_a_name_takes_half_of_the_processes_at_most(host: Te
     grammars.close()
 
 
-async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> None:
+async def test_a_cancelled_request_does_not_cancel_a_shared_compilation(grammars: Grammars) -> None:
     first = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
     second = asyncio.ensure_future(grammars.compile(GrammarKind.JSON, "", ENDS))
     await asyncio.sleep(0)
@@ -376,18 +365,15 @@ async def test_who_gives_up_takes_nothing_from_others(grammars: Grammars) -> Non
     assert first.cancelled()
 
 
-@pytest.mark.parametrize("nth", [1, 2], ids=["to the process", "to its reports"])
-async def test_who_gives_up_while_connecting_leaves_no_socket_open(
-    host: TestHost, monkeypatch: pytest.MonkeyPatch, nth: int
+async def test_a_request_cancelled_while_it_connects_leaves_no_socket_open(
+    host: TestHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, connect = count(1), asyncio.open_connection
-    await host.link.load()
+    connect = asyncio.open_connection
 
     async def cancelled(**kwargs: Any) -> Any:
-        if next(calls) == nth:
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
         return await connect(**kwargs)
 
     monkeypatch.setattr(asyncio, "open_connection", cancelled)
@@ -403,7 +389,7 @@ async def test_who_gives_up_while_connecting_leaves_no_socket_open(
     assert [str(each.message) for each in leaks] == []
 
 
-async def test_what_nobody_waits_for_is_compiled_no_further(
+async def test_a_compilation_ends_when_nobody_waits_for_it(
     grammars: Grammars, host: TestHost
 ) -> None:
     await grammars.compile(REGEX, WORDS, ENDS)
@@ -416,7 +402,7 @@ async def test_what_nobody_waits_for_is_compiled_no_further(
         await bomb
 
 
-async def test_its_processes_end_with_the_scheduler(host: TestHost) -> None:
+async def test_grammar_processes_end_with_the_scheduler(host: TestHost) -> None:
     grammars = Grammars(host.link)
     compiled = await grammars.compile(REGEX, WORDS, ENDS)
     (child,) = host.children()
@@ -427,8 +413,8 @@ async def test_its_processes_end_with_the_scheduler(host: TestHost) -> None:
     grammars.close()
 
 
-async def test_a_host_that_dies_is_replaced_and_its_processes_go_on() -> None:
-    with running_host() as host:
+async def test_a_host_that_dies_is_replaced_and_its_processes_continue() -> None:
+    with closing(TestHost()) as host:
         grammars = Grammars(host.link)
         compiled = await grammars.compile(REGEX, WORDS, ENDS)
         one = Completion(compiled)
@@ -449,7 +435,7 @@ async def test_a_host_that_dies_is_replaced_and_its_processes_go_on() -> None:
 async def test_a_host_that_does_not_load_in_time_is_killed(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     os.mkfifo(config)  # reading it takes for ever
-    with running_host(tmp_path, load_s=0.1) as host:
+    with closing(TestHost(tmp_path, load_s=0.1)) as host:
         grammars = Grammars(host.link)
         asking = asyncio.ensure_future(grammars.compile(REGEX, "a", ENDS))
         assert await asyncio.to_thread(host.wait) == -signal.SIGALRM
@@ -473,34 +459,6 @@ def test_the_scheduler_imports_neither_torch_nor_xgrammar() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("kind", "contents"),
-    [(3, bytes(4)), (3, b"\xff" * 4), (3, b""), (5, b"\xff"), (1, b""), (9, b"")],
-)
-async def test_what_is_no_answer_ends_its_process(
-    kind: int, contents: bytes, child: subprocess.Popen[bytes]
-) -> None:
-    ours, theirs = socket.socketpair()
-    to_us, to_host = socket.socketpair()
-    with theirs, to_host:
-        reader, writer = await asyncio.open_connection(sock=ours)
-        report, reporting = await asyncio.open_connection(sock=to_us)
-
-        class Host:
-            async def fork(self) -> Forked:
-                return Forked(child.pid, reader, writer, report, reporting)
-
-        host: Any = Host()
-        made = await process.GrammarProcess.start(host)
-        theirs.sendall(frame(kind, contents))
-        with pytest.raises(ProcessDiedError):
-            async for _ in made.masks([Row(1, None, [])], [], careful=False):
-                pass
-        assert not made.is_usable
-        assert child.wait(60) == -signal.SIGKILL
-        await transports_closed()
-
-
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(["sleep", "60"]) as child:
@@ -508,22 +466,59 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         child.kill()
 
 
-async def test_what_waits_for_room_is_not_looked_at_again_and_again(
+MASK, SAME_MASK, ERROR = Answer.MASK, Answer.SAME_MASK, Answer.ERROR
+LIMIT = bytes([Death.AT_LIMIT])
+
+
+@pytest.mark.parametrize(
+    ("sent", "death"),
+    [
+        (answer(SAME_MASK, bytes(4)), Death.CRASHED),
+        (answer(SAME_MASK, b"\xff" * 4), Death.CRASHED),
+        (answer(SAME_MASK), Death.CRASHED),
+        (answer(ERROR, b"\xff"), Death.CRASHED),
+        (bytes(4) + b"\x09", Death.CRASHED),
+        (answer(MASK, bytes(9))[:-1] + LIMIT, Death.CRASHED),  # never a mask
+        (answer(MASK, bytes(9))[:-2] + LIMIT, Death.AT_LIMIT),
+        (LIMIT, Death.AT_LIMIT),
+        (b"", Death.KILLED),
+    ],
+)
+async def test_an_invalid_answer_ends_its_process(
+    sent: bytes, death: Death, child: subprocess.Popen[bytes]
+) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        made = process.GrammarProcess(child.pid, os.pidfd_open(child.pid), reader, writer)
+        theirs.sendall(sent)
+        theirs.shutdown(socket.SHUT_WR)
+        outcomes: list[Outcome] = []
+        with pytest.raises(ProcessDiedError) as caught:
+            await made.masks([Row(1, None, [])], [], outcomes, careful=False)
+        assert caught.value.death is death
+        assert not outcomes
+        assert not made.is_usable
+        assert child.wait(60) == -signal.SIGKILL
+        await transports_closed()
+
+
+async def test_waiting_grammars_are_not_examined_repeatedly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = 0
-    real = grammars_module._Entry.is_evictable.fget
+    real = Grammar.is_evictable.fget  # type: ignore[attr-defined]
 
-    def is_evictable(self: grammars_module._Entry) -> bool:
+    def is_evictable(self: Grammar) -> bool:
         nonlocal looks
         looks += 1
-        return bool(real and real(self))
+        return bool(real(self))
 
     async def nothing(*_: object) -> None: ...
 
-    monkeypatch.setattr(grammars_module._Entry, "is_evictable", property(is_evictable))
-    monkeypatch.setattr(Grammars, "_loaded", nothing)
-    monkeypatch.setattr(Grammars, "_start", nothing)
+    monkeypatch.setattr(Grammar, "is_evictable", property(is_evictable))
+    monkeypatch.setattr(Grammars, "_load", nothing)
+    monkeypatch.setattr(Grammar, "start", nothing)
     link: Any = None
     grammars = Grammars(link, max_processes=4)
     uses = [await grammars.compile(REGEX, f"use {i}", []) for i in range(4)]
@@ -534,4 +529,4 @@ async def test_what_waits_for_room_is_not_looked_at_again_and_again(
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert looks <= 2 * 4 * len(waiting)
-    assert len(uses) == len(grammars._entries) == 4
+    assert len(uses) == len(grammars._grammars) == 4

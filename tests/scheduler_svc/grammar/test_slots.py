@@ -34,42 +34,24 @@ async def test_clients_take_turns_however_many_slots_one_asks_for() -> None:
     assert order.index("one") <= 1
 
 
-async def test_one_that_gives_up_leaves_its_turn_to_others() -> None:
-    slots, order = Slots(1, lambda _: True), list[str]()
-    await slots.enter("first")
-    gone = asyncio.create_task(entered(slots, order, "gone"))
-    last = asyncio.create_task(entered(slots, order, "last"))
-    await settle()
-    gone.cancel()
-    slots.leave()
-    await asyncio.wait_for(last, 60)
-    assert order == ["last"]
-
-
-async def test_one_that_gives_up_just_as_its_turn_comes_gives_the_slot_back() -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["before its turn", "at its turn"])
+async def test_a_cancelled_request_leaves_its_slot_to_others(is_late: bool) -> None:
     slots, order = Slots(1, lambda _: True), list[str]()
     await slots.enter("first")
     gone = asyncio.create_task(entered(slots, order, "gone"))
     await settle()
-    slots.leave()
+    if is_late:
+        slots.leave()
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
+    if not is_late:
+        slots.leave()
     await asyncio.wait_for(entered(slots, order, "last"), 60)
+    assert order == ["last"]
 
 
-async def test_nobody_enters_before_there_is_room() -> None:
-    room = False
-    slots, order = Slots(1, lambda _: room), list[str]()
-    waiting = asyncio.create_task(entered(slots, order, "one"))
-    await settle()
-    assert not order
-    room = True
-    slots.fill()
-    await asyncio.wait_for(waiting, 60)
-
-
-async def test_one_that_may_not_enter_does_not_keep_others_out() -> None:
+async def test_a_client_at_its_limit_does_not_keep_others_out() -> None:
     slots, order = Slots(1, lambda client: client != "many"), list[str]()
     waiting = asyncio.create_task(entered(slots, order, "many"))
     await settle()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.engines.token_stream import TokenStream
@@ -20,17 +23,73 @@ from shared.errors import (
 from tests.simulation.cluster.engines import Owner, owner_of
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.requests import Client
-from tests.simulation.cluster.world import World
+from tests.simulation.cluster.world import World, virtual_deadlines
 
-_STEADY_S = 1.0  # for which an engine has been there when its load is looked at
+_STEADY_S = 1.0  # for which an engine has been there when its load is checked
 _MANY = 8  # sequences
 _SEEN_S = 0.1  # for which a frontend has known, so that it has acted on it
 _OVERLAP_S = 0.5  # for which a completion may be at two engines, while messages are on their way
-_PARTITIONED_S = 4.0  # likewise, where the network was partitioned
+_PARTITIONED_S = 4.0  # the same limit where the network was partitioned
 
 
-def check_end(world: World, client: Client) -> None:
-    """Checks what a client got."""
+@asynccontextmanager
+async def played(
+    world: World,
+    clients: Sequence[Client],
+    faults: Awaitable[object],
+    *,
+    poll_s: float,
+    rest_s: float,
+    max_s: float | None = None,
+) -> AsyncIterator[Watcher]:
+    """Serves clients while faults happen, checks all of it, and yields at rest. Closes the world.
+
+    Args:
+        poll_s: the time between two checks of where completions are.
+        rest_s: the time from the last end until nothing may be left.
+    """
+    with virtual_deadlines():
+        watcher = Watcher(world)
+        watching: asyncio.Future[Any] = asyncio.ensure_future(watcher.run(poll_s))
+        serving: asyncio.Future[Any] = asyncio.gather(
+            *(_serve(world, client) for client in clients), faults
+        )
+        both = [serving, watching]
+        try:
+            await asyncio.wait(both, timeout=max_s, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            assert serving.done(), f"requests do not end: {_open(world)}"
+            serving.result()
+            await asyncio.sleep(rest_s)
+            _check_rest(world)
+            yield watcher
+        finally:
+            watching.cancel()
+            serving.cancel()
+            await asyncio.wait(both)
+            await world.close()
+
+
+def _open(world: World) -> list[str]:
+    return [
+        f"{stream.request.request_id}/{stream.index} with {len(stream.tokens)} tokens at "
+        f"{place.address} of frontend {frontend.number}"
+        for frontend in world.frontends
+        for place, engine in frontend.engines._engines.items()
+        for stream in engine.open_streams()
+    ]
+
+
+async def _serve(world: World, client: Client) -> None:
+    """Has a client send its request when it is time, and checks what it gets."""
+    await asyncio.sleep(client.plan.at - world.loop.time())
+    await client.run(world.frontends[client.plan.frontend].engines)
+    world.ended.add(client.plan.number)
+    _check_end(world, client)
+
+
+def _check_end(world: World, client: Client) -> None:
     found = [_check_tokens(world, client, i, each) for i, each in enumerate(client.streams)]
     models = {model for model in found if model is not None}
     assert len(models) < 2, f"request {client.plan.number} is of models {models}"
@@ -89,7 +148,7 @@ def _name(client: Client, index: int) -> str:
 
 
 class Watcher:
-    """Looks all the time where completions are."""
+    """Checks all the time where completions are."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -100,10 +159,10 @@ class Watcher:
 
     async def run(self, every_s: float) -> None:
         while True:
-            self._look()
+            self._poll()
             await asyncio.sleep(every_s)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         world, now = self._world, self._world.loop.time()
         places: dict[Owner, list[Host]] = {}
         for host in world.hosts:
@@ -127,7 +186,7 @@ class Watcher:
             self.imbalances.append(max(counts) / mean)
 
 
-def check_rest(world: World) -> None:
+def _check_rest(world: World) -> None:
     """Checks that nothing is left of any request, and that frontends know what engines hold."""
     for host in world.hosts:
         assert not host.sequences(), f"{host.name} has {[*map(owner_of, host.sequences())]}"

@@ -13,19 +13,21 @@ from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Row, Sequence
-from scheduler_svc.core.step import Answer, Output, Step
+from scheduler_svc.core.step import Answer, End, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.rpc.servicer import SchedulerServicer
 from shared.pb import scheduler_pb2 as pb
 from tests.oracle import EMPTY, extend, sample
-from tests.simulation.cluster.network import Call
+from tests.simulation.cluster.network import Call, DiedError
 
 if TYPE_CHECKING:
     from tests.simulation.cluster.hosts import Host
 
 # Prompts that begin with one of these kill the scheduler when they are first scheduled, or with
-# their fifth token; the last kills the workers whenever it is computed.
+# their fifth token; WORKERS kills the workers whenever it is computed, READ the scheduler when it
+# is queued.
 STEP, TOKEN, WORKERS = POISONS = range(901, 904)
+READ = 904
 DEADLY_TOKEN = 5
 _SALT = 331  # between models' tokens
 
@@ -43,7 +45,7 @@ class Shape:
 
 
 class Owner(NamedTuple):
-    """A request's number and one of its completions', as a sequence's tokens tell."""
+    """The numbers of a request and of one of its completions, from a sequence's tokens."""
 
     request: int
     completion: int
@@ -64,10 +66,6 @@ def salt_of(model: int) -> int:
     return _SALT * model
 
 
-class DiedError(Exception):
-    """Ends what a scheduler was doing when it died."""
-
-
 class _Workers:
     """An `Executor`, whose steps take the time that the engine's shape says."""
 
@@ -82,7 +80,7 @@ class _Workers:
         self._lost: asyncio.Future[None] = self._loop.create_future()
 
     def lose(self, seconds: float) -> None:
-        """They are gone, and back after so long."""
+        """Loses the workers, which are back after so long."""
         self._back_at = max(self._back_at, self._loop.time() + seconds)
         if not self._lost.done():
             self._lost.set_result(None)
@@ -138,6 +136,11 @@ class _Scheduler(Scheduler):
         super().__init__(shape.limits, BlockManager(shape.num_blocks, shape.block_size))
         self._host = host
         self._process = process
+
+    def add(self, seq: Sequence, n: int = 1) -> End | None:
+        if seq.tokens[0] == READ:
+            self._die_of(seq)
+        return super().add(seq, n)
 
     def schedule(self, now: float = 0.0) -> Step | None:
         step = super().schedule(now)
@@ -206,7 +209,7 @@ class Process:
     def _emit(self, outputs: list[Output]) -> None:
         for output in outputs:
             if output.end and output.end.cause is FinishCause.QUEUE_FULL:
-                self._host.on_refused(owner_of(output.seq).request, self._host)
+                self._host.world.refuse(owner_of(output.seq).request, self._host)
         self.servicer.emit(outputs)
 
     async def _on_serving(self, serving: bool) -> None:

@@ -1,10 +1,10 @@
-"""What befalls a simulated cluster, and what its operators do."""
+"""Faults of a simulated cluster, and what its operators do."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
 
@@ -13,11 +13,6 @@ from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.world import World
 
 _GONE_S = 5.0  # for which operators wait for frontends to leave an engine that is off the list
-KINDS = (
-    *("scheduler dies", "workers lost", "partition", "connections cut off", "cache flushed"),
-    *("stopped while listed", "update", "other model", "scale up", "scale down", "lost for good"),
-    *("all replaced", "dies in a row", "first blocks evicted"),
-)
 CHANGE_MODELS = {"other model", "all replaced", "dies in a row"}
 
 
@@ -32,31 +27,12 @@ class Faults:
 
     def plan(self, kind: str, at: float) -> None:
         """Has something happen at a time."""
-        work = {
-            "scheduler dies": self._die,
-            "workers lost": self._lose_workers,
-            "partition": self._partition,
-            "connections cut off": self._cut_off,
-            "cache flushed": self._flush,
-            "stopped while listed": self._stop,
-            "update": self.update,
-            "other model": self._change_model,
-            "scale up": self._scale_up,
-            "scale down": self._scale_down,
-            "lost for good": self._lose,
-            "all replaced": self._replace_all,
-            "dies in a row": self._die_in_a_row,
-            "first blocks evicted": self._evict_first_blocks,
-        }[kind]
-        self._tasks.append(asyncio.ensure_future(self._at(at, kind, work())))
+        work = _WORK[kind](self)
+        self._tasks.append(asyncio.ensure_future(self._at(at, kind, work)))
 
     async def over(self) -> None:
         """Returns once everything has happened that was planned."""
         await asyncio.gather(*self._tasks)
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
 
     async def _at(self, at: float, kind: str, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -181,6 +157,25 @@ class Faults:
         patience_s = self._rng.choice([0.5, _GONE_S])
         if host.process is not None:
             await host.process.left(patience_s)
+
+
+_WORK: dict[str, Callable[[Faults], Coroutine[Any, Any, None]]] = {
+    "scheduler dies": Faults._die,
+    "workers lost": Faults._lose_workers,
+    "partition": Faults._partition,
+    "connections cut off": Faults._cut_off,
+    "cache flushed": Faults._flush,
+    "stopped while listed": Faults._stop,
+    "update": Faults.update,
+    "other model": Faults._change_model,
+    "scale up": Faults._scale_up,
+    "scale down": Faults._scale_down,
+    "lost for good": Faults._lose,
+    "all replaced": Faults._replace_all,
+    "dies in a row": Faults._die_in_a_row,
+    "first blocks evicted": Faults._evict_first_blocks,
+}
+KINDS = tuple(_WORK)
 
 
 def _evict_first_blocks(blocks: BlockManager) -> None:

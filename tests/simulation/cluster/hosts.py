@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from math import inf
+from typing import TYPE_CHECKING
 
 from scheduler_svc.core.sequence import Sequence
 from shared.pb import scheduler_pb2 as pb
 from tests.oracle import VOCAB_SIZE
 from tests.simulation.cluster.engines import WORKERS, Process, Shape, owner_of
 
+if TYPE_CHECKING:
+    from tests.simulation.cluster.world import World
+
 
 class Host:
     """Has an engine, or none, with one model or another."""
 
-    def __init__(
-        self,
-        name: str,
-        shape: Shape,
-        model: int,
-        *,
-        on_poisoned: Callable[[int, int, Host], float],
-        on_refused: Callable[[int, Host], None],
-    ) -> None:
-        """Args:
-        on_poisoned: is told of a request, of one of `POISONS`, that takes down this host's workers
-            or scheduler, and returns the seconds until those are back.
-        on_refused: is told of a request for which the engine has no room.
-        """
+    def __init__(self, name: str, shape: Shape, model: int, world: World) -> None:
         self.name = self.address = name
         self.shape = shape
         self.model = model  # that the next engine has
@@ -36,8 +26,7 @@ class Host:
         self.listed = False
         self.changed_at = 0.0  # whether it serves, is listed or is reachable
         self.cut_at = -inf  # when a link to it was last cut, or healed
-        self._on_poisoned = on_poisoned
-        self.on_refused = on_refused
+        self.world = world
         self._up = asyncio.Event()
 
     @property
@@ -89,7 +78,7 @@ class Host:
             asyncio.get_running_loop().call_later(back_s, self.start)
 
     async def stop(self, drain_s: float) -> None:
-        """Ends the engine as SIGTERM does: it tells frontends and stays for their streams."""
+        """Ends the engine as SIGTERM does: it informs frontends and waits for their streams."""
         process = self.process
         if process is None:
             return
@@ -107,7 +96,7 @@ class Host:
         """Takes down what a poisonous sequence takes down."""
         if process is not self.process:
             return
-        back_s = self._on_poisoned(owner_of(seq).request, seq.tokens[0], self)
+        back_s = self.world.take_down(owner_of(seq).request, seq.tokens[0], self)
         if seq.tokens[0] == WORKERS:
             process.workers.lose(back_s)
         else:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -19,14 +17,14 @@ import numpy as np
 
 from scheduler_svc.core.admission import Limits
 from tests.oracle import VOCAB_SIZE
-from tests.simulation.cluster.checks import Watcher, check_end, check_rest
+from tests.simulation.cluster.checks import Watcher, played
 from tests.simulation.cluster.engines import Shape, marked
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.requests import Client, Plan
-from tests.simulation.cluster.world import World, virtual_deadlines
+from tests.simulation.cluster.world import World
 
 _START_S, _REST_S = 0.5, 6.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _DELAY_S = 0.0003
 _BLOCK = 16
 _PREFIXES, _ZIPF = 1000, 1.0
@@ -47,34 +45,6 @@ SHAPE = Shape(
 )
 
 
-@dataclass
-class Summary:
-    """What came of a run. Times are in seconds, of virtual time unless they are called CPU's."""
-
-    counts: Counter[str]
-    first_token_s: list[float]
-    imbalances: list[float]
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-    ideal_cached_tokens: int = 0
-    routing_cpu_s: list[float] = field(default_factory=list)
-
-    def lines(self) -> Iterator[str]:
-        for name, count in sorted(self.counts.items()):
-            yield f"{name:<32}{count:>12,}"
-        ideal = self.ideal_cached_tokens / self.prompt_tokens
-        yield f"{'hit rate':<32}{self.cached_tokens / self.prompt_tokens:>12.1%}"
-        yield f"{'hit rate of one endless cache':<32}{ideal:>12.1%}"
-        for name, values, factor, unit in (
-            ("first token", self.first_token_s, 1e3, "ms"),
-            ("routing of a request, CPU", self.routing_cpu_s, 1e6, "us"),
-            ("imbalance: most/mean sequences", self.imbalances, 1, ""),
-        ):
-            for share in (50, 99, 100) if values else ():
-                value = factor * float(np.percentile(values, share))
-                yield f"{f'{name}, p{share}':<32}{value:>12.2f} {unit}"
-
-
 class LongRun:
     def __init__(
         self,
@@ -83,8 +53,8 @@ class LongRun:
         *,
         engines: int,
         frontends: int,
-        requests_per_s: int,
         seconds: float,
+        requests_per_s: int = 10_000,
     ) -> None:
         self._rng = rng
         self._directory = directory
@@ -93,48 +63,22 @@ class LongRun:
         count = round(requests_per_s * seconds)
         self._plans = [*self._plan(count)]
 
-    async def run(self) -> Summary:
-        """Raises AssertionError if an invariant is violated."""
-        rng = self._rng
-        with virtual_deadlines():
-            world = World(
-                rng,
-                self._directory,
-                num_frontends=self._frontends,
-                models=[0],
-                delays=lambda: _DELAY_S,
-                poison_back_s=lambda _: 0.0,
-            )
-            for _ in range(self._engines):
-                world.add_host(SHAPE, 0)
-            watcher = Watcher(world)
-            watching = asyncio.ensure_future(watcher.run(_LOOK_S))
-            operating = asyncio.ensure_future(self._operate(world))
-            clients = await self._serve(world)
-            await operating
-            assert not watching.done(), watching.result()
-            await asyncio.sleep(_REST_S)
-            check_rest(world)
-            watching.cancel()
-            summary = self._summary(world, clients, watcher)
-            await world.close()
-        return summary
-
-    async def _serve(self, world: World) -> list[Client]:
-        tasks: list[asyncio.Task[None]] = []
+    async def run(self) -> dict[str, float]:
+        """Returns figures by name. Raises AssertionError if an invariant is violated."""
+        world = World(
+            self._rng,
+            self._directory,
+            num_frontends=self._frontends,
+            models=[0],
+            delays=lambda: _DELAY_S,
+            poison_back_s=lambda _: 0.0,
+        )
+        for _ in range(self._engines):
+            world.add_host(SHAPE, 0)
         clients = [Client(plan) for plan in self._plans]
-
-        async def serve(client: Client) -> None:
-            await client.run(world.frontends[client.plan.frontend].engines)
-            world.ended.add(client.plan.number)
-            check_end(world, client)
-
-        for client in clients:
-            if client.plan.at > world.loop.time():
-                await asyncio.sleep(client.plan.at - world.loop.time())
-            tasks.append(asyncio.ensure_future(serve(client)))
-        await asyncio.gather(*tasks)
-        return clients
+        operating = self._operate(world)
+        async with played(world, clients, operating, poll_s=_POLL_S, rest_s=_REST_S) as watcher:
+            return self._figures(world, clients, watcher)
 
     async def _operate(self, world: World) -> None:
         """An engine dies and comes back, one is lost for good, one loses its workers, and one is
@@ -186,26 +130,33 @@ class LongRun:
                 max_tokens=rng.randint(1, 12),
             )
 
-    def _summary(self, world: World, clients: Sequence[Client], watcher: Watcher) -> Summary:
-        streams = [stream for client in clients for stream in client.streams]
+    def _figures(
+        self, world: World, clients: Sequence[Client], watcher: Watcher
+    ) -> dict[str, float]:
+        streams = [(client, stream) for client in clients for stream in client.streams]
+        starts = [stream.start.cached_prompt_tokens for _, stream in streams if stream.start]
+        prompts = [plan.prompt for plan in self._plans]
+        num_prompt_tokens = sum(map(len, prompts))
+        figures = dict[str, float](
+            world.counts,
+            requests=len(clients),
+            tokens=sum(len(stream.tokens) for _, stream in streams),
+        )
+        figures["hit rate"] = sum(starts) / num_prompt_tokens
+        figures["hit rate of one endless cache"] = _ideal(prompts) / num_prompt_tokens
         first_token_s = [
             stream.first_token_at - client.submitted_at
-            for client in clients
-            for stream in client.streams
+            for client, stream in streams
             if stream.first_token_at is not None
         ]
-        world.counts["requests"] = len(clients)
-        world.counts["tokens"] = sum(len(stream.tokens) for stream in streams)
-        starts = [stream.start.cached_prompt_tokens for stream in streams if stream.start]
-        return Summary(
-            world.counts,
-            first_token_s,
-            watcher.imbalances,
-            cached_tokens=sum(starts),
-            prompt_tokens=sum(len(plan.prompt) for plan in self._plans),
-            ideal_cached_tokens=_ideal([plan.prompt for plan in self._plans]),
-            routing_cpu_s=world.routing_cpu_s,
-        )
+        for name, values in (
+            ("first token, s", first_token_s),
+            ("routing of a request, s of CPU", world.routing_cpu_s),
+            ("imbalance: most/mean sequences", watcher.imbalances),
+        ):
+            for share in (50, 99, 100) if values else ():
+                figures[f"{name}, p{share}"] = float(np.percentile(values, share))
+        return figures
 
 
 def _ideal(prompts: Sequence[Sequence[int]]) -> int:

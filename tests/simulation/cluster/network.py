@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc import aio
@@ -17,32 +17,19 @@ from shared.errors import ServiceError
 from shared.pb import scheduler_pb2 as pb
 
 if TYPE_CHECKING:
-    from scheduler_svc.rpc.servicer import SchedulerServicer
+    from tests.simulation.cluster.engines import Process
+    from tests.simulation.cluster.hosts import Host
 
 _END, _CANCEL = object(), object()
 _KEEPALIVE_S = 1.0, 2.0  # after which either end of a partitioned connection gives it up
 
 
-class Process(Protocol):
-    """The part of a scheduler's process that is needed here."""
-
-    alive: bool
-    servicer: SchedulerServicer
-    calls: dict[Call, None]
-
-
-class Listener(Protocol):
-    """Where a process may listen."""
-
-    @property
-    def process(self) -> Process | None: ...
-
-    async def listens(self) -> Process:
-        """The process, once there is one that takes calls."""
+class DiedError(Exception):
+    """Ends what a scheduler was doing when it died."""
 
 
 class Link:
-    """What lies between one frontend and one engine's host."""
+    """The network between one frontend and one engine's host."""
 
     def __init__(self, rng: Random, delays: Callable[[], float]) -> None:
         self.rng = rng
@@ -206,8 +193,8 @@ class Call:
             end = _END
         except ServiceError as error:
             end = _status(error.code, error.trailing_metadata())
-        except asyncio.CancelledError:
-            pass  # before it was let in
+        except (asyncio.CancelledError, DiedError):
+            pass  # before it was accepted, or the process has died
         finally:
             assert self._process is not None
             self._process.calls.pop(self, None)
@@ -216,11 +203,11 @@ class Call:
 
 
 class Dialer:
-    """A frontend's: opens channels to listeners by address."""
+    """A frontend's: opens channels to hosts by address."""
 
     tls = None
 
-    def __init__(self, reach: Callable[[str], tuple[Link, Listener]]) -> None:
+    def __init__(self, reach: Callable[[str], tuple[Link, Host]]) -> None:
         self._reach = reach
 
     @asynccontextmanager
@@ -233,19 +220,19 @@ class Dialer:
 
 
 class Channel:
-    """What the generated stubs need of one."""
+    """The methods of a channel that the generated stubs call."""
 
-    def __init__(self, link: Link, listener: Listener) -> None:
+    def __init__(self, link: Link, host: Host) -> None:
         self._link = link
-        self._listener = listener
+        self._host = host
         self._process: Process | None = None  # that it is connected to
         self._calls: list[Call] = []
 
     async def channel_ready(self) -> None:
         process = None
-        while process is None or self._listener.process is not process or self._link.is_cut:
+        while process is None or self._host.process is not process or self._link.is_cut:
             await self._link.healed.wait()
-            process = await self._listener.listens()
+            process = await self._host.listens()
             await asyncio.sleep(2 * self._link.delays())
         self._process = process
 

@@ -16,7 +16,7 @@ from tests.oracle import completion
 from tests.simulation.cluster.engines import DEADLY_TOKEN, TOKEN, Owner, marked, salt_of
 
 MAX_COMPLETIONS = 3
-_AGAIN_S = 0.05  # after which a client asks again that was told that no engine is ready
+_AGAIN_S = 0.05  # until a client retries that found no engine ready
 _LATE_S = 0.5  # by which an engine may miss a deadline
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import zlib
 from pathlib import Path
 from random import Random
@@ -14,16 +12,16 @@ from scheduler_svc.core.admission import Limits
 from shared.suspects import MIN_LOSSES_ALONE
 from tests.oracle import VOCAB_SIZE
 from tests.simulation import virtual_time
-from tests.simulation.cluster.checks import Watcher, check_end, check_rest
+from tests.simulation.cluster.checks import played
 from tests.simulation.cluster.engines import POISONS, STEP, TOKEN, WORKERS, Shape
 from tests.simulation.cluster.faults import CHANGE_MODELS, KINDS, Faults
 from tests.simulation.cluster.requests import MAX_COMPLETIONS, Client, Plan, plan
-from tests.simulation.cluster.world import World, virtual_deadlines
+from tests.simulation.cluster.world import World
 from tests.simulation.simulate import Result, SimulationError
 
 _MAX_S = 700.0  # a completion waits up to 300 s for an engine with its model to return
 _REST_S = 6.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 # Engines that a request takes down before it stays where it is: one more if tokens that it makes
 # before are lost on their way, and come from the next.
 _BLAST = {STEP: 2, WORKERS: 2, TOKEN: 3}
@@ -65,28 +63,6 @@ class Simulation:
         )
 
     async def run(self) -> Result:
-        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def fail(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            if not failed.done():
-                error = context.get("exception") or AssertionError(context["message"])
-                failed.set_exception(error)
-
-        asyncio.get_running_loop().set_exception_handler(fail)
-        running: asyncio.Future[Any] = asyncio.ensure_future(self._run())
-        try:
-            with virtual_deadlines():
-                await asyncio.wait([running, failed], return_when=asyncio.FIRST_COMPLETED)
-            (failed if failed.done() else running).result()
-        finally:
-            running.cancel()
-            failed.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await running
-        result: Result = running.result()
-        return result
-
-    async def _run(self) -> Result:
         rng = self._rng
         world = World(
             rng,
@@ -98,41 +74,18 @@ class Simulation:
         )
         for _ in range(self._num_hosts):
             world.add_host(self._shape, 0)
-        watcher, faults = Watcher(world), Faults(world, rng)
+        faults = Faults(world, rng)
         for kind in self._kinds:
             faults.plan(kind, rng.uniform(0.5, 0.5 + 1.2 * self._window_s))
         clients = [Client(each) for each in self._plans]
-
-        async def serve(client: Client) -> None:
-            await asyncio.sleep(client.plan.at)
-            await client.run(world.frontends[client.plan.frontend].engines)
-            world.ended.add(client.plan.number)
-            check_end(world, client)
-
-        watching: asyncio.Future[Any] = asyncio.ensure_future(watcher.run(_LOOK_S))
-        serving: asyncio.Future[Any] = asyncio.gather(*map(serve, clients), faults.over())
-        try:
-            await asyncio.wait(
-                [serving, watching], timeout=_MAX_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            if watching.done():
-                watching.result()
-            if not serving.done():
-                raise AssertionError(f"waits for ever: {_open(world)}")
-            serving.result()
-            await asyncio.sleep(_REST_S + self._back_s)
-            check_rest(world)
+        rest_s = _REST_S + self._back_s
+        async with played(
+            world, clients, faults.over(), poll_s=_POLL_S, rest_s=rest_s, max_s=_MAX_S
+        ):
             self._check_blast(world)
             self._count(world, clients)
-            facts = [(c.ended_at, *map(_facts, c.streams)) for c in clients]
-            digest = zlib.crc32(repr(facts).encode())
-            return Result(world.counts, digest)
-        finally:
-            watching.cancel()
-            serving.cancel()
-            faults.close()
-            await asyncio.wait([watching, serving])
-            await world.close()
+        facts = [(c.ended_at, *map(_facts, c.streams)) for c in clients]
+        return Result(world.counts, zlib.crc32(repr(facts).encode()))
 
     def _plan_requests(self, poisons: list[int]) -> list[Plan]:
         rng = self._rng
@@ -191,16 +144,6 @@ class Simulation:
 
 def _facts(stream: Any) -> tuple[object, ...]:
     return tuple(stream.tokens), stream.number, str(stream.finish), str(stream.error)
-
-
-def _open(world: World) -> list[str]:
-    return [
-        f"{stream.request.request_id}/{stream.index} with {len(stream.tokens)} tokens at "
-        f"{place.address} of frontend {frontend.number}"
-        for frontend in world.frontends
-        for place, engine in frontend.engines._engines.items()
-        for stream in engine.open_streams()
-    ]
 
 
 def _shape(rng: Random, is_calm: bool) -> Shape:

@@ -20,17 +20,17 @@ from frontend.engines.token_stream import TokenStream
 from frontend.request import Request
 from tests.simulation.cluster.engines import Shape
 from tests.simulation.cluster.hosts import Host
-from tests.simulation.cluster.network import Dialer, Link, Listener
+from tests.simulation.cluster.network import Dialer, Link
 from tests.simulation.cluster.requests import MAX_COMPLETIONS
 
 _MAX_FACTOR = 2  # of an engine's sequences and the mean
-LOOK_S = 0.5  # after which every frontend has seen the list
+LIST_SEEN_S = 0.5  # after which every frontend has seen the list
 KNOWN_S = 3.0  # after which every frontend knows of a change, a partition's included
 
 
 @contextmanager
 def virtual_deadlines() -> Iterator[None]:
-    """Has frontends tell deadlines by the event loop's time."""
+    """Lets frontends measure deadlines by the event loop's time."""
     clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
     with (
         mock.patch("frontend.engines.engine.time", clock),
@@ -109,10 +109,10 @@ class Frontend:
         await self.engines.run()
 
     async def _on_ready(self, ready: bool) -> None:
-        assert ready is not self.ready, "told the same again"
+        assert ready is not self.ready, "the state is reported twice"
         self.ready = ready
 
-    def _reach(self, address: str) -> tuple[Link, Listener]:
+    def _reach(self, address: str) -> tuple[Link, Host]:
         return self.link(address), self._world.host(address)
 
 
@@ -140,7 +140,7 @@ class World:
         self.routing_cpu_s: list[float] = []  # of each request
         self.ended: set[int] = set()  # requests
         self.refused: dict[int, list[str]] = {}  # names of engines, by request
-        self.taken_down: dict[int, list[str]] = {}  # likewise, by poisonous request
+        self.taken_down: dict[int, list[str]] = {}  # names of engines, by poisonous request
         self._poison_back_s = poison_back_s
         self._write_list()
         self.frontends = [
@@ -149,7 +149,7 @@ class World:
 
     def add_host(self, shape: Shape, model: int) -> Host:
         name = f"engine-{len(self.hosts)}"
-        host = Host(name, shape, model, on_poisoned=self._on_poisoned, on_refused=self._on_refused)
+        host = Host(name, shape, model, self)
         self.hosts.append(host)
         host.start()
         self.set_listed([host])
@@ -175,9 +175,9 @@ class World:
         reachable_since = KNOWN_S + (
             self.loop.time() if self.is_cut(frontend, host) else host.cut_at
         )
-        known_at = max(reachable_since, LOOK_S + host.changed_at)
+        known_at = max(reachable_since, LIST_SEEN_S + host.changed_at)
         if host.process is not None and not host.serving and self.loop.time() > known_at:
-            others = self.frontends[frontend].steady(LOOK_S)
+            others = self.frontends[frontend].steady(LIST_SEEN_S)
             assert not others, f"{host.name} gets a request but does not serve"
         self._check_balance(frontend, engine)
 
@@ -238,12 +238,15 @@ class World:
         lines = [host.address for host in self.hosts if host.listed]
         self.list_file.write_text("\n".join(lines), encoding="utf-8")
 
-    def _on_poisoned(self, request: int, kind: int, host: Host) -> float:
+    def take_down(self, request: int, kind: int, host: Host) -> float:
+        """Notes that a request of a kind of `POISONS` takes down a host's workers or scheduler.
+        Returns the seconds until those are back."""
         self.taken_down.setdefault(request, []).append(host.name)
         self.counts["poisonings"] += 1
         host.changed()
         return self._poison_back_s(kind)
 
-    def _on_refused(self, request: int, host: Host) -> None:
+    def refuse(self, request: int, host: Host) -> None:
+        """Notes that an engine has no room for a request."""
         self.refused.setdefault(request, []).append(host.name)
         self.counts["refusals"] += 1

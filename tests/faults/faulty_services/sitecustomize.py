@@ -1,23 +1,44 @@
-"""Gives schedulers requests that they die of: those whose prompt begins with one of these tokens.
-Every Python process that has this directory in PYTHONPATH runs this as it starts; only schedulers
-are affected.
+"""Faults of services. Every Python process that has this directory in PYTHONPATH runs this as it
+starts; variables of the environment say what it does.
 
-The variable SCHEDULER_FAULT names a file, to which each death adds a byte.
+WORKER_FAULT: what workers do at a step whose tokens contain `TRIGGER`. `exit` ends the process at
+once, every time; `hang:PATH` creates the file PATH and hangs forever, unless PATH already exists.
+
+SCHEDULER_FAULT: a file, to which each death adds a byte. Schedulers die of requests whose prompt
+begins with READ, STEP or TOKEN, and their engine fails at one that begins with FAILURE.
+
+USUAL_GARBAGE: processes collect old objects as often as Python does by itself, whatever
+`shared.process.run` asks for.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.abc
 import importlib.util
 import os
 import signal
 import sys
+import time
 from typing import Any
 
+TRIGGER = (1500, 1501, 1500)
 # The scheduler dies while the request is read, when it is first scheduled, or with its fifth token;
 # or it is not killed, but the engine fails when the request is scheduled.
 READ, STEP, TOKEN, FAILURE = 901, 902, 903, 904
 _DEADLY_TOKEN = 5
+
+
+def _fail_worker() -> None:
+    kind, _, path = os.environ["WORKER_FAULT"].partition(":")
+    if kind == "exit":
+        os._exit(1)
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    while True:
+        time.sleep(60)
 
 
 def _note() -> None:
@@ -28,6 +49,18 @@ def _note() -> None:
 def _die() -> None:
     _note()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _patch_worker(module: Any) -> None:
+    launch = module.ModelRunner.launch
+
+    def faulty(self: Any, step: Any) -> Any:
+        ids = step.input_ids.tolist()
+        if any(tuple(ids[i : i + len(TRIGGER)]) == TRIGGER for i in range(len(ids))):
+            _fail_worker()
+        return launch(self, step)
+
+    module.ModelRunner.launch = faulty
 
 
 def _patch_reading(module: Any) -> None:
@@ -65,14 +98,18 @@ def _patch_scheduler(module: Any) -> None:
     module.Scheduler.schedule, module.Scheduler.apply = faulty_schedule, faulty_apply
 
 
-_PATCHES = {
-    "scheduler_svc.rpc.frontend_messages": _patch_reading,
-    "scheduler_svc.core.scheduler": _patch_scheduler,
-}
+_PATCHES: dict[str, Any] = {}  # by module
+if "WORKER_FAULT" in os.environ:
+    _PATCHES["worker_svc.model_runner"] = _patch_worker
+if "SCHEDULER_FAULT" in os.environ:
+    _PATCHES["scheduler_svc.rpc.frontend_messages"] = _patch_reading
+    _PATCHES["scheduler_svc.core.scheduler"] = _patch_scheduler
+if "USUAL_GARBAGE" in os.environ:
+    gc.set_threshold = lambda *_: None  # type: ignore[assignment]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Patches a module once it is loaded."""
+    """Patches a module once it is loaded: importing it here would load it everywhere."""
 
     def find_spec(self, name: str, *_: object) -> Any:
         if name not in _PATCHES:
@@ -89,5 +126,5 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-if "SCHEDULER_FAULT" in os.environ:
+if _PATCHES:
     sys.meta_path.insert(0, _Finder())

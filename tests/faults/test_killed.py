@@ -1,5 +1,5 @@
-"""Promise 2: the scheduler is killed, and the frontends bring the next one up to date; or the
-processes of grammars beside it are."""
+"""Promises 1 and 2: a worker, the scheduler, or the processes of grammars beside it are killed, and
+streams continue without damage."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from tests.faults.streams import LONG, REQUESTS, assert_undamaged, open_streams
 from tests.stack import RealStack
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.parametrize("victim", [2], ids=["TP 2"], indirect=True)
+Killed = tuple[str, int]  # a service, and the index of its process
+
+EACH = pytest.mark.parametrize(
+    ("victim", "killed"),
+    [(1, ("worker", 0)), (2, ("worker", 0)), (2, ("worker", 1)), (2, ("scheduler", 0))],
+    ids=["TP 1, worker", "TP 2, rank 0", "TP 2, rank 1", "TP 2, scheduler"],
+    indirect=["victim"],
+)
+TP_2 = pytest.mark.parametrize("victim", [2], ids=["TP 2"], indirect=True)
 
 
-def worker_pids(victim: Victim) -> list[int]:
-    return [victim.stack.pid("worker", rank) for rank in range(victim.tp)]
+def survivors(victim: Victim, killed: Killed) -> dict[Killed, int | None]:
+    return {key: pid for key, pid in victim.stack.pids().items() if key != killed}
 
 
 def of_grammars(stack: RealStack) -> list[psutil.Process]:
@@ -35,50 +43,66 @@ def maps(pid: int, library: str) -> bool:
         return False
 
 
-def test_killed_mid_decode(victim: Victim) -> None:
-    stack, workers = victim.stack, worker_pids(victim)
+@EACH
+def test_killed_mid_decode(victim: Victim, killed: Killed) -> None:
+    stack, before = victim.stack, survivors(victim, killed)
     with open_streams(stack.address, REQUESTS) as streams:
         streams.wait_for_tokens(10, *LONG, "schema")
         host, *_ = of_grammars(stack)
-        pid = stack.kill("scheduler", while_true=lambda: streams.are_open(*LONG))
+        pid = stack.kill(*killed, while_true=lambda: streams.are_open(*LONG))
         assert_undamaged(streams.wait_ended(), victim.expected)
-    stack.wait_replaced("scheduler", 0, pid)
+    stack.wait_replaced(*killed, pid)
     victim.rest()
-    assert worker_pids(victim) == workers  # they accepted the new scheduler's epoch
+    assert survivors(victim, killed) == before
     assert host.is_running()
     assert not maps(stack.pid("scheduler"), "libtorch")
 
 
-def test_killed_mid_prompt(victim: Victim) -> None:
-    stack, before = victim.stack, victim.stack.load()
+@EACH
+def test_killed_mid_prompt(victim: Victim, killed: Killed) -> None:
+    stack, before, load = victim.stack, survivors(victim, killed), victim.stack.load()
     with open_streams(stack.address, LONG_PROMPTS) as streams:
-        stack.wait_load(lambda load: load.step_tokens > before.step_tokens)
-        stack.kill("scheduler", while_true=streams.any_without_a_token)
+        stack.wait_load(lambda now: now.step_tokens > load.step_tokens)
+        # Prompts run one after another, so one of those without a token is in the middle.
+        stack.kill(*killed, while_true=streams.any_without_a_token)
+        assert_undamaged(streams.wait_ended(), victim.expected)
+    victim.rest()
+    assert survivors(victim, killed) == before
+
+
+@pytest.mark.parametrize(
+    ("victim", "service"),
+    [(1, "worker"), (2, "worker"), (2, "scheduler")],
+    ids=["TP 1, worker", "TP 2, workers", "TP 2, scheduler"],
+    indirect=["victim"],
+)
+def test_killed_again_and_again(victim: Victim, service: str) -> None:
+    """A worker also while it starts and the others wait for it."""
+    stack = victim.stack
+    with open_streams(stack.address, REQUESTS) as streams:
+        for count in (5, 20, 40):
+            streams.wait_for_tokens(count, "greedy", "seeded")
+            index = count % stack.stack.count(service)
+            pid = stack.kill(service, index, while_true=lambda: streams.are_open("greedy"))
+            stack.wait_replaced(service, index, pid)
+            if service == "worker":
+                stack.kill(service, index)
         assert_undamaged(streams.wait_ended(), victim.expected)
     victim.rest()
 
 
-def test_killed_together_with_a_worker(victim: Victim) -> None:
+@TP_2
+def test_a_worker_and_the_scheduler_are_killed(victim: Victim) -> None:
     stack = victim.stack
     with open_streams(stack.address, REQUESTS) as streams:
         streams.wait_for_tokens(10, "greedy", "seeded")
-        stack.kill("worker", victim.tp - 1, while_true=lambda: streams.are_open("greedy", "seeded"))
+        stack.kill("worker", 1, while_true=lambda: streams.are_open("greedy", "seeded"))
         stack.kill("scheduler")
         assert_undamaged(streams.wait_ended(), victim.expected)
     victim.rest()
 
 
-def test_killed_again_and_again(victim: Victim) -> None:
-    stack = victim.stack
-    with open_streams(stack.address, REQUESTS) as streams:
-        for count in (5, 20, 40):
-            streams.wait_for_tokens(count, "greedy", "seeded")
-            pid = stack.kill("scheduler", while_true=lambda: streams.are_open("greedy"))
-            stack.wait_replaced("scheduler", 0, pid)
-        assert_undamaged(streams.wait_ended(), victim.expected)
-    victim.rest()
-
-
+@TP_2
 @pytest.mark.parametrize("host_too", [False, True], ids=["grammars", "host and grammars"])
 def test_grammars_killed_mid_decode(victim: Victim, host_too: bool) -> None:
     stack, scheduler = victim.stack, victim.stack.pid("scheduler")
@@ -97,4 +121,3 @@ def test_grammars_killed_mid_decode(victim: Victim, host_too: bool) -> None:
         assert_undamaged(streams.wait_ended(), victim.expected)
     victim.rest()
     assert stack.pid("scheduler") == scheduler
-    assert not maps(scheduler, "libtorch")
