@@ -33,14 +33,14 @@ class Keys:
         Raises:
             GgufError: the key is missing and has no default, or is of another type.
         """
-        value = self._keys.get(name, default)
+        value: Any = self._keys.get(name, default)
         if value is _REQUIRED:
             raise GgufError(f"{name}: missing")
         if value is default:
             return value
         if type(value) is not kind:
             raise GgufError(f"{name}: {str(value)[:50]!r} is not of type {kind.__name__}")
-        return float(str(np.float32(value))) if kind is float else value
+        return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def family_of(keys: Keys) -> Family:

@@ -166,7 +166,7 @@ def _add_beginning(tokenizer: Tokenizer, keys: Keys, tokens: Sequence[str]) -> N
 
 def _token(keys: Keys, name: str, tokens: Sequence[str]) -> str | None:
     key = f"tokenizer.ggml.{name}"
-    number = keys.get(key, int, None)
+    number: int | None = keys.get(key, int, None)
     if number is None:
         return None
     if not 0 <= number < len(tokens):

@@ -64,7 +64,7 @@ class GgufTensor:
         row_bytes = self._row_bytes
         data = np.empty((len(rows), row_bytes), np.uint8)
         with self.path.open("rb", buffering=0) as file:
-            at, left = self.start + rows.start * row_bytes, memoryview(data.reshape(-1))
+            at, left = self.start + rows.start * row_bytes, data.reshape(-1).data
             while left:
                 count = os.preadv(file.fileno(), [left], at)
                 if not count:
