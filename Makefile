@@ -177,6 +177,7 @@ check-stubs: $(STAMP)
 
 check-lines: $(STAMP)
 	$(BIN)/python -m tools.readme_lines --check
+	$(BIN)/python -m tools.models_table --check
 
 check-house: $(STAMP)
 	$(BIN)/python -m tools.house

@@ -57,7 +57,7 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show version")
     ] = False,
 ) -> None:
-    """Serves Qwen3 as three gRPC services: frontend, scheduler and workers."""
+    """Serves language models as three gRPC services: frontend, scheduler and workers."""
 
 
 def _service(name: str) -> str:

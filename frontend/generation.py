@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -19,6 +19,7 @@ from frontend.text.completion import CompletionBuilder, Delta
 from frontend.text.threads import in_pieces
 from shared.errors import DeadlineError, InternalError, ServiceError
 from shared.rpc.turns import Turns
+from shared.vocabulary import Vocabulary
 
 log = structlog.get_logger(__name__)
 
@@ -252,7 +253,7 @@ class Generation:
 async def begin(
     request: Request,
     engines: Engines,
-    table: Mapping[int, bytes],
+    vocabulary: Vocabulary,
     received_at: float,
     on_thread: OnThread,
     *,
@@ -261,7 +262,7 @@ async def begin(
     """Submits a request, unless the tokens to resume after already complete it.
 
     Args:
-        table: the bytes of each token.
+        vocabulary: the bytes of each token.
         with_text: whether the caller reads the deltas' text.
 
     Raises:
@@ -269,7 +270,7 @@ async def begin(
     """
     sampling = request.sampling
     builders = [
-        CompletionBuilder(table, sampling, with_text=with_text)
+        CompletionBuilder(vocabulary, sampling, with_text=with_text)
         for _ in range(sampling.num_completions)
     ]
     if request.resume_token_ids:

@@ -1,4 +1,4 @@
-"""Writes a Qwen3 of any shape with random weights, for tests and benchmarks.
+"""Writes a model of any shape with random weights, for tests and benchmarks.
 
     python -m tools.make_model --shape qwen3-0.6b --out /tmp/qwen3-0.6b
     python -m tools.make_model --shape tiny --out /tmp/tiny --set num_hidden_layers=3
@@ -59,6 +59,24 @@ def _shape(hidden: int, layers: int, heads: int, intermediate: int, **rest: Any)
     }
 
 
+# Other families' keys that differ from `BASE_CONFIG`.
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+_LARGE_QWEN2 = {"vocab_size": 152064, "tie_word_embeddings": False}
+_LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072),
     "qwen3-1.7b": _shape(2048, 28, 16, 6144),
@@ -66,6 +84,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape(4096, 36, 32, 12288, tie_word_embeddings=False),
     "qwen3-14b": _shape(5120, 40, 40, 17408, tie_word_embeddings=False),
     "qwen3-32b": _shape(5120, 64, 64, 25600, tie_word_embeddings=False),
+    "qwen2.5-0.5b": _shape(896, 24, 14, 4864, num_key_value_heads=2, head_dim=64, **_QWEN2),
+    "qwen2.5-7b": _shape(3584, 28, 28, 18944, num_key_value_heads=4, **_QWEN2, **_LARGE_QWEN2),
+    "qwen2.5-72b": _shape(8192, 80, 64, 29568, **_QWEN2, **_LARGE_QWEN2),
+    "llama-3.2-1b": _shape(2048, 16, 32, 8192, head_dim=64, **_LLAMA3),
+    "llama-3.1-8b": _shape(4096, 32, 32, 14336, **_LLAMA3, tie_word_embeddings=False),
+    "llama-3.1-70b": _shape(8192, 80, 64, 28672, **_LLAMA3, tie_word_embeddings=False),
     # Heads times head_dim differs from the hidden size, as in Qwen3-0.6B and most other shapes.
     "tiny": _shape(32, 2, 4, 64, num_key_value_heads=2, head_dim=16, max_position_embeddings=4096),
 }
@@ -93,6 +117,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     head_dim = config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
+    qwen2, qwen3 = (config["model_type"] == each for each in ("qwen2", "qwen3"))
     projections = {
         "q_proj": (q_size, hidden),
         "k_proj": (kv_size, hidden),
@@ -107,10 +132,11 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         for name, (rows, columns) in projections.items():
             shapes[f"{prefix}.self_attn.{name}.weight"] = (rows, columns)
-            if config["attention_bias"]:
+            if config["attention_bias"] or (qwen2 and name != "o_proj"):
                 shapes[f"{prefix}.self_attn.{name}.bias"] = (rows,)
-        shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
-        shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
+        if qwen3:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.mlp.gate_proj.weight"] = (inner, hidden)
         shapes[f"{prefix}.mlp.up_proj.weight"] = (inner, hidden)

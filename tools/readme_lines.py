@@ -57,14 +57,16 @@ def _lines(path: Path) -> int:
     return path.read_bytes().count(b"\n")
 
 
-def replace_table(readme: str, new: str) -> str:
-    """Raises:
-    ValueError: the readme lacks a marker.
+def replace_table(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
+    """Replaces what is between two markers.
+
+    Raises:
+        ValueError: the text lacks a marker.
     """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"README.md: no {BEGIN.strip()} … {END.strip()}")
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise ValueError(f"no {begin.strip()} … {end.strip()}")
     return before + begin + new + end + after
 
 

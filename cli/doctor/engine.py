@@ -33,8 +33,9 @@ from worker_svc.errors import ModelError, StartError
 from worker_svc.kv_cache import TOKEN_ID_BYTES, blocks_that_fit
 from worker_svc.models.config import ModelConfig, load_model_config
 from worker_svc.models.decoder import attention_shape
+from worker_svc.models.families import Family
 from worker_svc.settings import WorkerSettings
-from worker_svc.weights.files import INDEX, WeightReader
+from worker_svc.weights.files import INDEX, WeightReader, weight_files
 from worker_svc.weights.quantization.choice import choose_quantization
 
 _CPU_SETS = {
@@ -49,7 +50,7 @@ _BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _REMEDIES = {
     "device": "see nvidia-smi; install the build for the driver (pytorch.org), or use DEVICE=cpu",
     "attention": "",  # the reason names an alternative
-    "model": "docs/operations.md#models lists what is served",
+    "model": "docs/models.md lists the models that are served",
     "weights": "download or copy the model again",
     "memory": "use QUANTIZATION=int8 or int4, or a smaller model, or end other processes",
     "tokenizer": "download or copy the model again",
@@ -93,9 +94,9 @@ def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
         dtype = platform.choose_dtype(settings.dtype, config.dtype)
         config = dataclasses.replace(config, dtype=dtype)
         weights_format = choose_quantization(settings.quantization, config.quantization).name
-        yield Check(
-            name, "ok", f"{config.num_layers} layers, {dtype}, quantization: {weights_format}"
-        )
+        found = f"{config.family.architecture}, {config.num_layers} layers, {dtype}"
+        yield Check(name, "ok", f"{found}, quantization: {weights_format}")
+        yield _check_parsers(config.family)
         name = "attention"
         shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
         backend = platform.attention_backend(settings, shape)
@@ -106,6 +107,12 @@ def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
         yield _check_memory(settings, platform, config, backend, weights_format)
     except StartError as error:
         yield Check(name, "wrong", str(error), _REMEDIES[name])
+
+
+def _check_parsers(family: Family) -> Check:
+    calls = family.tool_call_parser or "not read"
+    reasoning = family.reasoning_parser or "not read"
+    return Check("gateway", "ok", f"tool calls: {calls}, reasoning: {reasoning}")
 
 
 def _check_device(platform: Platform, ranks: int) -> Check:
@@ -151,9 +158,9 @@ def _check_weights(directory: Path, config: ModelConfig, platform: Platform) -> 
         missing = [name for name in names if not reader.has(name)]
     if missing:
         raise ModelError(f"{INDEX}: {missing[0]} is in none of the files ({len(missing)} such)")
-    files = list(directory.glob("*.safetensors"))
+    files = weight_files(directory)
     size = sum(path.stat().st_size for path in files)
-    return Check("weights", "ok", f"{_size(size)} in {len(files)} *.safetensors")
+    return Check("weights", "ok", f"{_size(size)} in {len(files)} *{files[0].suffix}")
 
 
 def _check_memory(
@@ -193,8 +200,9 @@ def _check_tokenizer(directory: Path) -> Check:
         tokenizer = Tokenizer(directory, threads=1)
     except ModelFilesError as error:
         return Check("tokenizer", "wrong", str(error), _REMEDIES["tokenizer"])
-    found = f"{len(tokenizer.full_table)} tokens"
-    if len(tokenizer.full_table) < facts.vocab_size / 2:  # transformers needs no files for one
+    size = len(tokenizer.vocabulary.tokens)
+    found = f"{size} tokens"
+    if size < facts.vocab_size / 2:  # transformers needs no files for one
         found += f", but the model has {facts.vocab_size}"
         return Check("tokenizer", "wrong", found, _REMEDIES["tokenizer"])
     try:

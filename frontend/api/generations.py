@@ -57,11 +57,11 @@ class Generations:
         deadline = None if timeout_s is None else received_at + timeout_s
         checked = await self._checked(message, deadline, truncate)
         special = checked.sampling.show_special
-        table = self.tokenizer.full_table if special else self.tokenizer.table
+        vocabulary = self.tokenizer.vocabulary if special else self.tokenizer.text_vocabulary
         generation = await begin(
             checked,
             self.engines,
-            table,
+            vocabulary,
             received_at,
             self.tokenizer.on_thread,
             with_text=with_text,

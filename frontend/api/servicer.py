@@ -35,7 +35,7 @@ class InferenceServicer(InferenceServiceServicer):
         del request
         release_message()
         wholes = [
-            WholeCompletion(index, self._tokenizer.full_table)
+            WholeCompletion(index, self._tokenizer.vocabulary.tokens)
             for index in range(generation.request.sampling.num_completions)
         ]
         prompt = b""
@@ -58,7 +58,7 @@ class InferenceServicer(InferenceServiceServicer):
         generation = await self._generations.start(request, context)
         del request
         release_message()
-        request_id, table = generation.request.request_id, self._tokenizer.full_table
+        request_id, table = generation.request.request_id, self._tokenizer.vocabulary.tokens
         while not generation.ended:
             deltas = await generation.next_deltas()
             for completion, delta in deltas:
@@ -76,7 +76,7 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> bytes:
         """Serializes a delta's `prompt_logprobs` and removes them from the delta."""
         rows, delta.prompt_logprobs = delta.prompt_logprobs, ()
-        table = self._tokenizer.full_table
+        table = self._tokenizer.vocabulary.tokens
         return await self._tokenizer.on_thread(
             lambda: responses.prompt_logprobs(message, rows, table)
         )

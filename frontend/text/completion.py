@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -10,6 +10,7 @@ from frontend.logprobs import LogprobRow
 from frontend.request import Sampling
 from frontend.text.detokenizer import IncrementalDetokenizer
 from frontend.text.stop_strings import StopStringMatcher
+from shared.vocabulary import Vocabulary
 
 
 @dataclass(slots=True)
@@ -36,11 +37,11 @@ class CompletionBuilder:
     """
 
     def __init__(
-        self, table: Mapping[int, bytes], sampling: Sampling, *, with_text: bool = True
+        self, vocabulary: Vocabulary, sampling: Sampling, *, with_text: bool = True
     ) -> None:
-        """`table`: the bytes of each token; `with_text`: whether the caller reads deltas' text."""
+        """`with_text`: whether the caller reads deltas' text."""
         self._with_text = with_text or bool(sampling.stop)
-        self._detokenizer = IncrementalDetokenizer(table)
+        self._detokenizer = IncrementalDetokenizer(vocabulary)
         self._matcher = (
             StopStringMatcher(sampling.stop, include=sampling.include_stop)
             if sampling.stop

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers import decoders, normalizers
+from tokenizers import normalizers
 
 from frontend.callers.call import CALL
 from frontend.callers.tracing import part_of_call
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.conversation import read_conversation
-from frontend.text.detokenizer import IncrementalDetokenizer, token_bytes
+from frontend.text.detokenizer import IncrementalDetokenizer
 from frontend.text.model_files import ModelFilesError, check_tokenizer_files
 from frontend.text.threads import FairThreads
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
+from shared.vocabulary import Vocabulary, read_vocabulary
 
 Result = TypeVar("Result")
+# Of Llama 2.
+_NEVER_SHORTER = (
+    {"type": "Prepend", "prepend": "▁"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+)
 
 
 class Tokenizer:
@@ -34,19 +42,20 @@ class Tokenizer:
         """Loads the tokenizer in `directory`.
 
         Raises:
-            ModelFilesError: there is no tokenizer, or it is not byte-level BPE.
+            ModelFilesError: there is no tokenizer, or it is of a kind that is not served.
         """
         self._hf = _load(directory)
         self._backend = self._hf.backend_tokenizer
         self._template = ChatTemplate(self._hf)
         self._threads = FairThreads(threads, "tokenizer")
         added = self._backend.get_added_tokens_decoder()
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        # The bytes of each token; in `table`, special tokens have none.
-        self.full_table: Mapping[int, bytes] = token_bytes(vocabulary)
+        # In the second, special tokens have no bytes.
+        self.vocabulary = _vocabulary(directory, self._backend)
         special = {token_id: b"" for token_id, token in added.items() if token.special}
-        self.table: Mapping[int, bytes] = {**self.full_table, **special}
-        longest = max(len(token.encode()) for token in vocabulary)
+        self.text_vocabulary = replace(
+            self.vocabulary, tokens={**self.vocabulary.tokens, **special}
+        )
+        longest = max(map(len, self.vocabulary.tokens.values()))
         self._max_bytes_per_token = longest * _shrink_bound(self._backend.normalizer)
 
     async def encode_text(self, text: str, max_tokens: int | None = None) -> list[int]:
@@ -84,7 +93,7 @@ class Tokenizer:
         """Decodes `token_ids` like a completion's text, without special tokens."""
 
         def decode() -> str:
-            detokenizer = IncrementalDetokenizer(self.table)
+            detokenizer = IncrementalDetokenizer(self.text_vocabulary)
             return detokenizer.feed(token_ids) + detokenizer.flush()
 
         return await self.on_thread(decode)
@@ -117,12 +126,22 @@ class Tokenizer:
         return ids
 
 
+def _vocabulary(directory: Path, backend: Any) -> Vocabulary:
+    try:
+        return read_vocabulary(backend)
+    except ValueError as error:
+        raise ModelFilesError(f"{directory}: tokenizer: {error}") from error
+
+
 def _shrink_bound(normalizer: Any) -> float:
     """An upper bound on the factor by which `normalizer` may shorten a text, in bytes."""
     if normalizer is None:
         return 1
-    # The worst case of normalization form C: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes.
-    return 3.5 if isinstance(normalizer, normalizers.NFC) else math.inf
+    if isinstance(normalizer, normalizers.NFC):
+        # The worst case: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes.
+        return 3.5
+    parts = json.loads(normalizer.__getstate__()).get("normalizers", [])
+    return 1 if all(part in _NEVER_SHORTER for part in parts) and parts else math.inf
 
 
 def import_auto_tokenizer() -> Any:
@@ -133,7 +152,7 @@ def import_auto_tokenizer() -> Any:
 
 
 def _load(directory: Path) -> Any:
-    """Loads the transformers tokenizer and checks that it allows exact incremental decoding."""
+    """Loads the transformers tokenizer."""
     check_tokenizer_files(directory)
     try:
         tokenizer = import_auto_tokenizer().from_pretrained(
@@ -144,9 +163,6 @@ def _load(directory: Path) -> Any:
     if not tokenizer.is_fast:
         raise ModelFilesError(f"{directory}: {type(tokenizer).__name__} is not a fast tokenizer")
     backend = tokenizer.backend_tokenizer
-    if not isinstance(backend.decoder, decoders.ByteLevel):
-        name = type(backend.decoder).__name__
-        raise ModelFilesError(f"{directory}: decoder {name} is not supported, only ByteLevel is")
     backend.no_truncation()
     backend.no_padding()
     return tokenizer

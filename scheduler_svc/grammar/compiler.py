@@ -20,6 +20,7 @@ from xgrammar import Grammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, Vo
 from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.schema import json_formats, patterns, schema_problem
+from shared.vocabulary import Vocabulary
 
 # Regular expressions that match nothing that JSON escapes, whatever reads them.
 _PLAIN = re.compile(
@@ -37,23 +38,27 @@ class Compilers:
     characters in strings of a bounded length, which JSON does not (mlc-ai/xgrammar#800).
 
     `max_whitespace` limits the characters in a row between a JSON text's tokens; None: no limit.
+    If `strips_space`, a completion begins with a space that is not part of its text.
     """
 
     any: GrammarCompiler
     json: GrammarCompiler
     max_whitespace: int | None
+    strips_space: bool
 
 
-def make_compilers(vocabulary: list[bytes], max_whitespace: int | None) -> Compilers:
-    """Makes the compilers for a vocabulary.
+def make_compilers(vocabulary: Vocabulary, max_whitespace: int | None) -> Compilers:
+    """Makes the compilers for a vocabulary with the ids 0 to n.
 
     Args:
-        vocabulary: the bytes of each token.
         max_whitespace: see `Compilers`.
     """
+    tokens = [vocabulary.tokens[number] for number in range(len(vocabulary.tokens))]
     control = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
-    of_json = [b"" if control.search(token) else token for token in vocabulary]
-    return Compilers(_make_compiler(vocabulary), _make_compiler(of_json), max_whitespace)
+    of_json = [b"" if control.search(token) else token for token in tokens]
+    return Compilers(
+        _make_compiler(tokens), _make_compiler(of_json), max_whitespace, vocabulary.strips_space
+    )
 
 
 def _make_compiler(vocabulary: list[bytes]) -> GrammarCompiler:
@@ -145,17 +150,16 @@ def compile_grammar(compilers: Compilers, kind: GrammarKind, text: str) -> Compi
     try:
         match kind:
             case GrammarKind.REGEX:
-                grammar = compilers.any.compile_regex(text)
+                grammar = _compile(compilers, compilers.any, Grammar.from_regex(text))
             case GrammarKind.EBNF:
-                grammar = compilers.any.compile_grammar(text)
+                grammar = _compile(compilers, compilers.any, Grammar.from_ebnf(text))
             case GrammarKind.STRUCTURAL_TAG:
                 grammar = _compile_tag(compilers, text)
             case _:
                 for pattern in patterns(text):
                     _check_pattern(pattern)
-                grammar = compilers.json.compile_json_schema(
-                    text, max_whitespace_cnt=compilers.max_whitespace
-                )
+                parsed = Grammar.from_json_schema(text, max_whitespace_cnt=compilers.max_whitespace)
+                grammar = _compile(compilers, compilers.json, parsed)
     except (RuntimeError, ValueError, TypeError) as error:
         if is_out_of_memory(error):
             raise MemoryError from error
@@ -180,7 +184,16 @@ def _compile_tag(compilers: Compilers, text: str) -> XGrammar:
             _check_pattern(pattern)
         each.setdefault("max_whitespace_cnt", compilers.max_whitespace)
     compiler = compilers.json if formats else compilers.any
+    if compilers.strips_space:
+        return _compile(compilers, compiler, Grammar.from_structural_tag(json.dumps(tag)))
     return compiler.compile_structural_tag(json.dumps(tag))
+
+
+def _compile(compilers: Compilers, compiler: GrammarCompiler, grammar: Grammar) -> XGrammar:
+    if compilers.strips_space:
+        # Without the space, no completion could begin with one that is part of the text.
+        grammar = Grammar.concat(Grammar.from_regex(" "), grammar)
+    return compiler.compile_grammar(grammar)
 
 
 def _triggered_tags(older: dict[str, Any]) -> dict[str, Any]:

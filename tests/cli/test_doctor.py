@@ -31,7 +31,7 @@ def test_nothing_is_wrong_with_the_demo_model() -> None:
     done = doctor("--model", DEMO_MODEL, "--port", free_port(), "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wrong" not in done.stdout
-    names = "port", "torch", "device", "model", "attention", "weights", "memory"
+    names = "port", "torch", "device", "model", "gateway", "attention", "weights", "memory"
     for name in (*names, "tokenizer"):
         assert f"  {name} " in done.stdout
 

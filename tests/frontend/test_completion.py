@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from frontend.request import Sampling
 from frontend.text.completion import CompletionBuilder
+from shared.vocabulary import Vocabulary
 
 # Tokens 0-255 are bytes; then a word, an end of sequence that has text, and a special token.
-TABLE = {i: bytes([i]) for i in range(256)}
-TABLE |= {256: b"stop", 257: b"</s>", 258: b""}
+BYTES = {number: bytes([number]) for number in range(256)}
+VOCABULARY = Vocabulary({**BYTES, 256: b"stop", 257: b"</s>", 258: b""})
 
 
 def builder(
@@ -33,7 +34,7 @@ def builder(
         stop_token_ids=tuple(stop_ids),
         stop=tuple(stop),
     )
-    return CompletionBuilder(TABLE, replace(sampling, **fields))
+    return CompletionBuilder(VOCABULARY, replace(sampling, **fields))
 
 
 def test_offsets_count_tokens() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from frontend.text.detokenizer import IncrementalDetokenizer, byte_alphabet, token_bytes
+from deploy.gguf.configuration import Keys
+from deploy.gguf.tokenizer import make_tokenizer
+from frontend.text.detokenizer import IncrementalDetokenizer
+from shared.vocabulary import Vocabulary, byte_alphabet, read_vocabulary
+from tests.gguf_files import spm_keys
 
 TEXTS = [
     "Once upon a time there was a fox.",
@@ -25,7 +30,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def table(hf: Any) -> dict[int, bytes]:
     special = {i: b"" for i, token in hf.added_tokens_decoder.items() if token.special}
-    return {**token_bytes(hf.get_vocab()), **special}
+    return {**read_vocabulary(hf.backend_tokenizer).tokens, **special}
 
 
 def test_alphabet_is_that_of_the_tokenizers_library() -> None:
@@ -42,7 +47,7 @@ def test_each_character_comes_with_its_last_byte(
     text: str, hf: Any, table: dict[int, bytes]
 ) -> None:
     ids = hf(text).input_ids
-    detokenizer = IncrementalDetokenizer(table)
+    detokenizer = IncrementalDetokenizer(Vocabulary(table))
     so_far = ""
     for count, token_id in enumerate(ids, start=1):
         so_far += detokenizer.feed([token_id])
@@ -63,7 +68,7 @@ def test_any_ids_in_any_groups_equal_transformers(
     any_id = st.integers(0, len(table) - 1)
     ids = data.draw(st.lists(any_id | st.sampled_from(byte_ids), max_size=40))
     groups = _groups(data, ids)
-    detokenizer = IncrementalDetokenizer(table)
+    detokenizer = IncrementalDetokenizer(Vocabulary(table))
     deltas = [detokenizer.feed(group) for group in groups]
     joined = "".join(deltas) + detokenizer.flush()
     assert joined == hf.decode(ids, skip_special_tokens=True)
@@ -72,16 +77,16 @@ def test_any_ids_in_any_groups_equal_transformers(
 @given(data=st.data())
 def test_special_tokens_may_be_shown(data: st.DataObject, hf: Any) -> None:
     special = [i for i, token in hf.added_tokens_decoder.items() if token.special]
-    table = token_bytes(hf.get_vocab())
+    table = read_vocabulary(hf.backend_tokenizer).tokens
     any_id = st.integers(0, len(table) - 1)
     ids = data.draw(st.lists(any_id | st.sampled_from(special), max_size=20))
-    detokenizer = IncrementalDetokenizer(table)
+    detokenizer = IncrementalDetokenizer(Vocabulary(table))
     shown = detokenizer.feed(ids) + detokenizer.flush()
     assert shown == hf.decode(ids, skip_special_tokens=False)
 
 
 def test_special_and_unknown_ids_have_no_text(hf: Any, table: dict[int, bytes]) -> None:
-    detokenizer = IncrementalDetokenizer(table)
+    detokenizer = IncrementalDetokenizer(Vocabulary(table))
     (a,) = hf("a").input_ids
     end = hf.convert_tokens_to_ids("<|im_end|>")
     assert detokenizer.feed([end, a, 10_000_000, a, end]) == "aa"
@@ -89,14 +94,66 @@ def test_special_and_unknown_ids_have_no_text(hf: Any, table: dict[int, bytes]) 
 
 def test_unfinished_character_is_replaced_at_the_end(hf: Any, table: dict[int, bytes]) -> None:
     ids = [hf.get_vocab()[c] for c in "ðŁĳ"]  # the first three bytes of an emoji
-    detokenizer = IncrementalDetokenizer(table)
+    detokenizer = IncrementalDetokenizer(Vocabulary(table))
     assert detokenizer.feed(ids) == ""
     assert detokenizer.flush() == "\ufffd"
 
 
 def test_added_token_outside_the_alphabet_is_plain_text() -> None:
-    table = token_bytes({"a": 0, "<日本>": 1})
-    assert table == {0: b"a", 1: "<日本>".encode()}
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(["<日本>"])
+    assert read_vocabulary(tokenizer).tokens == {0: b"a", 1: "<日本>".encode()}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["strips", "keeps"])
+def sentence_piece(request: pytest.FixtureRequest) -> Tokenizer:
+    keys = {**spm_keys(280), "tokenizer.ggml.add_space_prefix": request.param}
+    return make_tokenizer(Keys(keys))
+
+
+@given(data=st.data())
+def test_sentence_piece_equals_the_tokenizers_library(
+    data: st.DataObject, sentence_piece: Tokenizer
+) -> None:
+    """Wherever all bytes are UTF-8: the library replaces whole runs of bytes that are not."""
+    pieces = st.sampled_from(
+        ["a", "▁a", "▁", "▁ab", "é", "word3", "<|im_end|>", "</s>", "日", "👍"]
+    )
+    ids = [
+        token_id
+        for piece in data.draw(st.lists(pieces, max_size=20))
+        for token_id in _ids(sentence_piece, piece)
+    ]
+    vocabulary = read_vocabulary(sentence_piece)
+    shown = IncrementalDetokenizer(vocabulary)
+    joined = "".join(map(shown.feed, _groups(data, ids))) + shown.flush()
+    assert joined == sentence_piece.decode(ids, skip_special_tokens=False)
+
+    added = sentence_piece.get_added_tokens_decoder()
+    tokens = {i: b"" if i in added else spelled for i, spelled in vocabulary.tokens.items()}
+    text = IncrementalDetokenizer(replace(vocabulary, tokens=tokens))
+    joined = "".join(map(text.feed, _groups(data, ids))) + text.flush()
+    assert joined == sentence_piece.decode(ids, skip_special_tokens=True)
+
+
+def test_other_decoders_are_refused_by_name() -> None:
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    with pytest.raises(ValueError, match="decoder none is not served; ByteLevel is"):
+        read_vocabulary(tokenizer)
+    tokenizer.decoder = decoders.Metaspace()
+    with pytest.raises(ValueError, match="decoder Metaspace is not served"):
+        read_vocabulary(tokenizer)
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Metaspace()])
+    with pytest.raises(ValueError, match="decoder Sequence Fuse Metaspace is not served"):
+        read_vocabulary(tokenizer)
+
+
+def _ids(tokenizer: Tokenizer, piece: str) -> list[int]:
+    """The token that is `piece`, or one for each of its bytes."""
+    known = tokenizer.token_to_id(piece)
+    each = [f"<0x{byte:02X}>" for byte in piece.encode()] if known is None else [piece]
+    return [tokenizer.token_to_id(token) for token in each]
 
 
 def _groups(data: st.DataObject, ids: list[int]) -> list[list[int]]:

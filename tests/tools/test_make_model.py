@@ -19,6 +19,12 @@ PARAMETERS = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-72b": 72_706_203_648,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
 }
 
 
@@ -43,6 +49,8 @@ def test_shapes_have_the_size_of_the_public_models(shape: str) -> None:
         {"tie_word_embeddings": False},
         {"attention_bias": True, "num_key_value_heads": 4},
         {"head_dim": 32, "num_hidden_layers": 3, "vocab_size": 3001},
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     ],
 )
 def test_transformers_finds_every_weight_and_no_other(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
 from shared.sampling_params import COLUMNS, SamplingNumbers
@@ -34,15 +34,15 @@ TINY: dict[str, Any] = {
 def save_model(
     path: Path,
     *,
+    family: type[PreTrainedModel] = Qwen3ForCausalLM,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
     std: float = 0.08,
     **overrides: Any,
-) -> Qwen3ForCausalLM:
-    """Writes a random Qwen3 to `path` and returns it, ready to be asked for its logits."""
+) -> Any:
+    """Writes a random model to `path` and returns it, ready to be asked for its logits."""
     torch.manual_seed(0)
-    config = Qwen3Config(**{**TINY, **overrides})
-    model = Qwen3ForCausalLM(config).eval()
+    model = family(family.config_class(**{**TINY, **overrides})).eval()
     for parameter in model.parameters():  # not the rotary frequencies, which stay float32
         parameter.data = parameter.data.to(dtype)
     with torch.no_grad():  # defaults are 1 and 0, which would hide a norm or a bias left out

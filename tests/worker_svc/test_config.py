@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from shared.model_directory import MAX_JSON_BYTES
 from tests.worker_svc.harness import TINY
@@ -35,9 +35,19 @@ def test_reads_sizes_and_dtype(tmp_path: Path) -> None:
     assert config.max_model_len == 512
 
 
-def test_assumes_what_transformers_does(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    config, oracle = load_model_config(tmp_path), Qwen3Config()
+@pytest.mark.parametrize(
+    ("architecture", "oracle"),
+    [
+        ("Qwen3ForCausalLM", Qwen3Config()),
+        ("Qwen2ForCausalLM", Qwen2Config()),
+        ("LlamaForCausalLM", LlamaConfig()),
+    ],
+)
+def test_assumes_what_transformers_does(
+    tmp_path: Path, architecture: str, oracle: PreTrainedConfig
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    config = load_model_config(tmp_path)
     for name in (
         "vocab_size",
         "hidden_size",
@@ -45,9 +55,11 @@ def test_assumes_what_transformers_does(tmp_path: Path) -> None:
         "head_dim",
         "rms_norm_eps",
         "attention_bias",
+        "mlp_bias",
         "tie_word_embeddings",
     ):
-        assert getattr(config, name) == getattr(oracle, name), name
+        if hasattr(oracle, name):
+            assert getattr(config, name) == getattr(oracle, name), name
     assert config.num_layers == oracle.num_hidden_layers
     assert config.num_heads == oracle.num_attention_heads
     assert config.num_kv_heads == oracle.num_key_value_heads
@@ -76,12 +88,14 @@ def test_reads_both_styles_of_rope(tmp_path: Path, rope: dict[str, Any]) -> None
     [
         (
             {"architectures": ["GPT2LMHeadModel"]},
-            "architectures: GPT2LMHeadModel is not served; served are Qwen3ForCausalLM",
+            "architectures: GPT2LMHeadModel is not served; served are Qwen3ForCausalLM, "
+            "Qwen2ForCausalLM, LlamaForCausalLM",
         ),
         ({"architectures": None}, "architectures: none is not served"),
         ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: dynamic"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor: missing"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: missing"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters: "),
         ({"torch_dtype": "float7"}, "dtype: float7"),
         ({"hidden_act": "gelu"}, "hidden_act: gelu"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
 from worker_svc.devices import cpu
@@ -19,6 +19,15 @@ from worker_svc.kernels.cpu_features import has
 from worker_svc.model_runner import ModelRunner
 
 NUM_BLOCKS = 256
+FAMILIES = (Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 5e2,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tied, GQA 2": {},
     "untied, GQA 1": {"tie_word_embeddings": False, "num_key_value_heads": 4},
@@ -44,6 +53,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
     },
+    "Qwen2, tied": {"family": Qwen2ForCausalLM},
+    "Qwen2, untied, sharded files, GQA 7": {
+        "family": Qwen2ForCausalLM,
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+        "max_shard_size": "60KB",
+    },
+    "Llama 2, untied": {
+        "family": LlamaForCausalLM,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "Llama 3, llama3 rope": {"family": LlamaForCausalLM, "rope_parameters": LLAMA3},
+    "Llama, all biases, odd sizes": {
+        "family": LlamaForCausalLM,
+        "vocab_size": 499,
+        "hidden_size": 72,
+        "intermediate_size": 90,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
 }
 
 
@@ -66,7 +100,7 @@ def prompts(vocab_size: int, lengths: list[int], seed: int = 0) -> list[list[int
     return [rng.integers(vocab_size, size=n).tolist() for n in lengths]
 
 
-def oracle_logits(model: Qwen3ForCausalLM, tokens: list[int]) -> torch.Tensor:
+def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     """[len(tokens), vocab]"""
     with torch.inference_mode():
         ids = torch.tensor([tokens], device=model.device)
@@ -127,9 +161,10 @@ def test_logits_match_transformers(tmp_path: Path, shape: dict[str, Any], block_
     assert worst < 1e-4
 
 
-def test_greedy_tokens_match_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_match_transformers(tmp_path: Path, family: type[PreTrainedModel]) -> None:
     """20 sequences of mixed lengths, 64 tokens each, sampled tokens fed back on the device."""
-    oracle = save_model(tmp_path)
+    oracle = save_model(tmp_path, family=family)
     runner, batch = make_runner(tmp_path)
     texts = prompts(301, [1 + 5 * i for i in range(20)])
     rows = list(range(20))
@@ -142,9 +177,12 @@ def test_greedy_tokens_match_transformers(tmp_path: Path) -> None:
         assert completion == expected.tolist()
 
 
-def test_bfloat16_is_as_close_as_transformers_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_close_as_transformers_own(
+    tmp_path: Path, family: type[PreTrainedModel]
+) -> None:
     """They round differently; ours may not be further from float32 than theirs."""
-    rounded = save_model(tmp_path, dtype=torch.bfloat16, attention_bias=True)
+    rounded = save_model(tmp_path, family=family, dtype=torch.bfloat16, attention_bias=True)
     runner, batch = make_runner(tmp_path)
     assert runner.info.dtype == "bfloat16"
     text = prompts(301, [50])[0]

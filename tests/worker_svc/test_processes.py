@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import socket
@@ -17,6 +18,7 @@ import grpc
 import numpy as np
 import psutil
 import pytest
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 from deploy.health import CHANNEL_OPTIONS, SERVING, check_health
 from deploy.ports import free_port
@@ -60,6 +62,7 @@ class Ranks:
         addresses = [f"unix:{directory}/{rank}.sock" for rank in range(tp)]
         args = ["--tp", str(tp), "--master-addr", master_addr, "--master-port", str(free_port())]
         args += ["--worker-addresses", ",".join(addresses)]
+        self.model = model
         self._channels = ExitStack()
         self._epochs = itertools.count(1)
         self.epoch = 0
@@ -164,12 +167,29 @@ def workload_of_features(epoch: int) -> list[Any]:
     return steps
 
 
+MODELS: dict[str, dict[str, Any]] = {
+    # One key-value head for all ranks, and a vocabulary that no chunk divides.
+    "qwen3": {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False},
+    "qwen2": {"family": Qwen2ForCausalLM},
+    "llama": {
+        "family": LlamaForCausalLM,
+        "hidden_size": 72,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 90,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+}
+
+
 @pytest.fixture(scope="module")
-def odd_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One key-value head for all ranks, biases, and a vocabulary that no chunk divides."""
-    path = tmp_path_factory.mktemp("odd")
-    save_model(path, num_key_value_heads=1, attention_bias=True, tie_word_embeddings=False)
-    return path
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with each of `MODELS`."""
+    directory = tmp_path_factory.mktemp("models")
+    for name, shape in MODELS.items():
+        save_model(directory / name, **shape)
+    return directory
 
 
 Answers = tuple[list[list[int]], list[StepResponse]]
@@ -184,23 +204,37 @@ def answers(several: Ranks) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def of_one_rank(odd_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    with ranks(odd_model, 1, tmp_path_factory.mktemp("one") / "1") as one:
-        return answers(one)
+def of_one_rank(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
+    """Returns the answers of one rank with a model."""
+
+    @functools.cache
+    def of_model(name: str) -> Answers:
+        with ranks(models / name, 1, tmp_path_factory.mktemp("one") / "1") as one:
+            return answers(one)
+
+    return of_model
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(
+    scope="module",
+    params=[("qwen3", 2), ("qwen3", 4), ("qwen2", 2), ("llama", 3)],
+    ids=lambda param: f"{param[0]}-{param[1]}",
+)
 def several(
-    odd_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Ranks]:
-    with ranks(odd_model, request.param, tmp_path_factory.mktemp("several") / "n") as started:
+    name, tp = request.param
+    with ranks(models / name, tp, tmp_path_factory.mktemp("several") / "n") as started:
         yield started
 
 
-def test_ranks_give_the_tokens_of_one(several: Ranks, of_one_rank: Answers) -> None:
+def test_ranks_give_the_tokens_of_one(
+    several: Ranks, of_one_rank: Callable[[str], Answers]
+) -> None:
+    expected_plain, expected_of_features = of_one_rank(several.model.name)
     plain, of_features = answers(several)
-    assert plain == of_one_rank[0]
-    for ours, theirs in zip(of_features, of_one_rank[1], strict=True):
+    assert plain == expected_plain
+    for ours, theirs in zip(of_features, expected_of_features, strict=True):
         assert ours.token_ids == theirs.token_ids
         values = [np.frombuffer(each.logprob_values, "<f4") for each in (ours, theirs)]
         assert len(values[0]) == len(np.frombuffer(ours.logprob_ids, "<i4"))
@@ -221,9 +255,9 @@ def test_nobody_is_waited_for_once_a_newer_epoch_begins(several: Ranks) -> None:
     assert several.run(FIRST)
 
 
-def test_ranks_listen_only_where_they_meet(odd_model: Path, tmp_path: Path) -> None:
+def test_ranks_listen_only_where_they_meet(models: Path, tmp_path: Path) -> None:
     address = address_of_another_interface()
-    with ranks(odd_model, 2, tmp_path / "2", address) as two:
+    with ranks(models / "qwen3", 2, tmp_path / "2", address) as two:
         two.configure()
         assert two.run(FIRST)
         assert [two.listening(rank) for rank in (0, 1)] == [{address}, {address}]

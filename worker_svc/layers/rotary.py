@@ -11,19 +11,23 @@ import torch
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The parameters of a rotary embedding. Only yarn uses the fields after `factor`. None stands
-    for yarn's default."""
+    """The parameters of a rotary embedding. None stands for yarn's default."""
 
     rope_type: str  # one of `ROPE_TYPES`
     theta: float
     factor: float = 1.0
-    original_max_position_embeddings: int = 0
+    original_max_position_embeddings: int = 0  # yarn and llama3
+    # yarn
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    # llama3
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    frequency_factors: tuple[float, ...] = ()  # factors
 
 
 def rotary_table(
@@ -83,10 +87,37 @@ def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Interpolates waves that turn less than `low_freq_factor` times over the original context, and
+    keeps those that turn more than `high_freq_factor` times, with a ramp between.
+
+    Source: `apply_scaling` of Meta's llama-models.
+    """
+    inv_freq = 1.0 / frequencies
+    turns = rope.original_max_position_embeddings * inv_freq / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return inv_freq / rope.factor * (1 - kept) + inv_freq * kept, 1.0
+
+
+def _factors(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Divides each frequency by a factor of its own, which is how GGUF files have llama3."""
+    return 1.0 / (frequencies * torch.tensor(rope.frequency_factors)), 1.0
+
+
 # Powers of theta [head_dim / 2] -> the inverse frequencies, and a factor on cosines and sines.
 _SCALINGS: dict[str, Callable[[RopeConfig, torch.Tensor], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
     "yarn": _yarn,
+    "llama3": _llama3,
+    "factors": _factors,
 }
-ROPE_TYPES = tuple(_SCALINGS)
+# The fields that config.json must have.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "factors": ("frequency_factors",),
+}

@@ -32,6 +32,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     attention_bias: bool
+    mlp_bias: bool
     tie_word_embeddings: bool
     max_model_len: int
     rope: RopeConfig
@@ -62,6 +63,7 @@ class _ConfigFile(BaseModel, strict=True):
     max_position_embeddings: PositiveInt
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
+    mlp_bias: bool = False
     tie_word_embeddings: bool = False
     dtype: str | None = None
     torch_dtype: str | None = None  # the name of `dtype` before transformers 5
@@ -101,7 +103,11 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
             f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads, which is "
             f"{file.num_attention_heads}"
         )
+    head_dim = file.head_dim or file.hidden_size // file.num_attention_heads
     rope = _rope(_rope_parameters(file))
+    factors, frequencies = len(rope.frequency_factors), head_dim // 2
+    if factors not in (0, frequencies):
+        raise ModelError(f"frequency_factors: {factors}, but there are {frequencies} frequencies")
     return ModelConfig(
         family=family,
         vocab_size=file.vocab_size,
@@ -110,9 +116,10 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
         num_layers=file.num_hidden_layers,
         num_heads=file.num_attention_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=file.head_dim or file.hidden_size // file.num_attention_heads,
+        head_dim=head_dim,
         rms_norm_eps=file.rms_norm_eps,
         attention_bias=file.attention_bias,
+        mlp_bias=file.mlp_bias,
         tie_word_embeddings=file.tie_word_embeddings,
         max_model_len=_max_model_len(file.max_position_embeddings, rope),
         rope=rope,
@@ -147,8 +154,9 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
         raise ModelError(f"rope_type: {rope_type} is not implemented; implemented are {served}")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("partial_rotary_factor: only 1.0 is implemented")
-    if rope_type != "default" and "factor" not in parameters:
-        raise ModelError(f"factor: missing; rope_type {rope_type} needs one")
+    for name in ROPE_TYPES[rope_type]:
+        if name not in parameters:
+            raise ModelError(f"{name}: missing; rope_type {rope_type} needs it")
     theta = {"theta": parameters["rope_theta"]}
     return TypeAdapter(RopeConfig).validate_python(parameters | theta)
 

@@ -6,6 +6,7 @@ to which sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +119,7 @@ class Attention:
 class MLP:
     """The gated feed-forward layer: down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, parts: Parts, name: str) -> None:
+    def __init__(self, parts: Parts, name: str, *, bias: bool = False) -> None:
         config, loader, tp = parts.config, parts.loader, parts.tp
         share = config.intermediate_size // tp.size
         self.gate_up_proj = ColumnParallelLinear(
@@ -128,7 +129,7 @@ class MLP:
                 Rows(f"{name}.up_proj", tp.rank * share, share),
             ],
             config.hidden_size,
-            bias=False,
+            bias=bias,
         )
         self.down_proj = RowParallelLinear(
             loader,
@@ -136,13 +137,67 @@ class MLP:
             f"{name}.down_proj",
             config.intermediate_size,
             config.hidden_size,
-            bias=False,
+            bias=bias,
         )
         self._ops = parts.ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         return self.down_proj(self._ops.silu_and_multiply(self.gate_up_proj(x)))
+
+
+class DecoderLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    The next layer's norm computes the last sum, because a norm adds and normalizes in one pass.
+    """
+
+    def __init__(self, parts: Parts, name: str, attention: Attention, mlp: MLP) -> None:
+        self.input_norm = parts.norm(f"{name}.input_layernorm")
+        self.attention = attention
+        self.post_attention_norm = parts.norm(f"{name}.post_attention_layernorm")
+        self.mlp = mlp
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cache: torch.Tensor, metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and the residual to add to it -> x and residual for the next layer, all [T, hidden]."""
+        x, residual = self.input_norm(x, residual)
+        x = self.attention(x, cache, metadata)
+        x, residual = self.post_attention_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder:
+    """Embedding, layers, a norm and the output head. Implements `registry.Model`.
+
+    Args:
+        layer: makes a layer from the name of its weights.
+    """
+
+    def __init__(self, parts: Parts, layer: Callable[[Parts, str], DecoderLayer]) -> None:
+        numbers = range(parts.config.num_layers)
+        self.embed_tokens = parts.embedding("model.embed_tokens")
+        self.layers = [layer(parts, f"model.layers.{number}") for number in numbers]
+        self.norm = parts.norm("model.norm")
+        self.lm_head = parts.head("lm_head", self.embed_tokens)
+
+    def hidden_states(
+        self,
+        tensors: StepTensors,
+        last_tokens: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        metadata: Any,
+        *,
+        every_token: bool = False,
+    ) -> torch.Tensor:
+        x, residual = self.embed_tokens(tensors.input_ids, last_tokens), None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, residual = layer(x, residual, cache, metadata)
+        if residual is not None and not every_token:
+            x, residual = last_of_each(tensors, x, residual)
+        x, _ = self.norm(x, residual)
+        return x
 
 
 def last_of_each(tensors: StepTensors, *each: torch.Tensor) -> list[torch.Tensor]:

@@ -20,34 +20,69 @@ class Family:
     """The facts about a family that are not in its layers.
 
     Args:
-        architecture: the family's name in config.json, and of its class in `module` of this folder.
+        architecture: the family's name in config.json.
+        models: the models that have it, for people.
+        module: the name of its module in this folder, whose `build` makes a model of `Parts`.
         defaults: transformers' defaults for fields that config.json may leave out.
+        gguf: the family's `general.architecture` in GGUF files.
         reasoning_parser, tool_call_parser: smg's names for the formats that the models write.
+        gguf_pairs: whether GGUF files interleave the two halves of each head's rows of q and k.
     """
 
     architecture: str
+    models: str
     module: str
     defaults: Mapping[str, Any]
+    gguf: str
     reasoning_parser: str | None
     tool_call_parser: str | None
+    gguf_pairs: bool = False
 
 
+_QWEN_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
 _SERVED = (
     Family(
         architecture="Qwen3ForCausalLM",
+        models="Qwen3, dense: 0.6B to 32B",
         module="qwen3",
-        defaults={
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 22016,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-        },
+        defaults={**_QWEN_DEFAULTS, "head_dim": 128},
+        gguf="qwen3",
         reasoning_parser="qwen3",
         tool_call_parser="qwen",
+    ),
+    Family(
+        architecture="Qwen2ForCausalLM",
+        models="Qwen2, Qwen2.5 and versions of them (Coder, Math, R1-Distill): 0.5B to 72B",
+        module="qwen2",
+        defaults=_QWEN_DEFAULTS,
+        gguf="qwen2",
+        reasoning_parser=None,
+        tool_call_parser="qwen",
+    ),
+    Family(
+        architecture="LlamaForCausalLM",
+        models="Llama 2, 3, 3.1, 3.2 and 3.3 (text), SmolLM2, TinyLlama: 135M to 70B",
+        module="llama",
+        defaults={
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+        },
+        gguf="llama",
+        gguf_pairs=True,
+        reasoning_parser=None,
+        tool_call_parser="llama",
     ),
 )
 FAMILIES = {family.architecture: family for family in _SERVED}

@@ -61,6 +61,6 @@ def load_model(
     module = import_module(f"worker_svc.models.{family.module}")
     cos_sin = rotary_table(config.head_dim, max_model_len, config.rope, loader.device)
     parts = Parts(config, loader, ops, tp, backend, cos_sin)
-    model: Model = getattr(module, family.architecture)(parts)
+    model: Model = module.build(parts)
     loader.finish()
     return model

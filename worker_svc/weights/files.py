@@ -1,9 +1,11 @@
-"""Reads weights from *.safetensors one tensor at a time. A rank reads only its own slice."""
+"""Reads weights of *.safetensors or of a GGUF file one tensor at a time. A rank reads only its own
+slice."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -11,8 +13,9 @@ from typing import Self
 import torch
 from tqdm import tqdm
 
-from shared.model_directory import is_plain_name, read_text
+from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS, is_plain_name, read_text
 from worker_svc.errors import ModelError
+from worker_svc.weights.gguf_file import GgufTensor, read_gguf
 from worker_svc.weights.safetensors_file import NAMES, StoredTensor, read_tensors
 
 INDEX = "model.safetensors.index.json"
@@ -46,9 +49,12 @@ class WeightReader:
         self.dtype = dtype
         self.device = device
         self._copy = copy
-        self._tensors = {
-            k: v for path in weight_files(model_dir) for k, v in read_tensors(path).items()
-        }
+        self._tensors: dict[str, StoredTensor | GgufTensor] = {}
+        if (model_dir / GGUF_INDEX).exists():
+            self._tensors.update(read_gguf(model_dir))
+        else:
+            for path in weight_files(model_dir):
+                self._tensors.update(read_tensors(path))
         self._unread = set(self._tensors)
         self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         # disable=None shows the bar only if stderr is a terminal.
@@ -79,10 +85,6 @@ class WeightReader:
             ModelError: the tensor is missing, has another shape, or has no floating-point numbers.
         """
         tensor = self._tensor(name)
-        if tensor.dtype not in _FLOATS:
-            raise ModelError(
-                f"{name}: its dtype, {NAMES[tensor.dtype]}, is one of quantized weights"
-            )
         shape, expected = list(tensor.shape), list(out.shape)
         ranges = [range(size) for size in expected]
         if start is not None and len(shape) == len(expected):
@@ -92,7 +94,14 @@ class WeightReader:
             expected[dim] = shape[dim]
         if shape != expected:
             raise ModelError(f"{name}: shape {shape}, the configuration says {expected}")
-        self._fill(out, name, tensor, ranges)
+        if isinstance(tensor, GgufTensor):
+            self._dequantize(out, name, tensor, ranges)
+        elif tensor.dtype in _FLOATS:
+            self._fill(out, name, tensor, ranges)
+        else:
+            raise ModelError(
+                f"{name}: its dtype, {NAMES[tensor.dtype]}, is one of quantized weights"
+            )
 
     def read(self, name: str, *ranges: range) -> torch.Tensor:
         """Reads tensor `name` in its own dtype, or `ranges` of its one or two dimensions.
@@ -101,6 +110,7 @@ class WeightReader:
             ModelError: the tensor is missing, or smaller than `ranges`.
         """
         tensor = self._tensor(name)
+        assert isinstance(tensor, StoredTensor)  # a directory of a GGUF file has no other format
         shape, sizes = list(tensor.shape), [each.stop for each in ranges]
         if ranges and (
             len(sizes) != len(shape) or any(a > b for a, b in zip(sizes, shape, strict=True))
@@ -147,7 +157,7 @@ class WeightReader:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(f"unknown weight: {', '.join(names[:3])}{more}")
 
-    def _tensor(self, name: str) -> StoredTensor:
+    def _tensor(self, name: str) -> StoredTensor | GgufTensor:
         if name not in self._tensors:
             raise ModelError(f"missing weight: {name}")
         self.skip(name)
@@ -172,6 +182,22 @@ class WeightReader:
         except OSError as error:
             raise ModelError(f"{tensor.path.name}: cannot read {name}: {error}") from error
 
+    def _dequantize(
+        self, out: torch.Tensor, name: str, tensor: GgufTensor, ranges: Sequence[range]
+    ) -> None:
+        """Reads `ranges` of a tensor into `out`."""
+        rows, *columns = ranges
+        step = max(_BUFFER_BYTES // (4 * prod(tensor.shape[1:])), 1)
+        try:
+            for start in range(rows.start, rows.stop, step):
+                part = range(start, min(start + step, rows.stop))
+                values = tensor.read(part)
+                for each in columns:
+                    values = values[:, each.start : each.stop]
+                self._copy(out[part.start - rows.start : part.stop - rows.start], values)
+        except OSError as error:
+            raise ModelError(f"{tensor.path.name}: cannot read {name}: {error}") from error
+
 
 def weight_files(model_dir: Path) -> list[Path]:
     """The weight files of a checkpoint with or without an index, sorted by name.
@@ -179,6 +205,8 @@ def weight_files(model_dir: Path) -> list[Path]:
     Raises:
         ModelError: there are no weight files, or the index is malformed or names missing files.
     """
+    if (model_dir / GGUF_INDEX).exists():
+        return [model_dir / GGUF_WEIGHTS]
     index = model_dir / INDEX
     if index.is_file():
         try:

@@ -26,7 +26,7 @@ from scheduler_svc.grammar.schema import schema_problem
 from scheduler_svc.grammar.vocabulary import read_vocabulary
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
-VOCABULARY = read_vocabulary(DEMO)
+VOCABULARY = list(read_vocabulary(DEMO).tokens.values())
 IM_END = 1535  # the demo model's end token; it spells nothing
 MAX_WHITESPACE = 20
 SPECIAL = {1533, 1534, 1535}
@@ -62,7 +62,7 @@ Compile = Callable[[GrammarKind, str, Iterable[int]], Begin]
 
 @pytest.fixture(scope="module")
 def compilers() -> Compilers:
-    return make_compilers(VOCABULARY, MAX_WHITESPACE)
+    return make_compilers(read_vocabulary(DEMO), MAX_WHITESPACE)
 
 
 @pytest.fixture

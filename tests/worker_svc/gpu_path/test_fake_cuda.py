@@ -1,5 +1,5 @@
-"""The forward pass of every Qwen3 size, traced with fake CUDA tensors: devices, dtypes and shapes
-of every launch, without a GPU or memory for the weights."""
+"""The forward pass of public models' sizes, traced with fake CUDA tensors: devices, dtypes and
+shapes of every launch, without a GPU or memory for the weights."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def indexing_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_config(shape: dict[str, Any], dtype: torch.dtype) -> ModelConfig:
     return ModelConfig(
-        family=FAMILIES["Qwen3ForCausalLM"],
+        family=FAMILIES[shape["architectures"][0]],
         vocab_size=shape["vocab_size"],
         hidden_size=shape["hidden_size"],
         intermediate_size=shape["intermediate_size"],
@@ -128,6 +128,7 @@ def model_config(shape: dict[str, Any], dtype: torch.dtype) -> ModelConfig:
         head_dim=shape["head_dim"],
         rms_norm_eps=1e-6,
         attention_bias=False,
+        mlp_bias=False,
         tie_word_embeddings=shape["tie_word_embeddings"],
         max_model_len=MAX_MODEL_LEN,
         rope=RopeConfig("default", 1e6),
@@ -159,6 +160,12 @@ def on_fake_gpu(arrays: list[np.ndarray]) -> StepTensors:
         ("qwen3-14b", 4),
         ("qwen3-32b", 1),
         ("qwen3-32b", 8),
+        ("qwen2.5-0.5b", 2),
+        ("qwen2.5-7b", 4),
+        ("qwen2.5-72b", 8),
+        ("llama-3.2-1b", 1),
+        ("llama-3.1-8b", 2),
+        ("llama-3.1-70b", 8),
     ],
 )
 def test_forward(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 from tests.worker_svc.device import DEVICE, by_device, cpu_only
 from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
@@ -105,6 +106,8 @@ def check_logits(path: Path, oracle: Any, **overrides: Any) -> None:
     [
         ({"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}, 16),
         ({"attention_bias": True, "head_dim": 24, "tie_word_embeddings": False}, 7),
+        ({"family": Qwen2ForCausalLM, "num_hidden_layers": 2}, 16),
+        ({"family": LlamaForCausalLM, "num_hidden_layers": 2, "mlp_bias": True}, 16),
     ],
 )
 def test_logits_match_transformers(tmp_path: Path, shape: dict[str, Any], block_size: int) -> None:

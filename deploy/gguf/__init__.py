@@ -1,0 +1,1 @@
+"""Serves a GGUF file: unpacks what the services read of it into a model directory."""

@@ -1,0 +1,143 @@
+"""Translates the keys of a GGUF file to config.json and generation_config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from deploy.gguf.header import GgufError, Header
+from worker_svc.models.families import FAMILIES, Family
+
+# Tokens that end a turn. Most files name only one of them by a key (llama.cpp has a similar list,
+# `llama_vocab::impl::load`).
+_ENDS = frozenset(
+    ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "</s>")
+)
+_CONTROL = 3  # of tokenizer.ggml.token_type
+_REQUIRED: Any = object()
+
+
+class Keys:
+    """The keys of a file, with checks of their types. Floats become the shortest decimal fraction
+    that rounds to their 32 bits."""
+
+    def __init__(self, keys: Mapping[str, Any]) -> None:
+        self._keys = keys
+
+    def get(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
+        """The value of a key.
+
+        Raises:
+            GgufError: the key is missing and has no default, or is of another type.
+        """
+        value: Any = self._keys.get(name, default)
+        if value is _REQUIRED:
+            raise GgufError(f"{name}: missing")
+        if value is default:
+            return value
+        if type(value) is not kind:
+            raise GgufError(f"{name}: {str(value)[:50]!r} is not of type {kind.__name__}")
+        return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def family_of(keys: Keys) -> Family:
+    """The family of a file's model.
+
+    Raises:
+        GgufError: the model's architecture is not served.
+    """
+    name = keys.get("general.architecture", str)
+    families = {family.gguf: family for family in FAMILIES.values()}
+    if name not in families:
+        served = ", ".join(families)
+        raise GgufError(f"general.architecture: {name} is not served; served are {served}")
+    return families[name]
+
+
+def model_config(header: Header, family: Family) -> dict[str, Any]:
+    """The fields of config.json.
+
+    Raises:
+        GgufError: a key is missing or wrong, or the model needs a feature that is not served.
+    """
+    keys, arch = Keys(header.keys), family.gguf
+    if keys.get(f"{arch}.expert_count", int, 0):
+        raise GgufError(f"{arch}.expert_count: mixtures of experts are not served")
+    if keys.get(f"{arch}.attention.sliding_window", int, 0):
+        raise GgufError(f"{arch}.attention.sliding_window: windows are not served")
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise GgufError("token_embd.weight: the tensor is missing")
+    heads = keys.get(f"{arch}.attention.head_count", int)
+    hidden = keys.get(f"{arch}.embedding_length", int)
+    if not heads or hidden < heads:
+        raise GgufError(f"{arch}.attention.head_count: {heads} of {hidden} channels")
+    head_dim = keys.get(f"{arch}.attention.key_length", int, hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (value := keys.get(f"{arch}.{name}", int, head_dim)) != head_dim:
+            raise GgufError(f"{arch}.{name}: {value} is not the heads' size, {head_dim}")
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.module,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": keys.get(f"{arch}.feed_forward_length", int),
+        "num_hidden_layers": keys.get(f"{arch}.block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.get(f"{arch}.attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
+        "max_position_embeddings": keys.get(f"{arch}.context_length", int),
+        "rope_parameters": _rope(keys, arch, "rope_freqs.weight" in header.tensors),
+        "attention_bias": "blk.0.attn_output.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "dtype": _dtype(header),
+        "bos_token_id": keys.get("tokenizer.ggml.bos_token_id", int, None),
+        "pad_token_id": keys.get("tokenizer.ggml.padding_token_id", int, None),
+        "eos_token_id": end_tokens(keys),
+    }
+
+
+def end_tokens(keys: Keys) -> list[int]:
+    """The ids of all tokens that end an answer, the file's own first."""
+    names = ("eos_token_id", "eot_token_id", "eom_token_id")
+    given = [keys.get(f"tokenizer.ggml.{name}", int, None) for name in names]
+    tokens = keys.get("tokenizer.ggml.tokens", list)
+    types = keys.get("tokenizer.ggml.token_type", list, [])
+    known = [
+        number
+        for number, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == _CONTROL and token in _ENDS
+    ]
+    return list(dict.fromkeys(token for token in (*given, *known) if token is not None))
+
+
+def _rope(keys: Keys, arch: str, has_factors: bool) -> dict[str, Any]:
+    theta = {"rope_theta": keys.get(f"{arch}.rope.freq_base", float, 10000.0)}
+    kind = keys.get(f"{arch}.rope.scaling.type", str, "none")
+    if has_factors:
+        # `frequency_factors` is added by the caller, who reads the tensor.
+        kind = "factors" if kind in ("none", "llama3") else f"{kind} with rope_freqs.weight"
+    if kind == "none":
+        return {"rope_type": "default", **theta}
+    if kind == "factors":
+        return {"rope_type": "factors", **theta}
+    if kind not in ("linear", "yarn"):
+        raise GgufError(f"{arch}.rope.scaling.type: {kind} is not served; linear and yarn are")
+    scaling = {"rope_type": kind, "factor": keys.get(f"{arch}.rope.scaling.factor", float)}
+    original = keys.get(f"{arch}.rope.scaling.original_context_length", int, None)
+    if original is not None:
+        scaling["original_max_position_embeddings"] = original
+    return {**scaling, **theta}
+
+
+def _dtype(header: Header) -> str:
+    """The dtype to compute in, unless the user sets one."""
+    types = {tensor.type for tensor in header.tensors.values() if len(tensor.shape) == 2}
+    if types <= {GGMLQuantizationType.F32}:
+        return "float32"
+    return "float16" if types <= {GGMLQuantizationType.F16} else "bfloat16"

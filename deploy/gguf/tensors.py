@@ -1,0 +1,61 @@
+"""Names the tensors of a GGUF file as config.json's architecture does."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from deploy.gguf.header import GgufError, Header, Tensor
+from worker_svc.models.families import Family
+
+_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+def weight_index(header: Header, family: Family, config: dict[str, Any]) -> dict[str, Any]:
+    """Where each weight is: its type, shape and first byte. `head_dim` is set where the file
+    interleaves the halves of each head's rows.
+
+    Raises:
+        GgufError: the file has a tensor that the family does not have.
+    """
+    weights = {}
+    for name, tensor in header.tensors.items():
+        if name != ROPE_FACTORS:
+            weights[_weight(name)] = _place(tensor)
+    if family.gguf_pairs:
+        for name, place in weights.items():
+            if re.search(r"\.[qk]_proj\.", name):
+                place["head_dim"] = config["head_dim"]
+    return weights
+
+
+def _weight(name: str) -> str:
+    stem, _, suffix = name.rpartition(".")
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
+    if layer and layer[2] in _LAYER:
+        return f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{suffix}"
+    if stem in _MODEL:
+        return f"{_MODEL[stem]}.{suffix}"
+    raise GgufError(f"{name}: the tensor belongs to no part of the model that is served")
+
+
+def _place(tensor: Tensor) -> dict[str, Any]:
+    return {"type": tensor.type.name, "shape": list(tensor.shape), "start": tensor.start}

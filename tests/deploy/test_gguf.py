@@ -1,0 +1,153 @@
+"""GGUF files become model directories, or are refused with the key or tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deploy.errors import LaunchError
+from deploy.model import model_name, resolve_model
+from tests.gguf_files import write_gguf
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "small.gguf"
+    write_gguf(path, LlamaForCausalLM(LlamaConfig(**SHAPE)), **changes)
+    return path
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_unpacks_once_until_the_file_changes(tmp_path: Path) -> None:
+    path = write(tmp_path, keys={"tokenizer.chat_template": "{{ messages }}"})
+    directory = resolve_model(str(path))
+    assert (directory / "model.gguf").resolve() == path
+    config = read_json(directory / "config.json")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert {name: config[name] for name in SHAPE} == SHAPE
+    assert config["eos_token_id"] == [2, 266]  # </s> by its key, <|im_end|> by its name
+    assert read_json(directory / "generation_config.json")["eos_token_id"] == [2, 266]
+    tokenizer = read_json(directory / "tokenizer_config.json")
+    assert tokenizer["chat_template"] == "{{ messages }}"
+    assert (tokenizer["bos_token"], tokenizer["eos_token"]) == ("<s>", "</s>")
+    assert model_name(str(path), directory) == "small"
+
+    before = (directory / "config.json").stat().st_mtime_ns
+    assert resolve_model(str(path)) == directory
+    assert (directory / "config.json").stat().st_mtime_ns == before
+    write(tmp_path, keys={"llama.context_length": 256})
+    changed = resolve_model(str(path))
+    assert read_json(changed / "config.json")["max_position_embeddings"] == 256
+
+
+def test_makes_a_tokenizer_in_sentencepieces_manner(tmp_path: Path) -> None:
+    directory = resolve_model(str(write(tmp_path)))
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    assert tokenizer.encode("ab a").tokens == ["<s>", "▁ab", "▁a"]
+    assert tokenizer.encode(" z<|im_end|>é").tokens == [
+        "<s>", "▁", "▁", "<0x7A>", "<|im_end|>", "▁", "é",
+    ]  # fmt: skip
+    assert tokenizer.decode(tokenizer.encode("ab  €").ids) == "ab  €"
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"general.architecture": "gemma3"}, "general.architecture: gemma3 is not served; served"),
+        ({"llama.block_count": None}, "llama.block_count: missing"),
+        ({"llama.block_count": "two"}, "llama.block_count: 'two' is not of type int"),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count: 0 of 64"),
+        ({"llama.attention.value_length": 16}, "llama.attention.value_length: 16"),
+        ({"llama.expert_count": 8}, "llama.expert_count: "),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type: longrope"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: t5 is not served"),
+        ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: "),
+        ({"tokenizer.ggml.tokens": ["a"] * 301}, "tokenizer.ggml.tokens: "),
+        ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type: 1 types of 301"),
+        ({"tokenizer.ggml.scores": [1.0]}, "tokenizer.ggml.scores: 1 scores of 301"),
+        ({"tokenizer.ggml.bos_token_id": 301}, "tokenizer.ggml.bos_token_id: 301"),
+        (
+            {
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": "smollm",
+                "tokenizer.ggml.merges": ["a z"],
+            },
+            "tokenizer.ggml.merges: ('a', 'z') at 0",
+        ),
+    ],
+)
+def test_refuses_by_name(tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
+    path = write(tmp_path, keys=keys)
+    with pytest.raises(LaunchError) as error:
+        resolve_model(str(path))
+    assert str(error.value).startswith(f"MODEL: {path}: {reason}")
+
+
+def test_refuses_a_tensor_of_no_part_of_the_model(tmp_path: Path) -> None:
+    path = write(tmp_path, tensors={"blk.0.ffn_gate_exps.weight": np.zeros((4, 4), np.float32)})
+    with pytest.raises(LaunchError, match=r"blk\.0\.ffn_gate_exps\.weight: the tensor belongs to"):
+        resolve_model(str(path))
+
+
+def test_names_where_a_file_is_cut_short(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    data = path.read_bytes()
+    places = {
+        0: "not a GGUF file",
+        40: "key 0 of 18: ",
+        60: "general.architecture: ",
+        3000: "tokenizer.ggml.tokens: ",
+        len(data) - 1: "output_norm.weight: cut short",
+    }
+    for size, reason in places.items():
+        path.write_bytes(data[:size])
+        with pytest.raises(LaunchError, match=reason):
+            resolve_model(str(path))
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (b"GGML" + bytes(20), "not a GGUF file"),
+        (b"GGUF" + bytes([9, 0, 0, 0]) + bytes(16), "version 9"),
+        (b"GGUF" + bytes([3, 0, 0, 0]) + bytes(8) + b"\xff" * 8, "key 0 of 18446744073709551615"),
+        (b"GGUF" + bytes([3, 0, 0, 0]) + b"\xff" * 8 + bytes(8), "18446744073709551615 tensors"),
+        # A key "a": an array of 2 ** 40 bytes.
+        (
+            b"GGUF\3\0\0\0" + bytes(8) + b"\1" + bytes(7)
+            + b"\1" + bytes(7) + b"a" + b"\x09\0\0\0" + bytes(4) + bytes(5) + b"\1\0\0",
+            "a: 1099511627776 elements",
+        ),
+    ],
+)  # fmt: skip
+def test_refuses_hostile_headers(tmp_path: Path, header: bytes, reason: str) -> None:
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(header)
+    with pytest.raises(LaunchError, match=reason):
+        resolve_model(str(path))

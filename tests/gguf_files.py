@@ -1,0 +1,132 @@
+"""Writes GGUF files, as llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+# 256 bytes, and some text.
+SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+SPM_TOKENS += ["▁", "a", "b", "▁a", "ab", "▁ab", "é", "<|im_end|>"]
+
+
+def spm_keys(vocab_size: int) -> dict[str, Any]:
+    """The keys of a small tokenizer in SentencePiece's manner."""
+    tokens = [*SPM_TOKENS, *(f"word{number}" for number in range(vocab_size - len(SPM_TOKENS)))]
+    types = [2, 3, 3, *[6] * 256, *[1] * (vocab_size - 259)]
+    types[tokens.index("<|im_end|>")] = 3
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [float(-number) for number in range(vocab_size)],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    matrices: Type = Type.F32,
+    keys: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Writes `model` of transformers, whose weights become what the file says.
+
+    Args:
+        matrices: the type of all matrices; vectors are F32.
+        keys: values that replace keys; None leaves a key out.
+        tensors: more tensors, of F32.
+    """
+    config = model.config
+    arch = config.model_type
+    values = {
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.key_length": config.head_dim,
+        f"{arch}.attention.value_length": config.head_dim,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        **spm_keys(config.vocab_size),
+        **(keys or {}),
+    }
+    writer = gguf.GGUFWriter(path, values.pop("general.architecture", arch))
+    for name, value in values.items():
+        _add(writer, name, value)
+    for name, parameter in model.named_parameters():
+        stem, _, suffix = name.rpartition(".")
+        prefix = ""
+        if layer := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem):
+            prefix, stem = f"blk.{layer[1]}.", layer[2]
+        array = parameter.data.numpy()
+        heads = {"self_attn.q_proj": config.num_attention_heads}
+        heads["self_attn.k_proj"] = config.num_key_value_heads
+        paired = arch == "llama" and stem in heads
+        if paired:
+            array = _pair(array, heads[stem])
+        kind = matrices if array.ndim == 2 else Type.F32
+        data = gguf.quantize(array, kind)
+        values_in_file = gguf.dequantize(data, kind)
+        if paired:
+            values_in_file = _unpair(values_in_file, heads[stem])
+        parameter.data = torch.from_numpy(values_in_file.copy())
+        writer.add_tensor(f"{prefix}{_NAMES[stem]}.{suffix}", data, raw_dtype=kind)
+    for name, array in (tensors or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    elif value is not None:
+        writer.add_array(name, value)
+
+
+def _pair(array: np.ndarray, heads: int) -> np.ndarray:
+    """From llama.cpp's `LlamaModel.permute`."""
+    halves = array.reshape(heads, 2, -1, *array.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+
+
+def _unpair(array: np.ndarray, heads: int) -> np.ndarray:
+    pairs = array.reshape(heads, -1, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)

@@ -1,0 +1,103 @@
+"""Reads weights of a GGUF file, in a model directory that `deploy.gguf` has made.
+
+The package `gguf` knows the types of blocks. Values become float32, a few rows at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS, read_text
+from worker_svc.errors import ModelError
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor of blocks, whose bytes begin at `start` of file `path`.
+
+    Args:
+        head_dim: if not 0, rows 2i and 2i + 1 of a head are rows i and head_dim / 2 + i in the
+            layout of Hugging Face checkpoints.
+    """
+
+    path: Path
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    start: int
+    head_dim: int = 0
+
+    @property
+    def end(self) -> int:
+        """The byte after the tensor's last."""
+        return self.start + self.shape[0] * self._row_bytes
+
+    @property
+    def _row_bytes(self) -> int:
+        block, block_bytes = GGML_QUANT_SIZES[self.type]
+        return prod(self.shape[1:]) // block * block_bytes
+
+    def read(self, rows: range) -> torch.Tensor:
+        """Some of the rows [rows, columns], or elements [size] of a vector, in float32.
+
+        Raises:
+            OSError: the file cannot be read, or is too short.
+        """
+        if not self.head_dim:
+            return self._read(rows)
+        size = self.head_dim
+        first = rows.start // size * size
+        read = self._read(range(first, -(-rows.stop // size) * size))
+        pairs = read.view(-1, size // 2, 2, *self.shape[1:])
+        halves = pairs.transpose(1, 2).reshape(read.shape)
+        return halves[rows.start - first : rows.stop - first]
+
+    def _read(self, rows: range) -> torch.Tensor:
+        row_bytes = self._row_bytes
+        data = np.empty((len(rows), row_bytes), np.uint8)
+        with self.path.open("rb", buffering=0) as file:
+            at, left = self.start + rows.start * row_bytes, data.reshape(-1).data
+            while left:
+                count = os.preadv(file.fileno(), [left], at)
+                if not count:
+                    raise OSError("the file is cut short")
+                at, left = at + count, left[count:]
+        values = dequantize(data, self.type).astype(np.float32, copy=False)
+        return torch.from_numpy(values).view(len(rows), *self.shape[1:])
+
+
+def read_gguf(model_dir: Path) -> dict[str, GgufTensor]:
+    """The tensors of a model directory's GGUF file by name.
+
+    Raises:
+        ModelError: the index cannot be read, or does not belong to the file.
+    """
+    path, weights = model_dir / GGUF_INDEX, model_dir / GGUF_WEIGHTS
+    try:
+        size = weights.stat().st_size
+        tensors = {
+            name: _tensor(weights, entry) for name, entry in json.loads(read_text(path)).items()
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{path.name}: cannot be read: {error!r}") from error
+    for name, tensor in tensors.items():
+        if tensor.end > size:
+            raise ModelError(
+                f"{weights.name}: cut short: {name} ends at byte {tensor.end} of {size}"
+            )
+    return tensors
+
+
+def _tensor(path: Path, entry: dict[str, Any]) -> GgufTensor:
+    shape, numbers = tuple(entry["shape"]), (entry["start"], entry.get("head_dim", 0))
+    if not shape or any(type(number) is not int or number < 0 for number in (*shape, *numbers)):
+        raise ValueError(f"numbers have to be natural: {entry}")
+    return GgufTensor(path, GGMLQuantizationType[entry["type"]], shape, *numbers)
