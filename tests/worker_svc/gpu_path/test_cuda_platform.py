@@ -212,7 +212,7 @@ def test_captures_share_a_stream_and_epochs_no_memory(cuda: FakeCuda) -> None:
     assert len(set(pools)) == 3
 
 
-def test_a_capture_is_given_up_when_its_epoch_is_over(cuda: FakeCuda) -> None:
+def test_a_newer_epoch_ends_a_capture(cuda: FakeCuda) -> None:
     """Its warm-up may be waiting for a rank that is gone, and capturing would begin by waiting for
     that, for ever."""
     platform = make_platform()
