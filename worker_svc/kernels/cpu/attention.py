@@ -49,20 +49,9 @@ def _next_rows(left: int) -> int:
 
 
 @njit(inline="always")
-def _score_rows(
-    cache: Any,
-    keys: Any,
-    columns: Any,
-    vectors: int,
-    queries: Any,
-    steps: int,
-    starts: Any,
-    scales: Any,
-    key_scales: Any,
-    scores: Any,
-    row: int,
-    rows: int,
-) -> None:
+def _score_rows(cache: Any, chunk: Any, query: Any, scores: Any, row: int, rows: int) -> None:
+    keys, columns, vectors, key_scales = chunk
+    queries, steps, starts, scales = query
     k, c, v = keys.ctypes.data, columns.ctypes.data, key_scales.ctypes.data
     q = queries.ctypes.data + queries.itemsize * queries.shape[1] * row
     z, f = starts.ctypes.data + 8 * row, scales.ctypes.data + 4 * row
@@ -121,9 +110,8 @@ def _soften(
             for d in range(totals.shape[1]):
                 totals[row, d] *= fading
             tops[row] = top
-        sums[row] += weigh_row(
-            cache, scores, row, visible[row], columns, top, value_scales, weights, scales
-        )
+        part = row, visible[row], columns
+        sums[row] += weigh_row(cache, scores, part, top, value_scales, (weights, scales))
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
@@ -185,7 +173,8 @@ def _attend_tiles(
             for i in range(row, row + rows):
                 token, head = divmod(first_row + i, group)
                 query = q[start + token, kv_head * group + head]
-                pack_query(cache, query, scale, packed, queries, row, rows, i, starts, query_scales)
+                buffers = packed, starts, query_scales
+                pack_query(cache, query, scale, (row, rows, i), queries, buffers)
             row += rows
         totals[:tile_rows] = 0
         tops[:tile_rows] = -np.inf
@@ -226,20 +215,9 @@ def _attend_tiles(
             row = 0
             while row < tile_rows:
                 rows = _next_rows(tile_rows - row)
-                _score_rows(
-                    cache,
-                    keys,
-                    columns,
-                    vectors,
-                    queries,
-                    steps,
-                    starts,
-                    query_scales,
-                    key_scales,
-                    scores,
-                    row,
-                    rows,
-                )
+                keys_of_chunk = keys, columns, vectors, key_scales
+                packed_queries = queries, steps, starts, query_scales
+                _score_rows(cache, keys_of_chunk, packed_queries, scores, row, rows)
                 for i in range(row, row + rows):
                     visible[i] = min(before + (first_row + i) // group + 1 - first, size)
                 _soften(
@@ -288,33 +266,11 @@ def attend(
     first_blocks  [S] where a sequence's blocks begin in block_table
     """
     counter = np.zeros(1, np.int64)
+    columns = (query_starts, context_lens, block_table, first_blocks)
+    step = (q, cache, block_size, tiles, *columns, scale, out)
     keys = np.sum(context_lens * (query_starts[1:] - query_starts[:-1]))
     if keys * q.shape[1] * q.shape[2] < PARALLEL_PRODUCTS:
-        _attend_tiles(
-            counter,
-            q,
-            cache,
-            block_size,
-            tiles,
-            query_starts,
-            context_lens,
-            block_table,
-            first_blocks,
-            scale,
-            out,
-        )
+        _attend_tiles(counter, *step)
     else:
         for _thread in prange(num_threads()):
-            _attend_tiles(
-                counter,
-                q,
-                cache,
-                block_size,
-                tiles,
-                query_starts,
-                context_lens,
-                block_table,
-                first_blocks,
-                scale,
-                out,
-            )
+            _attend_tiles(counter, *step)

@@ -170,36 +170,12 @@ def rope_store(
     The scales float32 [slots] of int8 codes follow the codes.
     """
     tokens = len(qkv)
+    norm = (q_weight, k_weight, eps)
+    step = (qkv, *norm, cos_sin, positions, slot_mapping, block_size, cache, q)
     if tokens < PARALLEL_TOKENS:
-        _store_rows(
-            0,
-            tokens,
-            qkv,
-            q_weight,
-            k_weight,
-            eps,
-            cos_sin,
-            positions,
-            slot_mapping,
-            block_size,
-            cache,
-            q,
-        )
+        _store_rows(0, tokens, *step)
     else:
         threads = num_threads()
         for thread in prange(threads):
             first, end = tokens * thread // threads, tokens * (thread + 1) // threads
-            _store_rows(
-                first,
-                end,
-                qkv,
-                q_weight,
-                k_weight,
-                eps,
-                cos_sin,
-                positions,
-                slot_mapping,
-                block_size,
-                cache,
-                q,
-            )
+            _store_rows(first, end, *step)
