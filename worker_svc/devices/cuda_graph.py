@@ -18,7 +18,7 @@ from tqdm import tqdm
 from worker_svc.attention.base import Backend
 from worker_svc.devices.base import Platform
 from worker_svc.errors import CaptureError, DeviceLostError, SupersededError, chain, is_device_lost
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import Step, made_up_step
 from worker_svc.step.tensors import ALIGNMENT, StepTensors, host_columns, pack, padded, unpack
 
 
@@ -125,16 +125,4 @@ def _failed_capture(error: RuntimeError, size: int, superseded: bool) -> Excepti
 
 def _nothing() -> Step:
     none = np.zeros(0, np.int32)
-    return Step(
-        step_id=0,
-        input_ids=none,
-        positions=none,
-        slot_mapping=none,
-        query_lens=none,
-        context_lens=none,
-        block_table=none,
-        block_table_offsets=np.zeros(1, np.int32),
-        samples=none.astype(np.bool_),
-        temperatures=none.astype(np.float32),
-        seeds=none.astype(np.uint64),
-    )
+    return made_up_step(none, none, none, np.zeros(1, np.int32), block_size=1)
