@@ -69,13 +69,6 @@ def test_ranks_do_not_change_a_bit(ranks: int) -> None:
     )
 
 
-def test_only_tokens_themselves() -> None:
-    logits = random_logits(3, 301, 5)
-    ids, values = score(logits, [5, 300, 0], [0, 0, 0])
-    assert ids.tolist() == [5, 300, 0]
-    np.testing.assert_allclose(values, logits.log_softmax(1)[range(3), ids], atol=1e-5)
-
-
 def test_pieces_do_not_change_a_bit() -> None:
     rows = 2 * PIECE + 3
     logits = random_logits(rows, 50, 6)
