@@ -69,10 +69,8 @@ class DecodeGraphs:
         size = len(header) + 4 * table_entries + ALIGNMENT
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=platform.device)
         # Largest first, so that smaller graphs fit into the memory of the largest.
-        progress = tqdm(self._sizes[::-1], desc="capturing graphs", unit="graph", disable=None)
-        before = platform.graph_bytes()
         pool = platform.graph_pool()
-        for size in progress:
+        for size in tqdm(self._sizes[::-1], desc="capturing graphs", unit="graph", disable=None):
             if superseded():
                 raise SupersededError
             step = padded(_nothing(), size)
@@ -88,8 +86,6 @@ class DecodeGraphs:
                 raise
             except RuntimeError as error:
                 raise _failed_capture(error, size, superseded()) from error
-            taken = (platform.graph_bytes() - before) / 2**20
-            progress.set_postfix_str(f"{size} sequences, {taken:.0f} MiB")
 
     def replay(self, step: Step) -> tuple[StepTensors, torch.Tensor]:
         """Runs `step`, which decodes up to `max_num_seqs` sequences and nothing else -> its columns
