@@ -120,21 +120,12 @@ def _pack_rows(
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
-def _multiply_panels(
-    counter: Any,
-    codes: Any,
-    scales: Any,
-    zeros: Any,
-    packed: Any,
-    sums: Any,
-    x_scales: Any,
-    bias: Any,
-    out: Any,
-) -> None:
+def _multiply_panels(counter: Any, weight: Any, rows_of_x: Any, bias: Any, out: Any) -> None:
     """Takes panels, each with all rows of x that fit the cache, from `counter` until none is left.
 
     Multiplies the rows with the panel, and writes the scaled products to `out`.
     """
+    (codes, scales, zeros), (packed, sums, x_scales) = weight, rows_of_x
     tokens, out_features = out.shape
     panels = len(codes)
     words, groups = len(packed) // tokens, len(sums) // tokens
@@ -225,9 +216,9 @@ def linear(
             end = min(tokens, first + MAX_ROWS)
             _pack_rows(codes, x, maxima, first, end, groups, rows)
     counter = np.zeros(1, np.int64)
-    operands = (codes, scales, zeros, *rows, bias, out)
+    weight = (codes, scales, zeros)
     if tokens * depth * out.shape[1] < PARALLEL_PRODUCTS:
-        _multiply_panels(counter, *operands)
+        _multiply_panels(counter, weight, rows, bias, out)
     else:
         for _thread in prange(num_threads()):
-            _multiply_panels(counter, *operands)
+            _multiply_panels(counter, weight, rows, bias, out)

@@ -85,16 +85,9 @@ def _exp_or_zero(exponent: Any) -> Any:
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
-def _take_chunks(
-    counter: Any,
-    logits: Floats,
-    chunk_size: int,
-    num_tokens: int,
-    temperatures: Floats,
-    maxima: Floats,
-    sums: Floats,
-) -> None:
+def _take_chunks(counter: Any, rows: Any) -> None:
     """Takes chunks of any row from `counter` until none is left."""
+    logits, chunk_size, num_tokens, temperatures, maxima, sums = rows
     chunks = maxima.shape[1]
     while True:
         unit = take(counter)
@@ -126,11 +119,12 @@ def _chunk_statistics(
     sums: Floats,
 ) -> None:
     counter = np.zeros(1, np.int64)
+    rows = (logits, chunk_size, num_tokens, temperatures, maxima, sums)
     if maxima.size * chunk_size < PARALLEL_LOGITS:
-        _take_chunks(counter, logits, chunk_size, num_tokens, temperatures, maxima, sums)
+        _take_chunks(counter, rows)
     else:
         for _thread in prange(num_threads()):
-            _take_chunks(counter, logits, chunk_size, num_tokens, temperatures, maxima, sums)
+            _take_chunks(counter, rows)
 
 
 @njit(inline="always")
