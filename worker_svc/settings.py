@@ -45,8 +45,10 @@ class WorkerSettings(ServiceSettings):
     engine_name: EngineName = "0"
     worker_addresses: Addresses = ("127.0.0.1:50053",)
     # `load_settings` also reads MASTER_ADDR and MASTER_PORT, which PyTorch's launchers set.
-    master_addr: str = Field("127.0.0.1", description="host of rank 0, where the ranks meet")
-    master_port: int = Field(50054, gt=0, le=65535, description="of rank 0")
+    master_addr: str = Field(
+        "127.0.0.1", description="host of rank 0, where the ranks meet (or MASTER_ADDR)"
+    )
+    master_port: int = Field(50054, gt=0, le=65535, description="of rank 0 (or MASTER_PORT)")
     max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
     max_num_batched_tokens: AutoInt = Field(
         "auto", description="tokens in a step (auto: 2048 on a CPU, 8192 on a GPU)"

@@ -6,7 +6,7 @@ import torch
 
 from tests.worker_svc.thread_ranks import OPS, on_ranks, random_logits, shard
 from worker_svc.distributed import TensorParallel
-from worker_svc.sampling.logprobs import PIECE, LogprobScorer, asked_for
+from worker_svc.sampling.logprobs import PIECE, LogprobScorer, requested_entries
 
 Scores = tuple[np.ndarray, np.ndarray]
 
@@ -18,7 +18,7 @@ def score(logits: torch.Tensor, tokens: list[int], counts: list[int], ranks: int
         vocab, local = shard(logits, tp)
         scorer = LogprobScorer(vocab, tp, OPS)
         found = scorer(lambda piece: local[piece], torch.tensor(tokens).int(), np.array(counts))
-        return asked_for(found.counts, found.ids.numpy(), found.values.numpy())
+        return requested_entries(found.counts, found.ids.numpy(), found.values.numpy())
 
     first, *others = on_ranks(ranks, run)
     for other in others:
