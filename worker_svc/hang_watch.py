@@ -137,7 +137,7 @@ def end_process(reason: str) -> None:
 
 
 def _report(reason: str) -> None:
-    log.error("hung; ending so that a new one is started", reason=reason)
+    log.error("worker hangs; ending this process", reason=reason)
     faulthandler.dump_traceback(sys.stderr)
 
 

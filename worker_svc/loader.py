@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from worker_svc.weights.files import WeightReader
 from worker_svc.weights.packed_cache import PackedCache
 from worker_svc.weights.quantization.choice import Choice
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
-from worker_svc.weights.quantization.pieces import RowCollector, cut_columns
+from worker_svc.weights.quantization.pieces import cut_columns, join_rows
 from worker_svc.weights.quantization.quantize import empty
 
 # How many numbers of a matrix are quantized or repacked at a time. It is large enough to be quick,
@@ -135,25 +135,20 @@ class WeightLoader:
                 f"quantization_config: {parts[plain.index(True)].name} is not quantized, but "
                 f"{parts[plain.index(False)].name} is, and they are multiplied together"
             )
-        key, everything = parts[0].name, range(in_features)
+        key, columns = parts[0].name, columns or range(in_features)
         if self._cache and quantize_to:
             weight = empty(num_rows, in_features, quantize_to, torch.device("meta"))
-            expected = self._ops.pack(cut_columns(weight, columns or everything), self.dtype)
+            expected = self._ops.pack(cut_columns(weight, columns), self.dtype)
             if (state := self._cache.get(key, expected.state())) is not None:
                 for part in parts:
                     self._reader.skip(f"{part.name}.weight")
                 return self._ops.unpack({k: self._reader.on_device(v) for k, v in state.items()})
-        packed = self._ops.pack(
-            self._read_quantized(
-                parts,
-                num_rows,
-                in_features,
-                lambda name, rows: self._piece(
-                    name, rows, columns or everything, in_features, quantize_to
-                ),
-            ),
-            self.dtype,
+        pieces = (
+            (part.name, self._piece(part.name, rows, columns, in_features, quantize_to))
+            for part in parts
+            for rows in _pieces(part, in_features)
         )
+        packed = self._ops.pack(join_rows(pieces, num_rows), self.dtype)
         if self._cache:
             self._cache.add(key, packed.state())
         return packed
@@ -173,19 +168,6 @@ class WeightLoader:
                 self._reader.read_into(piece, name, dim=1, start=columns.start)
         weight[end:] = 0
         return weight
-
-    def _read_quantized(
-        self,
-        parts: Sequence[Rows],
-        num_rows: int,
-        in_features: int,
-        read: Callable[[str, range], QuantizedWeight],
-    ) -> QuantizedWeight:
-        collector = RowCollector(num_rows)
-        for part in parts:
-            for rows in _pieces(part, in_features):
-                collector.add(part.name, read(part.name, rows))
-        return collector.result()
 
     def _piece(
         self,

@@ -148,7 +148,7 @@ class WorkerService(WorkerServiceServicer):
             )
         except StartError as error:
             if request.epoch > 1:  # epoch 1 was configured, so a new process may succeed
-                log.error("epoch cannot be configured", reason=str(error))
+                log.error("epoch cannot be configured; ending this process", reason=str(error))
                 os._exit(EXIT_DEVICE_LOST)
             else:
                 self._start_error = error
@@ -163,7 +163,7 @@ class WorkerService(WorkerServiceServicer):
         if self._ready is not None:
             self._ready()
             self._ready = None
-        log.info("configured", epoch=request.epoch, num_blocks=request.num_blocks)
+        log.info("epoch configured", epoch=request.epoch, num_blocks=request.num_blocks)
         return ConfigureResponse()
 
     async def Execute(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -45,18 +44,11 @@ class WorkerSettings(ServiceSettings):
     engines_on_host: int = Field(1, gt=0, description="that share this host's cores and memory")
     engine_name: EngineName = "0"
     worker_addresses: Addresses = ("127.0.0.1:50053",)
-    # PyTorch's launchers and clusters set these environment variables.
+    # `load_settings` also reads MASTER_ADDR and MASTER_PORT, which PyTorch's launchers set.
     master_addr: str = Field(
-        default_factory=lambda: os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        description="host of rank 0, where the ranks meet (default: MASTER_ADDR)",
+        "127.0.0.1", description="host of rank 0, where the ranks meet (or MASTER_ADDR)"
     )
-    master_port: int = Field(
-        default_factory=lambda: os.environ.get("MASTER_PORT", 50054),
-        validate_default=True,
-        gt=0,
-        le=65535,
-        description="default: MASTER_PORT",
-    )
+    master_port: int = Field(50054, gt=0, le=65535, description="of rank 0 (or MASTER_PORT)")
     max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
     max_num_batched_tokens: AutoInt = Field(
         "auto", description="tokens in a step (auto: 2048 on a CPU, 8192 on a GPU)"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker_svc.devices.base import PendingArrays
-from worker_svc.sampling.logprobs import asked_for
+from worker_svc.sampling.logprobs import requested_entries
 from worker_svc.step.wire import Float32s, Int32s
 
 
@@ -42,10 +42,10 @@ class PendingStep:
         """
         (tokens, *logprobs), seconds = self.arrays.wait()
         token_ids = np.where(self.samples, tokens, -1).astype("<i4")
-        asked = [
-            asked_for(*of_rows)
+        requested = [
+            requested_entries(*of_rows)
             for of_rows in zip(self.logprob_counts, logprobs[::2], logprobs[1::2], strict=True)
         ]
-        ids = [np.zeros(0, "<i4"), *(ids for ids, _ in asked)]
-        values = [np.zeros(0, "<f4"), *(values for _, values in asked)]
+        ids = [np.zeros(0, "<i4"), *(ids for ids, _ in requested)]
+        values = [np.zeros(0, "<f4"), *(values for _, values in requested)]
         return StepResult(token_ids, seconds, np.concatenate(ids), np.concatenate(values))

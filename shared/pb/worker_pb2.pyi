@@ -69,7 +69,7 @@ class GetInfoResponse(_message.Message):
     epoch: _builtins.int
     """of the last Configure, 0 before the first"""
     max_num_batched_tokens: _builtins.int
-    """tokens in a step, at most"""
+    """the maximum of tokens in a step"""
     def __init__(
         self,
         *,
@@ -188,7 +188,7 @@ class StepRequest(_message.Message):
     """int32[2C]: from block, to block, ...; copied before anything is written"""
     @_builtins.property
     def features(self) -> Global___SamplingFeatures:
-        """absent if no row asks for any"""
+        """absent if no row has features"""
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs: ...
@@ -226,7 +226,7 @@ Global___StepRequest: _TypeAlias = StepRequest  # noqa: Y015
 
 @_typing.final
 class SamplingFeatures(_message.Message):
-    """The features beyond a temperature that F of the sampling rows ask for, applied in this order:
+    """The sampling features besides temperature of F rows, which sample. They apply in this order:
     bias, penalties, mask, temperature, top_k, top_p, min_p.
     """
 
@@ -257,9 +257,9 @@ class SamplingFeatures(_message.Message):
     repetition_penalties: _builtins.bytes
     """float32[F], 1: off; for all tokens of the context"""
     presence_penalties: _builtins.bytes
-    """float32[F], 0: off; for those from prompt_lens on"""
+    """float32[F], 0: off; for tokens from prompt_lens on"""
     frequency_penalties: _builtins.bytes
-    """float32[F], 0: off; likewise"""
+    """float32[F], 0: off; for tokens from prompt_lens on"""
     prompt_lens: _builtins.bytes
     """int32[F], tokens"""
     num_logprobs: _builtins.bytes
@@ -302,7 +302,7 @@ Global___SamplingFeatures: _TypeAlias = SamplingFeatures  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
-    """P rows that score the successors of their first tokens."""
+    """Rows of the step, P of them, that request log-probabilities of the tokens after their first ones."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -350,7 +350,7 @@ class StepResponse(_message.Message):
     """on the device"""
     logprob_ids: _builtins.bytes
     """Log-softmax of the model's logits, on rank 0 only. First the rows of features that have
-    num_logprobs >= 0, in order, 1 + k entries each; then each target, likewise.
+    num_logprobs >= 0, in order, 1 + k entries each; then 1 + k entries of each target.
     int32[]
     """
     logprob_values: _builtins.bytes
@@ -381,12 +381,12 @@ class StartProfileRequest(_message.Message):
     WITH_STACK_FIELD_NUMBER: _builtins.int
     RECORD_SHAPES_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
-    """unset: as many as are allowed"""
+    """unset: the maximum"""
     with_stack: _builtins.bool
     record_shapes: _builtins.bool
     @_builtins.property
     def activities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """CPU, GPU, MEM; none: all of the device's"""
+        """CPU, GPU, MEM; none: CPU, and GPU if there is one"""
 
     def __init__(
         self,
@@ -412,7 +412,7 @@ class StartProfileResponse(_message.Message):
 
     TRACE_FIELD_NUMBER: _builtins.int
     trace: _builtins.str
-    """path of the file to come, on the worker's host"""
+    """path on the worker's host of the file that StopProfile completes"""
     def __init__(
         self,
         *,

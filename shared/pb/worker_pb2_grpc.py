@@ -72,7 +72,7 @@ class WorkerServiceServicer:
 
     def Configure(self, request, context):
         """Joins the ranks' process group, allocates the KV cache and makes `epoch` the current one. Steps
-        of older epochs are refused from then on.
+        of older epochs are rejected from then on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,8 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Has torch's profiler record the next steps. FAILED_PRECONDITION if it does already, or may not.
+        """Records the next steps with torch's profiler. FAILED_PRECONDITION if a profile is in progress,
+        or if profiling is off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,7 +96,7 @@ class WorkerServiceServicer:
 
     def StopProfile(self, request, context):
         """Ends the profile, unless all of its steps have run, and waits until its trace is written.
-        FAILED_PRECONDITION if none was started since the last call.
+        FAILED_PRECONDITION if no profile was started since the last call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

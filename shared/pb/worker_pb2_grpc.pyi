@@ -34,17 +34,19 @@ class WorkerServiceStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]
     Configure: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ConfigureRequest, _worker_pb2.ConfigureResponse]
     """Joins the ranks' process group, allocates the KV cache and makes `epoch` the current one. Steps
-    of older epochs are refused from then on.
+    of older epochs are rejected from then on.
     """
     Execute: _grpc.StreamStreamMultiCallable[_worker_pb2.StepRequest, _worker_pb2.StepResponse]
     """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
     INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
     """
     StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
-    """Has torch's profiler record the next steps. FAILED_PRECONDITION if it does already, or may not."""
+    """Records the next steps with torch's profiler. FAILED_PRECONDITION if a profile is in progress,
+    or if profiling is off.
+    """
     StopProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StopProfileRequest, _worker_pb2.StopProfileResponse]
     """Ends the profile, unless all of its steps have run, and waits until its trace is written.
-    FAILED_PRECONDITION if none was started since the last call.
+    FAILED_PRECONDITION if no profile was started since the last call.
     """
 
 @_typing.type_check_only
@@ -53,17 +55,19 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]  # type: ignore[assignment]
     Configure: _aio.UnaryUnaryMultiCallable[_worker_pb2.ConfigureRequest, _worker_pb2.ConfigureResponse]  # type: ignore[assignment]
     """Joins the ranks' process group, allocates the KV cache and makes `epoch` the current one. Steps
-    of older epochs are refused from then on.
+    of older epochs are rejected from then on.
     """
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepRequest, _worker_pb2.StepResponse]  # type: ignore[assignment]
     """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
     INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
     """
     StartProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]  # type: ignore[assignment]
-    """Has torch's profiler record the next steps. FAILED_PRECONDITION if it does already, or may not."""
+    """Records the next steps with torch's profiler. FAILED_PRECONDITION if a profile is in progress,
+    or if profiling is off.
+    """
     StopProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StopProfileRequest, _worker_pb2.StopProfileResponse]  # type: ignore[assignment]
     """Ends the profile, unless all of its steps have run, and waits until its trace is written.
-    FAILED_PRECONDITION if none was started since the last call.
+    FAILED_PRECONDITION if no profile was started since the last call.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -81,7 +85,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ConfigureResponse, _abc.Awaitable[_worker_pb2.ConfigureResponse]]:
         """Joins the ranks' process group, allocates the KV cache and makes `epoch` the current one. Steps
-        of older epochs are refused from then on.
+        of older epochs are rejected from then on.
         """
 
     @_abc_1.abstractmethod
@@ -100,7 +104,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.StartProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.StartProfileResponse, _abc.Awaitable[_worker_pb2.StartProfileResponse]]:
-        """Has torch's profiler record the next steps. FAILED_PRECONDITION if it does already, or may not."""
+        """Records the next steps with torch's profiler. FAILED_PRECONDITION if a profile is in progress,
+        or if profiling is off.
+        """
 
     @_abc_1.abstractmethod
     def StopProfile(
@@ -109,7 +115,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.StopProfileResponse, _abc.Awaitable[_worker_pb2.StopProfileResponse]]:
         """Ends the profile, unless all of its steps have run, and waits until its trace is written.
-        FAILED_PRECONDITION if none was started since the last call.
+        FAILED_PRECONDITION if no profile was started since the last call.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -48,7 +48,7 @@ assert not torch.cuda.is_initialized()
 """
 
 
-def test_what_is_imported_before_a_fork_leaves_the_device_to_it(tmp_path: Path) -> None:
+def test_preloading_does_not_initialize_the_device(tmp_path: Path) -> None:
     """Forks processes as a worker does, the second as a successor."""
     save_model(tmp_path)
     command = [sys.executable, "-c", FORK, DEVICE.type, str(tmp_path)]

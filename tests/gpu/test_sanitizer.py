@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 
@@ -21,21 +20,6 @@ FOUND = 99
 # unnoticed. CUDA cannot capture such allocations, so there are no graphs.
 TEST = "tests/worker_svc/gpu_path/test_model.py::test_half_precision[bfloat16]"
 OWN_ALLOCATIONS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-
-
-def check(done: subprocess.CompletedProcess[str]) -> None:
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "ERROR SUMMARY: 0 errors" in done.stdout
-    assert re.search(r"^1 passed", done.stdout, re.MULTILINE), "no kernel ran: " + done.stdout
-
-
-@pytest.mark.parametrize(
-    ("result", "right"), [("1 passed in 9s", True), ("1 skipped in 9s", False), ("", False)]
-)
-def test_a_run_without_kernels_does_not_pass(result: str, right: bool) -> None:
-    output = f"=== COMPUTE-SANITIZER\n.\n{result}\n=== ERROR SUMMARY: 0 errors\n"
-    with nullcontext() if right else pytest.raises(AssertionError, match="no kernel ran"):
-        check(subprocess.CompletedProcess([], 0, output))
 
 
 @gpu_only
@@ -60,4 +44,6 @@ def test_no_access_is_out_of_bounds() -> None:
     # It may refuse the device, as in some virtual machines, and then checks nothing.
     if "Device not supported" in done.stdout:
         pytest.skip("compute-sanitizer does not support this device")
-    check(done)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout
+    assert re.search(r"^1 passed", done.stdout, re.MULTILINE), "no kernel ran: " + done.stdout

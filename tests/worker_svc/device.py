@@ -38,15 +38,10 @@ cpu_only = pytest.mark.skipif(ON_GPU, reason="what it checks is the same on a CP
 gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 
-def reference(implementation: Any) -> Any:
-    """A parameter of a kernel's test that is not a kernel."""
-    return pytest.param(implementation, marks=[pytest.mark.launches_nothing, cpu_only])
-
-
 def of_numba(module: str, function: str | None = None) -> list[Any]:
     """Parameters of a kernel's test: a CPU's substitutes for the kernel. A machine with a GPU need
     not have numba."""
     if ON_GPU:
         return []
     found = import_module(f"worker_svc.kernels.{module}")
-    return [reference(getattr(found, function) if function else found)]
+    return [getattr(found, function) if function else found]

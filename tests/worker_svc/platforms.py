@@ -12,7 +12,7 @@ import torch
 from bench.gpu.heads import Heads
 from tests.worker_svc.device import DEVICE, ON_GPU
 from tests.worker_svc.harness import worker_settings
-from worker_svc.attention.base import AttentionShape
+from worker_svc.attention.base import AttentionShape, KvDtype
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import StartError
 
@@ -29,11 +29,13 @@ class Uncaptured(GpuPlatform):
         return run
 
 
-def make_backend(name: str, heads: Heads, dtype: torch.dtype) -> PagedBackend[Any]:
+def make_backend(
+    name: str, heads: Heads, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
+) -> PagedBackend[Any]:
     """Makes a backend, or skips the test if a library is not installed, not for this GPU, or not
     built for these heads or this dtype."""
     settings = worker_settings(Path(), attention=name)
-    shape = AttentionShape(1, *heads, dtype, DEVICE)
+    shape = AttentionShape(1, *heads, dtype, DEVICE, kv_dtype)
     try:
         backend = GpuPlatform(settings).attention_backend(settings, shape)
     except StartError as error:

@@ -71,7 +71,7 @@ def test_a_first_step_may_compile_and_later_ones_may_not_hang(watched: Watched) 
         assert watched.gave_up.wait(60)
 
 
-def test_waiting_for_other_ranks_is_their_fault(watched: Watched) -> None:
+def test_waiting_for_other_ranks_is_no_hang(watched: Watched) -> None:
     watched.waits_for_ranks = True
     with watched.watch.doing("step 3", 0.0):
         watched.looks(30)
@@ -92,7 +92,7 @@ def test_a_kernel_may_be_compiled_in_any_step(watched: Watched) -> None:
     assert watched.reason == "step 4 does not end"
 
 
-def test_short_activities_for_ever_are_none(watched: Watched) -> None:
+def test_many_short_activities_are_no_hang(watched: Watched) -> None:
     for _ in range(40):
         with watched.watch.doing("a step", 60.0):
             watched.looks(1)

@@ -243,7 +243,7 @@ def test_ranks_give_the_tokens_of_one(
         assert ours.logprob_ids[:24] == theirs.logprob_ids[:24]
 
 
-def test_nobody_is_waited_for_once_a_newer_epoch_begins(several: Ranks) -> None:
+def test_a_newer_epoch_ends_the_wait_for_other_ranks(several: Ranks) -> None:
     """This happens when a rank is killed before it has come to the meeting."""
     for rank in several.stubs:
         request = several.next_epoch()

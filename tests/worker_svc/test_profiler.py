@@ -16,7 +16,7 @@ from shared.pb.worker_pb2 import StartProfileRequest, StopProfileRequest
 from tests.waiting import wait_for
 from tests.worker_svc.device import DEVICE
 from tests.worker_svc.harness import Batch
-from tests.worker_svc.test_server import INVALID, PRECONDITION, Worker, refused, running, tokens
+from tests.worker_svc.test_server import INVALID, PRECONDITION, Worker, rejected, running, tokens
 from worker_svc.profiling.profiler import PIECE_STEPS
 
 
@@ -73,7 +73,7 @@ async def test_a_profile_has_the_steps_between_its_start_and_its_stop(
     steps = await Steps.begin(worker)
     before = await steps.run(3)
     started = await worker.stub.StartProfile(StartProfileRequest())
-    details = await refused(worker.stub.StartProfile(StartProfileRequest()), PRECONDITION)
+    details = await rejected(worker.stub.StartProfile(StartProfileRequest()), PRECONDITION)
     assert details == "a profile is in progress: StopProfile ends it"
     during = await steps.run(4)
     stopped = await worker.stub.StopProfile(StopProfileRequest())
@@ -81,7 +81,7 @@ async def test_a_profile_has_the_steps_between_its_start_and_its_stop(
     assert stopped.trace == started.trace
     assert os.listdir(directory) == [os.path.basename(stopped.trace)]
     assert steps_of(stopped.trace) == 4
-    details = await refused(worker.stub.StopProfile(StopProfileRequest()), PRECONDITION)
+    details = await rejected(worker.stub.StopProfile(StopProfileRequest()), PRECONDITION)
     assert details == "no profile is in progress"
     unprofiled = await Steps.begin(worker, 2)
     assert await unprofiled.run(10) == before + during + after
@@ -130,20 +130,18 @@ async def test_what_a_profile_records(worker: Worker) -> None:
         ),
     ],
 )
-async def test_what_cannot_be_recorded_is_refused(
+async def test_an_impossible_profile_is_rejected(
     worker: Worker, request_: StartProfileRequest, reason: str
 ) -> None:
-    assert await refused(worker.stub.StartProfile(request_), INVALID) == reason
+    assert await rejected(worker.stub.StartProfile(request_), INVALID) == reason
 
 
-async def test_a_trace_that_cannot_be_written_is_a_reason_not_a_fault(
-    worker: Worker, directory: Path
-) -> None:
+async def test_a_trace_that_cannot_be_written_is_reported(worker: Worker, directory: Path) -> None:
     steps = await Steps.begin(worker)
     await worker.stub.StartProfile(StartProfileRequest())
     shutil.rmtree(directory)
     await steps.run(2)
-    details = await refused(worker.stub.StopProfile(StopProfileRequest()), PRECONDITION)
+    details = await rejected(worker.stub.StopProfile(StopProfileRequest()), PRECONDITION)
     assert details.startswith("profile_directory: ")
     assert await steps.run(1)
 
@@ -151,5 +149,5 @@ async def test_a_trace_that_cannot_be_written_is_a_reason_not_a_fault(
 async def test_without_a_directory_profiling_is_off(tiny_dir: Path, tmp_path: Path) -> None:
     async with running(tiny_dir, tmp_path) as worker:
         await worker.service.load()
-        details = await refused(worker.stub.StartProfile(StartProfileRequest()), PRECONDITION)
+        details = await rejected(worker.stub.StartProfile(StartProfileRequest()), PRECONDITION)
         assert details == "profiling is off: profile_directory is unset"

@@ -54,7 +54,7 @@ WHOLE = contents(header())
 
 
 def test_header_made_here_is_read(path: Path) -> None:
-    """So that the others are refused for what they change."""
+    """So that the others are rejected for what they change."""
     path.write_bytes(WHOLE)
     assert read_tensors(path)["b"].shape == (4,)
 
@@ -81,7 +81,7 @@ LIES: list[tuple[dict[str, Any], str]] = [
 NO_ENTRY = "a: dtype, shape and data_offsets are needed"
 NO_FILE = "not a safetensors file"
 DEEP, LONG_NUMBER = b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"
-REFUSED = [
+REJECTED = [
     *((contents(header(**changes)), message) for changes, message in LIES),
     *((contents({"a": entry}), NO_ENTRY) for entry in (None, 3, [], {})),
     *((contents(text), NO_FILE) for text in (b"", b"[]", b"{", b"\xff", DEEP, LONG_NUMBER)),
@@ -92,8 +92,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("content", "message"), REFUSED, ids=[each[1] for each in REFUSED])
-def test_a_broken_file_is_refused(path: Path, content: bytes, message: str) -> None:
+@pytest.mark.parametrize(("content", "message"), REJECTED, ids=[each[1] for each in REJECTED])
+def test_a_broken_file_is_rejected(path: Path, content: bytes, message: str) -> None:
     path.write_bytes(content)
     with pytest.raises(ModelError, match=rf"^x\.safetensors: {message}"):
         WeightReader(path.parent, torch.float32, CPU)

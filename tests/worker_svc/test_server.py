@@ -182,7 +182,7 @@ def tokens(response: StepResponse) -> list[int]:
     return list(np.frombuffer(response.token_ids, "<i4").tolist())
 
 
-async def refused(call: Awaitable[Any], code: grpc.StatusCode) -> str:
+async def rejected(call: Awaitable[Any], code: grpc.StatusCode) -> str:
     """The details of the status that ends `call`, which must have this code."""
     with pytest.raises(aio.AioRpcError) as error:
         await call
@@ -227,7 +227,7 @@ async def test_steps_are_answered_in_order(worker: Worker, tiny_dir: Path) -> No
 async def test_info_and_health_follow_the_load(tiny_dir: Path, tmp_path: Path) -> None:
     async with running(tiny_dir, tmp_path) as worker:
         assert not await worker.is_serving()
-        await refused(worker.stub.GetInfo(GetInfoRequest()), UNAVAILABLE)
+        await rejected(worker.stub.GetInfo(GetInfoRequest()), UNAVAILABLE)
         await worker.service.load()
         info = await worker.stub.GetInfo(GetInfoRequest())
         await worker.configure(7)
@@ -290,12 +290,12 @@ async def test_a_step_that_fails_ends_the_epoch(
         call = await worker.execute(first)
         if not at_launch:
             (await device.next_step()).finish(error)
-        assert await refused(end_of(call), INTERNAL) == "step 1 failed"
-    assert "has ended" in await refused(end_of(await worker.execute(second)), PRECONDITION)
+        assert await rejected(end_of(call), INTERNAL) == "step 1 failed"
+    assert "has ended" in await rejected(end_of(await worker.execute(second)), PRECONDITION)
     await worker.check_next_epoch(2)
 
 
-async def test_what_a_launch_takes_says_nothing_of_a_step(
+async def test_the_time_of_a_launch_does_not_count_as_the_time_of_a_step(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU launches in milliseconds what it computes for seconds: a watch that mistook one for the
@@ -322,12 +322,12 @@ async def test_a_lost_device_ends_the_process(
     call = await worker.execute(batch.request([(0, [1])]))
     lost = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
     (await device.next_step()).finish(lost)
-    await refused(end_of(call), INTERNAL)
+    await rejected(end_of(call), INTERNAL)
     assert exits == [worker_server.EXIT_DEVICE_LOST]
 
     error = torch.AcceleratorError("CUDA error: unspecified launch failure")
     fail_at(monkeypatch, "configure", error)
-    assert "epoch 2 cannot be configured" in await refused(worker.configure(2), UNAVAILABLE)
+    assert "epoch 2 cannot be configured" in await rejected(worker.configure(2), UNAVAILABLE)
     assert exits == [worker_server.EXIT_DEVICE_LOST] * 2
 
 
@@ -342,7 +342,7 @@ async def test_a_failed_capture_ends_the_start(
     monkeypatch.setattr(worker.service, "_stop", lambda: stopped.append(None))
     worker.service.check()
     fail_at(monkeypatch, "configure", CAPTURE_ERROR)
-    assert "epoch 1 cannot be configured" in await refused(worker.configure(1), UNAVAILABLE)
+    assert "epoch 1 cannot be configured" in await rejected(worker.configure(1), UNAVAILABLE)
     assert len(stopped) == 1
     with pytest.raises(StartError, match="a step of 8 sequences cannot be captured"):
         worker.service.check()
@@ -354,7 +354,7 @@ async def test_a_capture_that_fails_later_is_left_to_a_successor(
     """Other processes may have taken the memory for a while."""
     await worker.configure(1)
     fail_at(monkeypatch, "configure", CAPTURE_ERROR)
-    await refused(worker.configure(2), UNAVAILABLE)
+    await rejected(worker.configure(2), UNAVAILABLE)
     assert exits == [worker_server.EXIT_DEVICE_LOST]
     worker.service.check()
 
@@ -375,7 +375,7 @@ async def test_a_capture_that_fails_later_is_left_to_a_successor(
         ({"step_id": 3}, PRECONDITION, "step_id: 3"),
     ],
 )
-async def test_what_is_no_next_step_ends_the_stream_only(
+async def test_a_step_that_is_not_the_next_ends_only_the_stream(
     worker: Worker, changes: dict[str, Any], code: grpc.StatusCode, reason: str
 ) -> None:
     batch = await worker.configure(7)
@@ -383,13 +383,13 @@ async def test_what_is_no_next_step_ends_the_stream_only(
     bad.MergeFrom(StepRequest(**changes))
     call = await worker.execute(good, bad)
     assert (await call.read()).step_id == 1  # what came before is answered first
-    assert (await refused(end_of(call), code)).startswith(reason)
+    assert (await rejected(end_of(call), code)).startswith(reason)
     await worker.check_next_epoch(8)
 
 
 async def test_steps_before_configure(worker: Worker) -> None:
     call = await worker.execute(StepRequest(epoch=1, step_id=1))
-    assert "none is configured" in await refused(end_of(call), PRECONDITION)
+    assert "none is configured" in await rejected(end_of(call), PRECONDITION)
 
 
 async def test_a_new_epoch_drops_waiting_steps(
@@ -404,13 +404,13 @@ async def test_a_new_epoch_drops_waiting_steps(
     configuring = asyncio.create_task(worker.configure(2))
     newest = ""
     while "above 2" not in newest:  # the request is in, and the old epoch over
-        newest = await refused(worker.configure(1), PRECONDITION)
+        newest = await rejected(worker.configure(1), PRECONDITION)
     gate.open.set()
     new = await configuring
     call = await worker.execute(new.request([(0, [1])]))
     assert (await call.read()).step_id == 1
     assert gate.step_ids == [1, 1]  # only the running step of the old epoch
-    assert "epoch" in await refused(end_of(lost), PRECONDITION)
+    assert "epoch" in await rejected(end_of(lost), PRECONDITION)
     call.cancel()
 
 
@@ -440,17 +440,17 @@ async def test_a_cancelled_stream_leaves_the_worker_usable(worker: Worker) -> No
         ({"max_num_batched_tokens": 129}, INVALID, "max_num_batched_tokens: 129"),
     ],
 )
-async def test_configure_refuses(
+async def test_configure_rejects(
     worker: Worker, fields: dict[str, int], code: grpc.StatusCode, reason: str
 ) -> None:
     await worker.configure(3)
-    details = await refused(worker.configure(**{"epoch": 4, **fields}), code)
+    details = await rejected(worker.configure(**{"epoch": 4, **fields}), code)
     assert details.startswith(reason)
     await worker.configure(4)
 
 
 async def test_a_new_worker_joins_at_a_high_epoch_that_leaves_higher_ones(worker: Worker) -> None:
-    await refused(worker.configure((1 << 63) + 1), INVALID)
+    await rejected(worker.configure((1 << 63) + 1), INVALID)
     await worker.configure(1 << 63)
     await worker.configure((1 << 63) + 1)
 

@@ -43,13 +43,10 @@ class PagedBackend(AttentionBackend[Metadata]):
         cache: torch.Tensor,
         metadata: Metadata,
     ) -> torch.Tensor:
-        q_weight, k_weight, eps = norm or (None, None, 0.0)
         return rope_store(
             qkv,
             self.shape.num_heads,
-            q_weight,
-            k_weight,
-            eps,
+            norm,
             cos_sin,
             metadata.tensors.positions,
             metadata.tensors.slot_mapping,

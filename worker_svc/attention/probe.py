@@ -14,7 +14,7 @@ import torch
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import is_device_lost
 from worker_svc.kernels.triton.paged_attention import attention_reference
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import Step, made_up_step
 from worker_svc.step.tensors import upload_step
 
 CONTEXTS = (3, 2)  # cached tokens of the two test sequences, one block each
@@ -68,20 +68,6 @@ def _error(backend: PagedBackend[Any]) -> float:
 def _step(block_size: int) -> Step:
     contexts = np.array(CONTEXTS, np.int32)
     rows = len(contexts)
-    query_lens = np.full(rows, 2, np.int32)
-    pairs = zip(contexts - query_lens, contexts, strict=True)
-    positions = np.concatenate([np.arange(*pair, dtype=np.int32) for pair in pairs])
     table = np.arange(rows, 0, -1, dtype=np.int32)  # not in order, and not from the first
-    return Step(
-        step_id=0,
-        input_ids=np.zeros_like(positions),
-        positions=positions,
-        slot_mapping=np.repeat(table, query_lens) * block_size + positions,
-        query_lens=query_lens,
-        context_lens=contexts,
-        block_table=table,
-        block_table_offsets=np.arange(rows + 1, dtype=np.int32),
-        samples=np.ones(rows, np.bool_),
-        temperatures=np.zeros(rows, np.float32),
-        seeds=np.zeros(rows, np.uint64),
-    )
+    query_lens, offsets = np.full(rows, 2, np.int32), np.arange(rows + 1, dtype=np.int32)
+    return made_up_step(query_lens, contexts, table, offsets, block_size)

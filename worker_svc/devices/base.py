@@ -112,10 +112,6 @@ class Platform(ABC):
     def memory_bytes(self) -> int:
         """All memory that could hold a cache, whether it is free or in use."""
 
-    @abstractmethod
-    def graph_bytes(self) -> int:
-        """Device memory in use, for the progress bar while graphs are captured."""
-
     @property
     def compiling(self) -> bool:
         """Whether a launch may be waiting for a compiler right now."""

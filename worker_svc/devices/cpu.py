@@ -123,6 +123,3 @@ class CpuPlatform(Platform):
 
     def memory_bytes(self) -> int:
         return int(psutil.virtual_memory().total)
-
-    def graph_bytes(self) -> int:
-        return 0

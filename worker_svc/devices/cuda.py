@@ -184,10 +184,6 @@ class CudaPlatform(Platform):
     def memory_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[1]
 
-    def graph_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self.device)
-        return total - free
-
     @property
     def compiling(self) -> bool:
         return Launcher.compiling > 0

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from worker_svc.attention.base import Backend
 from worker_svc.devices.base import Platform
 from worker_svc.errors import CaptureError, DeviceLostError, SupersededError, chain, is_device_lost
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import Step, made_up_step
 from worker_svc.step.tensors import ALIGNMENT, StepTensors, host_columns, pack, padded, unpack
 
 
@@ -69,10 +69,8 @@ class DecodeGraphs:
         size = len(header) + 4 * table_entries + ALIGNMENT
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=platform.device)
         # Largest first, so that smaller graphs fit into the memory of the largest.
-        progress = tqdm(self._sizes[::-1], desc="capturing graphs", unit="graph", disable=None)
-        before = platform.graph_bytes()
         pool = platform.graph_pool()
-        for size in progress:
+        for size in tqdm(self._sizes[::-1], desc="capturing graphs", unit="graph", disable=None):
             if superseded():
                 raise SupersededError
             step = padded(_nothing(), size)
@@ -88,8 +86,6 @@ class DecodeGraphs:
                 raise
             except RuntimeError as error:
                 raise _failed_capture(error, size, superseded()) from error
-            taken = (platform.graph_bytes() - before) / 2**20
-            progress.set_postfix_str(f"{size} sequences, {taken:.0f} MiB")
 
     def replay(self, step: Step) -> tuple[StepTensors, torch.Tensor]:
         """Runs `step`, which decodes up to `max_num_seqs` sequences and nothing else -> its columns
@@ -125,16 +121,4 @@ def _failed_capture(error: RuntimeError, size: int, superseded: bool) -> Excepti
 
 def _nothing() -> Step:
     none = np.zeros(0, np.int32)
-    return Step(
-        step_id=0,
-        input_ids=none,
-        positions=none,
-        slot_mapping=none,
-        query_lens=none,
-        context_lens=none,
-        block_table=none,
-        block_table_offsets=np.zeros(1, np.int32),
-        samples=none.astype(np.bool_),
-        temperatures=none.astype(np.float32),
-        seeds=none.astype(np.uint64),
-    )
+    return made_up_step(none, none, none, np.zeros(1, np.int32), block_size=1)

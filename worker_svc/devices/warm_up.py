@@ -8,7 +8,7 @@ import numpy as np
 
 from shared.sampling_params import COLUMNS
 from worker_svc.sampling.logprobs import PIECE
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import Step, made_up_step
 from worker_svc.step.features import Features, PromptTargets
 from worker_svc.step.wire import Int32s
 
@@ -33,38 +33,28 @@ def warm_up_steps(
     num_seqs = min(max_num_seqs, max_num_batched_tokens)
     shares = np.diff(np.linspace(0, max_num_batched_tokens, num_seqs + 1).astype(np.int32))
     lens = np.minimum(shares, longest)
-    prompts = _dummy_step(lens, lens, block_size, vocab_size)
     scored = _dummy_targets(min(int(lens[0]), PIECE), vocab_size)
-    ones = np.ones_like(lens)
-    decodes = _dummy_step(ones, ones * longest, block_size, vocab_size)
+    features = _dummy_features(num_seqs, vocab_size)
+    prompts, decodes = (
+        replace(step, temperatures=np.ones(num_seqs, np.float32), features=features)
+        for step in (
+            _dummy_step(lens, lens, block_size),
+            plain_decodes(num_seqs, longest, block_size),
+        )
+    )
     return replace(prompts, prompt_targets=scored), decodes
 
 
 def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> Step:
     """Makes a step of decodes without features. All its tokens share one cache block."""
     ones = np.ones(num_seqs, np.int32)
-    return replace(_dummy_step(ones, ones * max_model_len, block_size, 1), features=None)
+    return _dummy_step(ones, ones * max_model_len, block_size)
 
 
-def _dummy_step(query_lens: Int32s, context_lens: Int32s, block_size: int, vocab_size: int) -> Step:
-    starts = context_lens - query_lens
-    positions = np.concatenate(list(map(np.arange, starts, context_lens))).astype(np.int32)
+def _dummy_step(query_lens: Int32s, context_lens: Int32s, block_size: int) -> Step:
     offsets = np.concatenate(([0], np.cumsum(-(-context_lens // block_size)))).astype(np.int32)
-    num_seqs = len(query_lens)
-    return Step(
-        step_id=0,
-        input_ids=np.zeros(len(positions), np.int32),
-        positions=positions,
-        slot_mapping=positions % block_size,
-        query_lens=query_lens,
-        context_lens=context_lens,
-        block_table=np.zeros(offsets[-1], np.int32),
-        block_table_offsets=offsets,
-        samples=np.ones(num_seqs, np.bool_),
-        temperatures=np.ones(num_seqs, np.float32),
-        seeds=np.zeros(num_seqs, np.uint64),
-        features=_dummy_features(num_seqs, vocab_size),
-    )
+    table = np.zeros(offsets[-1], np.int32)
+    return made_up_step(query_lens, context_lens, table, offsets, block_size)
 
 
 def _dummy_features(num_seqs: int, vocab_size: int) -> Features:

@@ -30,10 +30,10 @@ class Logprobs:
     values: torch.Tensor  # [N, 1 + largest count] float32
 
 
-def asked_for(counts: Int32s, ids: Int32s, values: Float32s) -> tuple[Int32s, Float32s]:
+def requested_entries(counts: Int32s, ids: Int32s, values: Float32s) -> tuple[Int32s, Float32s]:
     """Picks the entries that each row requests from `Logprobs` on the host, in order, flat."""
-    asked: NDArray[np.bool_] = np.arange(ids.shape[1]) <= counts[:, None]
-    return ids[asked], values[asked]
+    requested: NDArray[np.bool_] = np.arange(ids.shape[1]) <= counts[:, None]
+    return ids[requested], values[requested]
 
 
 class LogprobScorer:

@@ -196,19 +196,57 @@ def _check_block_table(step: Step, limits: StepLimits) -> None:
 def _check_tokens(step: Step, limits: StepLimits) -> None:
     """Checks positions and slots. They follow from the other columns, so a difference shows that
     the sender has miscounted."""
-    ends = np.cumsum(step.query_lens)
-    shift = step.context_lens - ends
-    positions = np.arange(step.num_tokens) + np.repeat(shift, step.query_lens)
+    positions, slots = _places(
+        step.query_lens,
+        step.context_lens,
+        step.block_table,
+        step.block_table_offsets,
+        limits.block_size,
+    )
     if not np.array_equal(positions, step.positions):
         raise InvalidArgumentError("positions", "not the last query_lens positions of context_lens")
-    first_block = np.repeat(step.block_table_offsets[:-1], step.query_lens)
-    blocks = step.block_table[first_block + positions // limits.block_size].astype(np.int64)
-    if not np.array_equal(
-        blocks * limits.block_size + positions % limits.block_size, step.slot_mapping
-    ):
+    if not np.array_equal(slots, step.slot_mapping):
         raise InvalidArgumentError(
             "slot_mapping", "not the slots of these positions in the sequence's block_table"
         )
+
+
+def _places(
+    query_lens: Int32s,
+    context_lens: Int32s,
+    block_table: Int32s,
+    block_table_offsets: Int32s,
+    block_size: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The positions and slots [T] of a step's tokens."""
+    shift = context_lens - np.cumsum(query_lens)
+    positions = np.arange(query_lens.sum()) + np.repeat(shift, query_lens)
+    first_block = np.repeat(block_table_offsets[:-1], query_lens)
+    blocks = block_table[first_block + positions // block_size].astype(np.int64)
+    return positions, blocks * block_size + positions % block_size
+
+
+def made_up_step(
+    query_lens: Int32s,
+    context_lens: Int32s,
+    block_table: Int32s,
+    block_table_offsets: Int32s,
+    block_size: int,
+) -> Step:
+    """Makes a step of tokens 0, of which every sequence samples greedily."""
+    columns = query_lens, context_lens, block_table, block_table_offsets
+    positions, slots = _places(*columns, block_size)
+    num_seqs = len(query_lens)
+    return Step(
+        0,
+        np.zeros(len(positions), np.int32),
+        positions.astype(np.int32),
+        slots.astype(np.int32),
+        *columns,
+        samples=np.ones(num_seqs, np.bool_),
+        temperatures=np.zeros(num_seqs, np.float32),
+        seeds=np.zeros(num_seqs, np.uint64),
+    )
 
 
 def _check_input_ids(step: Step, limits: StepLimits, previous: Step | None) -> None:

@@ -113,7 +113,7 @@ def _kept_digests() -> Iterator[int | None]:
             path = cache_folder("digests")
             folder = stack.enter_context(private_folder(path, create=True))
         except OSError as error:
-            log.warning("digests of weights are not kept", reason=str(error))
+            log.warning("weight digests are not kept; each start hashes again", reason=str(error))
         yield folder
 
 
@@ -132,7 +132,7 @@ def _kept_digest(place: Path, folder: int | None) -> Iterator[int | None]:
             fcntl.flock(kept, fcntl.LOCK_EX)
             _drop_old(folder)
         except OSError as error:
-            log.warning("a digest of weights is not kept", reason=str(error))
+            log.warning("weight digest is not kept; the next start hashes again", reason=str(error))
             yield None
             return
         try:
@@ -148,7 +148,7 @@ def _recall(kept: int, state: bytes) -> str | None:
         text = os.pread(kept, _HEX_DIGITS + len(state) + 1, 0)
         os.utime(kept)  # digests used last are dropped last
     except OSError as error:
-        log.warning("a digest of weights cannot be read", reason=str(error))
+        log.warning("weight digest cannot be read; hashing again", reason=str(error))
         return None
     return text[:_HEX_DIGITS].decode("ascii", "replace") if text[_HEX_DIGITS:] == state else None
 
@@ -164,7 +164,7 @@ def _remember(kept: int, text: bytes) -> None:
         os.ftruncate(kept, 0)
         os.pwrite(kept, text, 0)
     except OSError as error:
-        log.warning("a digest of weights is not kept", reason=str(error))
+        log.warning("weight digest is not kept; the next start hashes again", reason=str(error))
 
 
 def _drop_old(folder: int) -> None:

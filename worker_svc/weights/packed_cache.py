@@ -48,7 +48,9 @@ def open_cache(
     try:
         folder = cache_folder("packed")
     except OSError as error:
-        log.warning("packed weights are not kept", reason=str(error))
+        log.warning(
+            "packed weights are not kept; the next start quantizes again", reason=str(error)
+        )
         return None
     path = model_dir.resolve()
     name = re.sub(r"[^\w.-]", "_", path.name)
@@ -94,7 +96,9 @@ class PackedCache:
         state = {each: self._file.get_tensor(f"{name}:{each}") for each in self._names[name]}
         if not _alike(state, expected):
             log.warning(
-                "packed weights are refused", path=str(self._path), reason=f"{name} differs"
+                "packed weights are rejected; quantizing again",
+                path=str(self._path),
+                reason=f"{name} differs",
             )
             self._file = None
             return None
@@ -117,7 +121,11 @@ class PackedCache:
             with private_folder(self._directory, create=True):
                 self._replace(tensors)
         except OSError as error:
-            log.warning("packed weights are not kept", path=str(self._path), reason=str(error))
+            log.warning(
+                "packed weights are not kept; the next start quantizes again",
+                path=str(self._path),
+                reason=str(error),
+            )
             return
         log.info("packed weights are kept", path=str(self._path))
 
@@ -146,10 +154,18 @@ class PackedCache:
         except FileNotFoundError:
             return None
         except SafetensorError as error:
-            log.warning("packed weights are broken", path=str(self._path), reason=str(error))
+            log.warning(
+                "packed weights are broken; quantizing again",
+                path=str(self._path),
+                reason=str(error),
+            )
             return None
         except OSError as error:
-            log.warning("packed weights are refused", path=str(self._path), reason=str(error))
+            log.warning(
+                "packed weights are rejected; quantizing again",
+                path=str(self._path),
+                reason=str(error),
+            )
             return None
         keys: list[str] = file.keys()
         for key in keys:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.worker_svc.device import ON_GPU
+from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
 from tests.worker_svc.gpu_path.small_model import (
     MAX_NUM_SEQS,
     NUM_BLOCKS,
@@ -34,3 +36,16 @@ def tokens(small_dir: Path) -> list[list[int]]:
     runner = ModelRunner(worker_settings(small_dir, max_num_seqs=MAX_NUM_SEQS))
     runner.configure(1, NUM_BLOCKS)
     return decode(runner, Batch(limits(vocab_size=VOCAB, num_blocks=NUM_BLOCKS)))
+
+
+@pytest.fixture
+def flash_attention_3() -> Iterator[FlashAttention3Ops]:
+    ops = FlashAttention3Ops()
+    yield ops
+    ops.close()
+
+
+@pytest.fixture
+def flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The name of its function, each time that it is called."""
+    return install_flash_attn(monkeypatch)

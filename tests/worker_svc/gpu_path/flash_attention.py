@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.library import Library
 
+from worker_svc.kernels.triton.paged_attention import attention_reference
+
 # As torch.ops.flash_attn_3 has them (flash-attn 3.0.0b1, the build in xformers 0.0.34).
 FWD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, "
@@ -47,23 +49,10 @@ def attend(
 ) -> torch.Tensor:
     """q [T, heads, head_dim], keys and values [blocks, block_size, kv_heads, head_dim], table
     [S, blocks] -> [T, heads, head_dim]; sequences without context give zeros."""
-    out = torch.zeros_like(q)
-    group = q.shape[1] // keys.shape[2]
-    for seq, context in enumerate(context_lens.tolist()):
-        rows = slice(int(query_starts[seq]), int(query_starts[seq + 1]))
-        if context == 0:
-            continue
-        queries = q[rows].float()
-        k, v = (
-            part[table[seq].long()].flatten(0, 1)[:context].float().repeat_interleave(group, 1)
-            for part in (keys, values)
-        )
-        scores = torch.einsum("qhd,khd->hqk", queries, k) * scale
-        first = context - len(queries)
-        hidden = torch.arange(context) > first + torch.arange(len(queries))[:, None]
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
-    return out
+    offsets = torch.arange(len(table) + 1) * table.shape[1]
+    lens = query_starts.diff(), context_lens
+    cache = torch.stack((keys, values))
+    return attention_reference(q, cache, *lens, table.flatten(), offsets, scale).to(q.dtype)
 
 
 class FlashAttention3Ops:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,50 +83,39 @@ def make_batch(runner: ModelRunner, num_blocks: int) -> Batch:
 
 
 def decode(runner: ModelRunner, batch: Batch) -> list[list[int]]:
-    """Runs prompts, then decodes of sequences that come and go, fed with what the previous step
-    sampled; launches them all before it waits for any."""
-    texts = prompts(batch.limits.vocab_size, [3, 18, 1])
-    temperatures, seeds = [0.0, 0.9, 1.3], [5, 6, 7]
-    steps: list[tuple[list[int], list[list[int]]]] = [
-        ([0, 1, 2], texts),
-        ([0, 1, 2], [[-1], [-2], [-3]]),
-        ([2, 0], [[-3], [-1]]),
-        ([0], [[-2]]),
-        ([0, 1], [[-1], [7]]),  # one that was away, with a known token
-    ]
-    pending = []
-    for seqs, ids in steps:
-        step = batch.step(
-            list(zip(seqs, ids, strict=True)),
-            temperatures=[temperatures[seq] for seq in seqs],
-            seeds=[seeds[seq] for seq in seqs],
-        )
-        pending.append(runner.launch(step))
-    return [step.wait()[0].tolist() for step in pending]
+    """Runs `_run` without features -> the tokens."""
+    return [result.token_ids.tolist() for result in _run(runner, batch, features=False)]
 
 
 def decode_with_features(runner: ModelRunner, batch: Batch) -> list[StepResult]:
-    """Runs the same sequences: prompts that are scored, then decodes that share steps with plain
-    ones, the last of them in a copied block."""
+    """Runs `_run` with prompts that are scored, and with rows that have features."""
+    return _run(runner, batch, features=True)
+
+
+def _run(runner: ModelRunner, batch: Batch, *, features: bool) -> list[StepResult]:
+    """Runs prompts, then decodes of sequences that come and go, fed with what the previous step
+    sampled, the last of them in a copied block. Launches them all before it waits for any."""
     vocab = batch.limits.vocab_size
     texts = prompts(vocab, [3, 18, 1])
-    heavy = Asked(
+    first = Asked(
         repetition_penalty=1.4,
         presence_penalty=0.3,
         frequency_penalty=0.4,
         top_k=30,
         top_p=0.9,
         min_p=0.01,
+        prompt_len=3,
+        logprobs=0,
     )
-    first = replace(heavy, prompt_len=3, logprobs=0)
     second = Asked(bias={7: 3.0, 8: -np.inf}, allowed=range(0, vocab, 2), logprobs=3)
     steps: list[tuple[list[int], list[list[int]], dict[int, Asked]]] = [
         ([0, 1, 2], texts, {0: first, 1: second}),
         ([0, 1, 2], [[-1], [-2], [-3]], {0: first, 1: second}),
         ([2, 0], [[-3], [-1]], {1: first}),
         ([0], [[-2]], {0: first}),
-        ([3, 1], [[-1], [7]], {0: first}),
+        ([3, 1], [[-1], [7]], {0: first}),  # one that was away, with a known token
     ]
+    temperatures = [0.9] * 4 if features else [0.0, 0.9, 1.3, 0.0]
     pending = []
     for index, (seqs, ids, asked) in enumerate(steps):
         copies = []
@@ -136,11 +124,11 @@ def decode_with_features(runner: ModelRunner, batch: Batch) -> list[StepResult]:
             batch.tables[3], batch.contexts[3] = [copies[0][1]], batch.contexts[0]
         step = batch.step(
             list(zip(seqs, ids, strict=True)),
-            temperatures=[0.9] * len(seqs),
+            temperatures=[temperatures[seq] for seq in seqs],
             seeds=[5 + seq for seq in seqs],
             copies=copies,
-            features=asked,
-            targets={1: texts[1][1:]} if index == 0 else None,
+            features=asked if features else None,
+            targets={1: texts[1][1:]} if features and index == 0 else None,
             num_prompt_logprobs=2,
         )
         pending.append(runner.launch(step))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,18 +12,16 @@ import torch
 
 from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
 from tests.worker_svc.device import DEVICE, ODD, ON_GPU, by_device, cpu_only, generator, gpu_only
-from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
 from tests.worker_svc.harness import Batch, limits, worker_settings
+from tests.worker_svc.kernels.triton.caches import dequantized, store_reference
 from tests.worker_svc.kernels.triton.precision import poisoned_memory, relative_error, row_bound
 from tests.worker_svc.platforms import GpuPlatform, make_backend
 from worker_svc.attention import fa3, flash_attn
-from worker_svc.attention.base import AttentionShape, Backend, QKNorm
+from worker_svc.attention.base import AttentionShape, Backend, KvDtype, QKNorm
 from worker_svc.attention.choice import BACKENDS, HOPPER
 from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.kernels.triton.paged_attention import attention_reference
-from worker_svc.kernels.triton.quantized_cache import dequantized, store_quantized_reference
-from worker_svc.kernels.triton.rope_store import store_kv_reference
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import padded, upload_step
 
@@ -36,15 +34,11 @@ UNSUPPORTED = ("only support", "not support", "head dimension")
 
 
 @pytest.fixture(autouse=True)
-def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def libraries(request: pytest.FixtureRequest) -> None:
     """Installs stand-ins on a CPU."""
-    if ON_GPU:
-        yield
-        return
-    install_flash_attn(monkeypatch)
-    ops = FlashAttention3Ops()
-    yield
-    ops.close()
+    if not ON_GPU:
+        request.getfixturevalue("flash_attention_2")
+        request.getfixturevalue("flash_attention_3")
 
 
 class Case(NamedTuple):
@@ -105,18 +99,24 @@ def make_step(case: Case, block_size: int) -> tuple[Step, np.ndarray, int]:
 @pytest.mark.parametrize(
     "heads", by_device(cpu=[Heads(4, 2, 16)], gpu=[QWEN_0_6B, QWEN_8B, ODD]), ids=str
 )
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [*((each, "auto") for each in BACKENDS), ("triton", "int8"), ("triton", "fp8")],
+)
 def test_equals_the_reference(
     name: str,
+    kv_dtype: KvDtype,
     heads: Heads,
     dtype: torch.dtype,
     case: Case,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """For our kernels, slots that no sequence has written hold NaN. Libraries' kernels may load
+    """The numbers that a cache in 8 bits stands for count.
+
+    For our kernels, slots that no sequence has written hold NaN. Libraries' kernels may load
     them and give them weight 0, so there a cache is zeros at first, and then what others have
     left."""
-    backend = make_backend(name, heads, dtype)
+    backend = make_backend(name, heads, dtype, kv_dtype)
     step, slots, num_blocks = make_step(case, backend.block_size)
     tensors = upload_step(step, backend.plan_column(step), DEVICE)
     random = generator(seed=len(slots))
@@ -132,8 +132,8 @@ def test_equals_the_reference(
     assert not cache.any()
 
     def error(unwritten: float) -> float:
-        cache.fill_(unwritten)
-        store_kv_reference(k, v, torch.from_numpy(slots).to(DEVICE), cache)
+        cache.fill_(unwritten if kv_dtype == "auto" else -1)  # the bits of NaN
+        store_reference(k, v, torch.from_numpy(slots).to(DEVICE), cache)
         metadata = backend.plan(step, tensors, max(LONGEST, int(step.context_lens.max())))
         try:
             with poisoned_memory():
@@ -144,7 +144,7 @@ def test_equals_the_reference(
             raise
         exact = attention_reference(
             q,
-            cache,
+            dequantized(cache),
             tensors.query_starts.diff(),
             tensors.context_lens,
             tensors.block_table,
@@ -189,42 +189,9 @@ def test_heads_without_a_norm(backend_class: type[Backend]) -> None:
     torch.testing.assert_close(attend(None), attend(QKNorm(ones, ones, 0.0)))
 
 
-@pytest.mark.parametrize("case", [CASES["padded decodes"], CASES["chunks and decodes"]], ids=str)
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_caches_in_8_bits(kv_dtype: Literal["int8", "fp8"], case: Case) -> None:
-    """Attention to the numbers that the codes stand for; slots that no sequence has written hold
-    NaN."""
-    heads, dtype = by_device(cpu=(Heads(4, 2, 16), torch.float32), gpu=(QWEN_0_6B, torch.bfloat16))
-    shape = AttentionShape(1, *heads, dtype, DEVICE, kv_dtype)
-    backend = TritonBackend(shape, by_device(cpu=16, gpu=64), num_sms=1)
-    step, slots, num_blocks = make_step(case, backend.block_size)
-    tensors = upload_step(step, backend.plan_column(step), DEVICE)
-    random = generator(seed=len(slots))
-
-    def normal(rows: int, count: int) -> torch.Tensor:
-        size = rows, count, heads.head_dim
-        return torch.randn(size, generator=random, device=random.device).to(dtype)
-
-    q = 2 * normal(len(step.positions), heads.heads)
-    k, v = normal(len(slots), heads.kv_heads), normal(len(slots), heads.kv_heads)
-    cache = backend.allocate(num_blocks)[0].fill_(-1)  # the bits of NaN
-    store_quantized_reference(k, v, torch.from_numpy(slots).to(DEVICE), cache)
-    out = backend.attend(q, cache, backend.plan(step, tensors, LONGEST)).view(q.shape)
-    exact = attention_reference(
-        q,
-        dequantized(cache),
-        tensors.query_starts.diff(),
-        tensors.context_lens,
-        tensors.block_table,
-        tensors.table_offsets,
-        shape.scale,
-    )
-    assert relative_error(out, exact) <= 2 * row_bound(dtype)
-
-
 @gpu_only
 @pytest.mark.parametrize(("name", "load"), [("fa3", fa3.load), ("flash_attn", flash_attn.load)])
-def test_what_is_installed_can_be_used(name: str, load: Callable[[], bool]) -> None:
+def test_an_installed_library_can_be_used(name: str, load: Callable[[], bool]) -> None:
     """Tried on a typical model. Other tests skip a library that cannot be used, even one that is
     called wrongly."""
     if not load():

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import structlog
 import torch
 
 from tests.worker_svc.gpu_path import flash_attention
-from tests.worker_svc.gpu_path.flash_attention import (
-    FlashAttention3Ops,
-    attend,
-    install_flash_attn,
-)
+from tests.worker_svc.gpu_path.flash_attention import attend
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.choice import choose_backend
 from worker_svc.errors import StartError
 
-AMPERE, HOPPER, BLACKWELL = (8, 0), (9, 0), (10, 0)
+ALL = AMPERE, HOPPER, BLACKWELL = [(8, 0), (9, 0), (10, 0)]
 
 
 def choose(
@@ -35,13 +31,6 @@ def choose(
     shape = AttentionShape(1, 4, 2, head_dim, torch.bfloat16, torch.device("cpu"), kv_dtype)
     backend = choose_backend(name, shape, block_size, capability, num_sms=4)
     return backend.name, backend.block_size
-
-
-@pytest.fixture
-def flash_attention_3() -> Iterator[FlashAttention3Ops]:
-    ops = FlashAttention3Ops()
-    yield ops
-    ops.close()
 
 
 def without_paging(q: torch.Tensor, *_: object) -> torch.Tensor:
@@ -70,13 +59,30 @@ def test_triton_is_always_there(capability: tuple[int, int]) -> None:
     assert choose("triton", capability, head_dim=20, block_size=16) == ("triton", 16)
 
 
-@pytest.mark.usefixtures("flash_attention_3")
-def test_auto_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_flash_attn(monkeypatch)
-    assert choose("auto") == choose("fa3") == ("fa3", 128)
-    assert choose("auto", block_size=16) == ("fa3", 16)
-    assert choose("auto", head_dim=20) == ("triton", 64)
-    assert choose("flash_attn") == ("flash_attn", 256)
+@pytest.mark.usefixtures("flash_attention_3", "flash_attention_2")
+@pytest.mark.parametrize(
+    ("name", "capabilities", "options", "chosen"),
+    [
+        ("auto", [HOPPER], {}, ("fa3", 128)),
+        ("fa3", [HOPPER], {}, ("fa3", 128)),
+        ("auto", [HOPPER], {"block_size": 16}, ("fa3", 16)),
+        ("auto", [AMPERE, BLACKWELL], {}, ("flash_attn", 256)),
+        ("auto", [AMPERE, BLACKWELL], {"block_size": 512}, ("flash_attn", 512)),
+        ("auto", [AMPERE, BLACKWELL], {"block_size": 16}, ("triton", 16)),
+        ("flash_attn", ALL, {}, ("flash_attn", 256)),
+        ("auto", ALL, {"head_dim": 20}, ("triton", 64)),
+        ("auto", ALL, {"kv_dtype": "int8"}, ("triton", 64)),
+        ("auto", ALL, {"kv_dtype": "fp8", "head_dim": 18}, ("triton", 64)),
+    ],
+)
+def test_with_both_libraries(
+    name: str,
+    capabilities: list[tuple[int, int]],
+    options: dict[str, Any],
+    chosen: tuple[str, int],
+) -> None:
+    for capability in capabilities:
+        assert choose(name, capability, **options) == chosen
 
 
 @pytest.mark.usefixtures("flash_attention_3")
@@ -88,7 +94,7 @@ def test_auto_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         (writing_nothing, "its result is off by nan"),
     ],
 )
-def test_a_build_that_cannot_do_it_is_not_taken(
+def test_a_library_with_wrong_results_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch, broken: Callable[..., torch.Tensor], reason: str
 ) -> None:
     """Being installed is not enough. Auto falls back, and says why."""
@@ -114,17 +120,7 @@ def test_a_device_lost_while_trying_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
         choose("auto")
 
 
-@pytest.mark.usefixtures("flash_attention_3")
-@pytest.mark.parametrize("capability", [AMPERE, BLACKWELL])
-def test_auto_elsewhere(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    assert choose("auto", capability) == ("triton", 64)
-    install_flash_attn(monkeypatch)
-    assert choose("auto", capability) == ("flash_attn", 256)
-    assert choose("auto", capability, block_size=512) == ("flash_attn", 512)
-    assert choose("auto", capability, block_size=16) == ("triton", 16)
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, module, None)  # importing it fails
     with pytest.raises(StartError, match=r"attention: fa3 .* install FlashAttention 3"):
@@ -133,35 +129,23 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         choose("flash_attn")
 
 
-@pytest.mark.usefixtures("flash_attention_3")
-def test_what_a_backend_cannot_serve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_flash_attn(monkeypatch)
-    with pytest.raises(StartError, match=r"Hopper GPUs, this one has capability 8\.0"):
-        choose("fa3", AMPERE)
-    with pytest.raises(StartError, match="block_size 64 is not a multiple of 256"):
-        choose("flash_attn", block_size=64)
-    with pytest.raises(StartError, match="fa3 cannot be used: head_dim 20 is not a multiple of 8"):
-        choose("fa3", head_dim=20)
-    for head_dim in (8, 264):
-        message = f"triton cannot be used: head_dim {head_dim} is not in 9..256"
-        with pytest.raises(StartError, match=message):
-            choose("auto", head_dim=head_dim)
-
-
-@pytest.mark.usefixtures("flash_attention_3")
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_only_triton_has_caches_in_8_bits(
-    monkeypatch: pytest.MonkeyPatch, kv_dtype: Literal["int8", "fp8"]
+@pytest.mark.usefixtures("flash_attention_3", "flash_attention_2")
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("fa3", {"capability": AMPERE}, r"Hopper GPUs, this one has capability 8\.0"),
+        ("flash_attn", {"block_size": 64}, "block_size 64 is not a multiple of 256"),
+        ("fa3", {"head_dim": 20}, "head_dim 20 is not a multiple of 8"),
+        ("auto", {"head_dim": 8}, "head_dim 8 is not in 9..256"),
+        ("auto", {"head_dim": 264}, "head_dim 264 is not in 9..256"),
+        ("fa3", {"kv_dtype": "int8"}, "kv_dtype: fa3 has no int8 cache"),
+        ("flash_attn", {"kv_dtype": "fp8"}, "kv_dtype: flash_attn has no fp8 cache"),
+        ("auto", {"kv_dtype": "int8", "head_dim": 18}, "head_dim 18 is not a multiple of 4"),
+    ],
+)
+def test_the_reason_why_a_backend_cannot_serve_is_named(
+    name: str, options: dict[str, Any], reason: str
 ) -> None:
-    install_flash_attn(monkeypatch)
-    assert choose("auto", kv_dtype=kv_dtype) == ("triton", 64)
-    for name in ("fa3", "flash_attn"):
-        message = rf"{name} cannot be used: kv_dtype: .* has no {kv_dtype} cache"
-        with pytest.raises(StartError, match=message):
-            choose(name, kv_dtype=kv_dtype)
-
-
-def test_scales_have_to_be_aligned() -> None:
-    with pytest.raises(StartError, match="kv_dtype: head_dim 18 is not a multiple of 4"):
-        choose("auto", head_dim=18, kv_dtype="int8")
-    assert choose("auto", head_dim=18, kv_dtype="fp8") == ("triton", 64)
+    last = "triton" if name == "auto" else name
+    with pytest.raises(StartError, match=f"attention: {last} cannot be used: .*{reason}"):
+        choose(name, **options)

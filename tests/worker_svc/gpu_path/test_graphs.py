@@ -183,7 +183,7 @@ def failing(cause: Exception) -> Callable[..., Callable[[], None]]:
 
 
 @cpu_only  # torch's allocator never recovers from one: tests/gpu/test_processes
-def test_a_failed_capture_is_said_and_nothing_counts_as_configured(
+def test_a_failed_capture_is_reported_and_nothing_counts_as_configured(
     small_dir: Path, tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Configuring the same number of blocks again is not taken for done."""
@@ -223,7 +223,7 @@ def test_how_a_failed_capture_ends(
 
 
 @cpu_only
-def test_nobody_waits_for_graphs_of_an_epoch_that_is_over(small_dir: Path) -> None:
+def test_a_newer_epoch_ends_the_capture_of_graphs(small_dir: Path) -> None:
     runner = unconfigured(small_dir)
     asked = iter((False, False, True))  # before each of three sizes
     with pytest.raises(SupersededError):

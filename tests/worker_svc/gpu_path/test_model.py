@@ -3,7 +3,6 @@ backends, with stand-ins if there is no GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 from tests.worker_svc.device import DEVICE, by_device, cpu_only
-from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
+from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops
 from tests.worker_svc.gpu_path.small_model import (
     LARGER,
     LARGER_DTYPE,
@@ -57,13 +56,6 @@ LENGTHS, STEPS = by_device(
         ],
     ),
 )
-
-
-@pytest.fixture
-def flash_attention_3() -> Iterator[FlashAttention3Ops]:
-    ops = FlashAttention3Ops()
-    yield ops
-    ops.close()
 
 
 def logits_of_steps(path: Path, **overrides: Any) -> list[torch.Tensor]:
@@ -213,15 +205,12 @@ def test_fa3(
 
 
 @cpu_only
-def test_flash_attn(
-    small_dir: Path, monkeypatch: pytest.MonkeyPatch, tokens: list[list[int]]
-) -> None:
+def test_flash_attn(small_dir: Path, flash_attention_2: list[str], tokens: list[list[int]]) -> None:
     """Without FlashAttention 3, auto takes FlashAttention 2 for prompts."""
-    calls = install_flash_attn(monkeypatch)
     runner, batch = make_runner(small_dir, attention="auto")
     assert (runner.info.attention_backend, runner.info.block_size) == ("flash_attn", 256)
     assert decode(runner, batch) == tokens
-    assert calls
+    assert flash_attention_2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -121,7 +121,7 @@ def test_parts_of_one_matrix_must_be_alike(tmp_path: Path) -> None:
         ModelRunner(worker_settings(tmp_path))
 
 
-def test_inputs_out_of_order_are_refused(tmp_path: Path) -> None:
+def test_inputs_out_of_order_are_rejected(tmp_path: Path) -> None:
     """desc_act: true alone does no harm: with one group there is no order."""
     written = FORMATS["GPTQ 4"].write(torch.randn(OUT, IN))
     order = written.tensors["g_idx"].flip(0).contiguous()
@@ -181,7 +181,7 @@ STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False
         (changed("Qwen FP8", weight_block_size=None), "weight_block_size: null"),
     ],
 )
-def test_refuses_by_name(config: dict[str, Any], reason: str) -> None:
+def test_rejects_by_name(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(ModelError) as error:
         choose_quantization("auto", config)
     assert str(error.value).startswith(f"quantization_config: {reason}")
@@ -211,19 +211,19 @@ def broken(config: Any) -> Iterator[Any]:
 
 
 @formats
-def test_a_broken_configuration_is_refused(tmp_path: Path, format: Format) -> None:
+def test_a_broken_configuration_is_rejected(tmp_path: Path, format: Format) -> None:
     """Unless the tensors can be read by it nevertheless."""
     save_layer(tmp_path, format)
-    configs, refused = list(broken(format.config)), []
+    configs, rejected = list(broken(format.config)), []
     with WeightReader(tmp_path, torch.float32, CPU) as reader:
         for config in configs:
             try:
                 choice = choose_quantization("auto", config)
                 WeightLoader(reader, cpu_ops, choice).matrix([Rows("x", 0, OUT)], IN)
             except ModelError as error:
-                refused.append(str(error))
-    assert 20 < len(refused) < len(configs)
-    assert max(map(len, refused)) < 500
+                rejected.append(str(error))
+    assert 20 < len(rejected) < len(configs)
+    assert max(map(len, rejected)) < 500
 
 
 def test_a_setting_must_be_what_the_checkpoint_is() -> None:

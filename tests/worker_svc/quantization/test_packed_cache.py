@@ -24,8 +24,15 @@ from worker_svc.model_runner import ModelRunner
 from worker_svc.weights.packed_cache import PackedCache
 from worker_svc.weights.quantization.quantize import empty, quantize
 
-MAPPED, KEPT, NOT_KEPT, BROKEN, REFUSED = (
-    f"packed weights are {how}" for how in ("mapped", "kept", "not kept", "broken", "refused")
+MAPPED, KEPT, NOT_KEPT, BROKEN, REJECTED = (
+    f"packed weights are {how}"
+    for how in (
+        "mapped",
+        "kept",
+        "not kept; the next start quantizes again",
+        "broken; quantizing again",
+        "rejected; quantizing again",
+    )
 )
 PACK, UNPACK = cpu_ops.pack, cpu_ops.unpack  # as they are without `exact_weights`
 
@@ -92,7 +99,7 @@ def test_second_start_maps(
     assert files(cache_home) == [path]
 
 
-def test_nothing_is_kept_of_weights_as_they_are(model_dir: Path, cache_home: Path) -> None:
+def test_weights_that_are_not_quantized_are_not_kept(model_dir: Path, cache_home: Path) -> None:
     ModelRunner(worker_settings(model_dir))
     assert files(cache_home) == []
 
@@ -115,7 +122,7 @@ def test_settings_have_files_of_their_own(
     assert len(files(cache_home)) == 6
 
 
-def test_weights_that_changed_are_quantized_again(model_dir: Path, cache_home: Path) -> None:
+def test_changed_weights_are_quantized_again(model_dir: Path, cache_home: Path) -> None:
     """Even if names, sizes and times are the same, as after copying with `cp -p`."""
     path = model_dir / "model.safetensors"
     first, _ = start(model_dir)
@@ -165,7 +172,7 @@ def test_a_file_that_others_may_have_written_is_replaced(
     (path,) = files(cache_home)
     change(path)
     second, said = start(model_dir)
-    assert said == [REFUSED, KEPT]
+    assert said == [REJECTED, KEPT]
     assert same(first, second)
     status = path.lstat()
     assert (status.st_uid, stat.S_IMODE(status.st_mode)) == (os.geteuid(), 0o600)
@@ -179,7 +186,7 @@ def test_a_folder_that_others_may_have_written_is_not_used(
     first, _ = start(model_dir)
     change(files(cache_home)[0].parent)
     second, said = start(model_dir)
-    assert said == [REFUSED, NOT_KEPT]
+    assert said == [REJECTED, NOT_KEPT]
     assert same(first, second)
 
 
@@ -212,7 +219,7 @@ def test_a_cpu_packs_as_expected(
     ],
     ids=["short", "dtype", "dimensions", "missing", "numbers"],
 )
-def test_tensors_that_are_not_as_packed_are_refused(
+def test_tensors_that_are_not_as_packed_are_rejected(
     tmp_path: Path, part: str, change: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> None:
     state = PACK(quantize(torch.randn(40, 64), "int4"), torch.float32).state()
@@ -227,7 +234,7 @@ def test_tensors_that_are_not_as_packed_are_refused(
     assert found.keys() == state.keys()
     with capture_logs() as logs:
         assert PackedCache(tmp_path, "y", ()).get("weight", expected) is None
-    assert [each["event"] for each in logs] == [REFUSED]
+    assert [each["event"] for each in logs] == [REJECTED]
 
 
 def header(path: Path) -> list[str]:
@@ -267,7 +274,7 @@ def keep(directory: Path, variant: str, key: str) -> None:
     cache.save()
 
 
-def test_old_files_go(tmp_path: Path) -> None:
+def test_old_files_are_removed(tmp_path: Path) -> None:
     """The two used last of each format and rank stay."""
     times = iter(range(1, 100))
 
@@ -288,7 +295,7 @@ def test_old_files_go(tmp_path: Path) -> None:
     assert PackedCache(tmp_path, "int8-0-of-1", ("b",)).get("x", STATE) is None
 
 
-def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
+def test_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     (tmp_path / "old.tmp").write_bytes(b"x")
     os.utime(tmp_path / "old.tmp", (1, 1))
     (tmp_path / "new.tmp").write_bytes(b"x")  # maybe of a writer at work

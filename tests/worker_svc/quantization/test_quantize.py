@@ -120,7 +120,7 @@ def test_embedding_and_head_are_int8(tmp_path: Path) -> None:
             assert table.weight.format == head.weight.format == "int8"
 
 
-def test_inputs_that_no_group_divides_are_refused(tmp_path: Path) -> None:
+def test_inputs_that_no_group_divides_are_rejected(tmp_path: Path) -> None:
     save_model(tmp_path)  # its intermediate_size is 112
     with pytest.raises(ModelError, match=r"quantization: int4 .* of 32 inputs, a layer has 112"):
         ModelRunner(worker_settings(tmp_path, quantization="int4"))

@@ -216,7 +216,7 @@ def test_greedy_rows_and_rows_of_nothing_stay() -> None:
     assert torch.equal(after[2], logits[2])
 
 
-def test_without_filters_nothing_is_asked_of_the_device() -> None:
+def test_without_filters_no_kernel_runs() -> None:
     logits = random_logits(2, 40, seed=1)
     after = filtered(logits, [Params(), Params()], ops=cast(Ops, None))
     assert torch.equal(after, logits)

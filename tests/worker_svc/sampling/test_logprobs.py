@@ -6,7 +6,7 @@ import torch
 
 from tests.worker_svc.thread_ranks import OPS, on_ranks, random_logits, shard
 from worker_svc.distributed import TensorParallel
-from worker_svc.sampling.logprobs import PIECE, LogprobScorer, asked_for
+from worker_svc.sampling.logprobs import PIECE, LogprobScorer, requested_entries
 
 Scores = tuple[np.ndarray, np.ndarray]
 
@@ -18,7 +18,7 @@ def score(logits: torch.Tensor, tokens: list[int], counts: list[int], ranks: int
         vocab, local = shard(logits, tp)
         scorer = LogprobScorer(vocab, tp, OPS)
         found = scorer(lambda piece: local[piece], torch.tensor(tokens).int(), np.array(counts))
-        return asked_for(found.counts, found.ids.numpy(), found.values.numpy())
+        return requested_entries(found.counts, found.ids.numpy(), found.values.numpy())
 
     first, *others = on_ranks(ranks, run)
     for other in others:
@@ -67,13 +67,6 @@ def test_ranks_do_not_change_a_bit(ranks: int) -> None:
     assert all(
         map(np.array_equal, score(logits, tokens, counts), score(logits, tokens, counts, ranks))
     )
-
-
-def test_only_tokens_themselves() -> None:
-    logits = random_logits(3, 301, 5)
-    ids, values = score(logits, [5, 300, 0], [0, 0, 0])
-    assert ids.tolist() == [5, 300, 0]
-    np.testing.assert_allclose(values, logits.log_softmax(1)[range(3), ids], atol=1e-5)
 
 
 def test_pieces_do_not_change_a_bit() -> None:

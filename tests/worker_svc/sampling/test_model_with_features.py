@@ -171,7 +171,7 @@ def test_a_shared_prefix_is_part_of_the_history(
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_a_copied_block_goes_on_by_itself(
+def test_sequences_part_at_a_copied_block(
     tiny: ModelRunner, batch: Batch, text: list[int], completion: list[int], ahead: bool
 ) -> None:
     """Two sequences share whole blocks; the last one, partly filled, is copied as they part."""

@@ -7,7 +7,7 @@ import pytest
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.pb.worker_pb2 import StepRequest
-from tests.worker_svc.harness import Batch, f4, i4, limits
+from tests.worker_svc.harness import f4, i4, limits
 from worker_svc.step.decode import decode_step
 
 LIMITS = limits(num_blocks=8, block_size=4, max_num_seqs=3, max_num_batched_tokens=16)
@@ -154,9 +154,3 @@ def test_copies_are_pairs() -> None:
     request = valid()
     request.copies = i4([0, 1, 0, 4])
     assert decode_step(request, LIMITS, None).copies.tolist() == [[0, 1], [0, 4]]
-
-
-def test_harness_makes_valid_steps() -> None:
-    batch = Batch(LIMITS)
-    first = decode_step(batch.request([(0, [1, 2, 3, 4, 5]), (1, [7])]), LIMITS, None)
-    decode_step(batch.request([(1, [-2]), (0, [-1])]), LIMITS, first)

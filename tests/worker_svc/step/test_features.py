@@ -85,7 +85,7 @@ def test_targets_need_not_follow_every_token() -> None:
     assert step.prompt_targets.token_indices(step.query_lens).tolist() == [0, 8]
 
 
-def test_most_steps_have_neither() -> None:
+def test_a_step_without_features_or_targets() -> None:
     step = decode(Batch(LIMITS).request([(0, [1])]))
     assert step.features is None
     assert step.prompt_targets is None
@@ -169,7 +169,7 @@ def test_a_malformed_target_is_named(column: str, value: bytes, reason: str) -> 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_bytes_never_pass_as_something_else(seed: int) -> None:
-    """Any bytes are either a step or refused: no other exception, and no index out of range."""
+    """Any bytes are either a step or rejected: no other exception, and no index out of range."""
     rng = np.random.default_rng(seed)
     for _ in range(1400):
         request: Any = valid()

@@ -49,20 +49,9 @@ def _next_rows(left: int) -> int:
 
 
 @njit(inline="always")
-def _score_rows(
-    cache: Any,
-    keys: Any,
-    columns: Any,
-    vectors: int,
-    queries: Any,
-    steps: int,
-    starts: Any,
-    scales: Any,
-    key_scales: Any,
-    scores: Any,
-    row: int,
-    rows: int,
-) -> None:
+def _score_rows(cache: Any, chunk: Any, query: Any, scores: Any, row: int, rows: int) -> None:
+    keys, columns, vectors, key_scales = chunk
+    queries, steps, starts, scales = query
     k, c, v = keys.ctypes.data, columns.ctypes.data, key_scales.ctypes.data
     q = queries.ctypes.data + queries.itemsize * queries.shape[1] * row
     z, f = starts.ctypes.data + 8 * row, scales.ctypes.data + 4 * row
@@ -97,20 +86,10 @@ def _weigh_rows(
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
 def _soften(
-    cache: Any,
-    scores: Any,
-    first_row: int,
-    rows: int,
-    visible: Any,
-    columns: int,
-    value_scales: Any,
-    weights: Any,
-    scales: Any,
-    tops: Any,
-    sums: Any,
-    totals: Any,
+    cache: Any, scores: Any, part: Any, visible: Any, value_scales: Any, out: Any, state: Any
 ) -> None:
     """Turns rows of scores of a chunk into weights. A key that a row does not see has weight 0."""
+    (first_row, rows, columns), (tops, sums, totals) = part, state
     for row in range(first_row, first_row + rows):
         for i in range(max(visible[row], 0), columns):
             scores[row, i] = -np.inf
@@ -121,26 +100,16 @@ def _soften(
             for d in range(totals.shape[1]):
                 totals[row, d] *= fading
             tops[row] = top
-        sums[row] += weigh_row(
-            cache, scores, row, visible[row], columns, top, value_scales, weights, scales
-        )
+        seen = row, visible[row], columns
+        sums[row] += weigh_row(cache, scores, seen, top, value_scales, out)
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
-def _attend_tiles(
-    counter: Any,
-    q: Any,
-    cache: Any,
-    block_size: int,
-    tiles: Any,
-    query_starts: Any,
-    context_lens: Any,
-    block_table: Any,
-    first_blocks: Any,
-    scale: float,
-    out: Any,
-) -> None:
+def _attend_tiles(counter: Any, step: Any) -> None:
     """Takes one tile of a key-value head after another from `counter`, until none is left."""
+    q, cache, block_size, tiles = step[:4]
+    query_starts, context_lens, block_table, first_blocks = step[4:8]
+    scale, out = step[8:]
     head_dim, kv_heads = q.shape[2], cache.shape[2]
     group = q.shape[1] // kv_heads
     depth = 4 // cache.itemsize
@@ -185,7 +154,8 @@ def _attend_tiles(
             for i in range(row, row + rows):
                 token, head = divmod(first_row + i, group)
                 query = q[start + token, kv_head * group + head]
-                pack_query(cache, query, scale, packed, queries, row, rows, i, starts, query_scales)
+                buffers = packed, starts, query_scales
+                pack_query(cache, query, scale, (row, rows, i), queries, buffers)
             row += rows
         totals[:tile_rows] = 0
         tops[:tile_rows] = -np.inf
@@ -226,36 +196,14 @@ def _attend_tiles(
             row = 0
             while row < tile_rows:
                 rows = _next_rows(tile_rows - row)
-                _score_rows(
-                    cache,
-                    keys,
-                    columns,
-                    vectors,
-                    queries,
-                    steps,
-                    starts,
-                    query_scales,
-                    key_scales,
-                    scores,
-                    row,
-                    rows,
-                )
+                keys_of_chunk = keys, columns, vectors, key_scales
+                packed_queries = queries, steps, starts, query_scales
+                _score_rows(cache, keys_of_chunk, packed_queries, scores, row, rows)
                 for i in range(row, row + rows):
                     visible[i] = min(before + (first_row + i) // group + 1 - first, size)
-                _soften(
-                    cache,
-                    scores,
-                    row,
-                    rows,
-                    visible,
-                    width,
-                    value_scales,
-                    weights,
-                    weight_scales,
-                    tops,
-                    sums,
-                    totals,
-                )
+                part, state = (row, rows, width), (tops, sums, totals)
+                packed_weights = weights, weight_scales
+                _soften(cache, scores, part, visible, value_scales, packed_weights, state)
                 _weigh_rows(cache, values, groups, weights, weight_scales, totals, row, rows)
                 row += rows
         for i in range(tile_rows):
@@ -288,33 +236,12 @@ def attend(
     first_blocks  [S] where a sequence's blocks begin in block_table
     """
     counter = np.zeros(1, np.int64)
+    columns = (query_starts, context_lens, block_table, first_blocks)
+    # Numba passes only tuples without tuples in them to the threads.
+    step = (q, cache, block_size, tiles, *columns, scale, out)
     keys = np.sum(context_lens * (query_starts[1:] - query_starts[:-1]))
     if keys * q.shape[1] * q.shape[2] < PARALLEL_PRODUCTS:
-        _attend_tiles(
-            counter,
-            q,
-            cache,
-            block_size,
-            tiles,
-            query_starts,
-            context_lens,
-            block_table,
-            first_blocks,
-            scale,
-            out,
-        )
+        _attend_tiles(counter, step)
     else:
         for _thread in prange(num_threads()):
-            _attend_tiles(
-                counter,
-                q,
-                cache,
-                block_size,
-                tiles,
-                query_starts,
-                context_lens,
-                block_table,
-                first_blocks,
-                scale,
-                out,
-            )
+            _attend_tiles(counter, step)

@@ -19,12 +19,11 @@ _QUERY_CODE, _WEIGHT_CODE = 127 * 256 + 127, 65535
 def pack_query(cache: Any, *_: Any) -> Any:
     """Packs a query [head_dim] float32, times `scale`.
 
-    packed   [2, steps] of 32 bits, a buffer that is overwritten and must begin as zeros
-    factors  [tile rows, steps · factors of a word] of 32 bits. The `rows` rows that a loop takes
-             begin at row `first` and are [steps, rows, factors of a word]
-    row      the query's row
-    starts   int32 [tile rows, 2], see `attention_loops.score`
-    scales   float32 [tile rows], see `attention_loops.score`
+    place    first, rows, row: a loop takes `rows` rows from row `first` on; `row` is the query's
+    factors  [tile rows, steps · factors of a word] of 32 bits. The rows that a loop takes are
+             [steps, rows, factors of a word]
+    buffers  packed [2, steps] of 32 bits, which is overwritten and must begin as zeros; starts
+             int32 [tile rows, 2] and scales float32 [tile rows], see `attention_loops.score`
     """
     if cache.dtype == types.int8:
         return _pack_codes
@@ -35,18 +34,8 @@ def _multiplies_pairs(cache: Any) -> bool:
     return cache.dtype == types.uint16 and len(KINDS["uint16"].parts) == 1
 
 
-def _pack_floats(
-    cache: Any,
-    query: Any,
-    scale: Any,
-    packed: Any,
-    factors: Any,
-    first: Any,
-    rows: Any,
-    row: Any,
-    starts: Any,
-    scales: Any,
-) -> Any:
+def _pack_floats(cache: Any, query: Any, scale: Any, place: Any, factors: Any, buffers: Any) -> Any:
+    first, rows, row = place
     numbers = factors.view(np.float32).reshape(-1)
     depth = 4 // cache.itemsize
     start = first * factors.shape[1] + (row - first) * depth
@@ -54,18 +43,9 @@ def _pack_floats(
         numbers[start + d // depth * rows * depth + d % depth] = query[d] * np.float32(scale)
 
 
-def _pack_pairs(
-    cache: Any,
-    query: Any,
-    scale: Any,
-    packed: Any,
-    factors: Any,
-    first: Any,
-    rows: Any,
-    row: Any,
-    starts: Any,
-    scales: Any,
-) -> Any:
+def _pack_pairs(cache: Any, query: Any, scale: Any, place: Any, factors: Any, buffers: Any) -> Any:
+    first, rows, row = place
+    packed, _, _ = buffers
     numbers, words = packed[0].view(np.uint16), factors.reshape(-1)
     for d in range(len(query)):
         numbers[d] = narrow(query[d] * np.float32(scale), numbers[d])
@@ -74,18 +54,9 @@ def _pack_pairs(
         put(words, start + step * rows, packed[0, step])
 
 
-def _pack_codes(
-    cache: Any,
-    query: Any,
-    scale: Any,
-    packed: Any,
-    factors: Any,
-    first: Any,
-    rows: Any,
-    row: Any,
-    starts: Any,
-    scales: Any,
-) -> Any:
+def _pack_codes(cache: Any, query: Any, scale: Any, place: Any, factors: Any, buffers: Any) -> Any:
+    first, rows, row = place
+    packed, starts, scales = buffers
     upper, lower, words = packed[0].view(np.int8), packed[1].view(np.int8), factors.reshape(-1)
     top = np.float32(0)
     for d in range(len(query)):
@@ -112,11 +83,11 @@ def weigh_row(cache: Any, *_: Any) -> Any:
     """Sets a row of weights to the factors of exp(scores − top) -> the sum of the weights, which
     depends only on the `visible` keys.
 
-    `columns` is a multiple of 16. Scores from column `visible` on are −inf.
-
-    weights       [tile rows, WEIGHTS] of bytes
+    part          row, visible, columns: columns is a multiple of 16; scores from column `visible`
+                  on are −inf
     value_scales  [1, columns], the scales of the codes of values
-    scales        [tile rows], see `attention_loops.weigh`
+    out           weights [tile rows, WEIGHTS] of bytes, and scales [tile rows], see
+                  `attention_loops.weigh`
     """
     if cache.dtype == types.int8:
         return _weights_as_codes
@@ -125,16 +96,9 @@ def weigh_row(cache: Any, *_: Any) -> Any:
 
 def _weights_in(dtype: type[np.generic]) -> Any:
     def weights_as_numbers(
-        cache: Any,
-        scores: Any,
-        row: Any,
-        visible: Any,
-        columns: Any,
-        top: Any,
-        value_scales: Any,
-        weights: Any,
-        scales: Any,
+        cache: Any, scores: Any, part: Any, top: Any, value_scales: Any, out: Any
     ) -> Any:
+        (row, visible, columns), (weights, _) = part, out
         factors = weights.view(dtype)
         total = np.float32(0)
         seen = padded(max(visible, 0), LANES)
@@ -149,16 +113,9 @@ def _weights_in(dtype: type[np.generic]) -> Any:
 
 
 def _weights_as_codes(
-    cache: Any,
-    scores: Any,
-    row: Any,
-    visible: Any,
-    columns: Any,
-    top: Any,
-    value_scales: Any,
-    weights: Any,
-    scales: Any,
+    cache: Any, scores: Any, part: Any, top: Any, value_scales: Any, out: Any
 ) -> Any:
+    (row, visible, columns), (weights, scales) = part, out
     # `bound` is at least the largest weight times its scale, and does not depend on other rows.
     largest_scale = max(largest(value_scales, 0, 0, visible), np.float32(0))
     bound = exp(largest(scores, row, 0, columns) - top) * largest_scale

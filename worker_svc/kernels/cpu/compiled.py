@@ -74,7 +74,11 @@ def _folder() -> Path | None:
         with private_folder(_FOLDER, create=True) as number, suppress(OSError):
             os.utime(number)  # folders used last are dropped last
     except OSError as error:
-        log.warning("compiled kernels are not kept", path=str(_FOLDER), reason=str(error))
+        log.warning(
+            "compiled kernels are not kept; each start compiles again",
+            path=str(_FOLDER),
+            reason=str(error),
+        )
         return None
     if is_new:
         _drop_old(_FOLDER.parent)
@@ -121,7 +125,7 @@ class _KernelCache(NullCache):  # type: ignore[misc]
         try:
             return self._files.load_overload(sig, target_context)
         except Exception as error:  # unpickling may raise any exception
-            self._report("compiled kernel is broken", error)
+            self._report("kept kernel is broken; compiling again", error)
             with suppress(OSError):
                 self._files.flush()
             return None
@@ -130,7 +134,7 @@ class _KernelCache(NullCache):  # type: ignore[misc]
         try:
             self._files.save_overload(sig, data)
         except OSError as error:
-            self._report("compiled kernel is not kept", error)
+            self._report("compiled kernel is not kept; the next start compiles again", error)
         finally:
             self._release_lock()
 

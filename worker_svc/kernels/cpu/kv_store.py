@@ -85,20 +85,8 @@ def _round_to_int8(numbers: Any, zero: Any, codes: Any) -> Any:
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
-def _store_rows(
-    first: int,
-    end: int,
-    qkv: Any,
-    q_weight: Any,
-    k_weight: Any,
-    eps: float,
-    cos_sin: Any,
-    positions: Any,
-    slot_mapping: Any,
-    block_size: int,
-    cache: Any,
-    q: Any,
-) -> None:
+def _store_rows(first: int, end: int, step: Any) -> None:
+    qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, block_size, cache, q = step
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.shape[2]
     depth = 4 // cache.itemsize
     key_size = padded(head_dim, depth)
@@ -170,36 +158,12 @@ def rope_store(
     The scales float32 [slots] of int8 codes follow the codes.
     """
     tokens = len(qkv)
+    norm = (q_weight, k_weight, eps)
+    step = (qkv, *norm, cos_sin, positions, slot_mapping, block_size, cache, q)
     if tokens < PARALLEL_TOKENS:
-        _store_rows(
-            0,
-            tokens,
-            qkv,
-            q_weight,
-            k_weight,
-            eps,
-            cos_sin,
-            positions,
-            slot_mapping,
-            block_size,
-            cache,
-            q,
-        )
+        _store_rows(0, tokens, step)
     else:
         threads = num_threads()
         for thread in prange(threads):
             first, end = tokens * thread // threads, tokens * (thread + 1) // threads
-            _store_rows(
-                first,
-                end,
-                qkv,
-                q_weight,
-                k_weight,
-                eps,
-                cos_sin,
-                positions,
-                slot_mapping,
-                block_size,
-                cache,
-                q,
-            )
+            _store_rows(first, end, step)

@@ -48,43 +48,29 @@ def _largest_magnitude(x: Any, row: int) -> Any:
 @by_type
 def _pack_tile(codes: Any, *_: Any) -> Any:
     """Packs rows [first, first + rows) of x for the loops that multiply `codes`, and quantizes them
-    if the codes are integers. The result begins at out[first * elements]."""
+    if the codes are integers.
+
+    tile  first, rows, groups
+    out   packed, where the result begins at number first * elements; sums and scales
+    """
     kind = codes.dtype.name
     if kind == "uint16":
         return _pack_pairs
     return _quantize if kind in ("int8", "int32") else _pack_floats
 
 
-def _pack_floats(
-    codes: Any,
-    x: Any,
-    maxima: Any,
-    first: Any,
-    rows: Any,
-    groups: Any,
-    out: Any,
-    sums: Any,
-    scales: Any,
-) -> Any:
+def _pack_floats(codes: Any, x: Any, maxima: Any, tile: Any, out: Any) -> Any:
+    (first, rows, _), (packed, _, scales) = tile, out
     depth = x.shape[1]
-    floats = out.view(np.float32)
+    floats = packed.view(np.float32)
     for i in range(rows):
         scales[first + i] = np.float32(1)
         for k in range(depth):
             floats[first * depth + k * rows + i] = x[first + i, k]
 
 
-def _pack_pairs(
-    codes: Any,
-    x: Any,
-    maxima: Any,
-    first: Any,
-    rows: Any,
-    groups: Any,
-    out: Any,
-    sums: Any,
-    scales: Any,
-) -> Any:
+def _pack_pairs(codes: Any, x: Any, maxima: Any, tile: Any, out: Any) -> Any:
+    (first, rows, _), (packed, _, scales) = tile, out
     depth = x.shape[1]
     pairs = (depth + 1) // 2
     nearest = np.empty(2 * pairs, np.uint16)
@@ -95,23 +81,14 @@ def _pack_pairs(
         for k in range(depth):
             nearest[k] = narrow(x[first + i, k], nearest[k])
         for k in range(pairs):
-            put(out, first * pairs + k * rows + i, both[k])
+            put(packed, first * pairs + k * rows + i, both[k])
 
 
-def _quantize(
-    codes: Any,
-    x: Any,
-    maxima: Any,
-    first: Any,
-    rows: Any,
-    groups: Any,
-    out: Any,
-    sums: Any,
-    scales: Any,
-) -> Any:
+def _quantize(codes: Any, x: Any, maxima: Any, tile: Any, out: Any) -> Any:
     """Rounds to the codes and scales that `quantization.formats.quantize_rows` gives."""
+    (first, rows, groups), (packed, sums, scales) = tile, out
     depth = x.shape[1]
-    words = len(out) // len(x)
+    words = len(packed) // len(x)
     size = depth // groups
     row_codes = np.zeros(4 * words, np.int8)
     fours = row_codes.view(np.uint32)
@@ -129,43 +106,26 @@ def _quantize(
                 total += code
             sums[first * groups + group * rows + i] = total
         for k in range(words):
-            put(out, first * words + k * rows + i, fours[k])
+            put(packed, first * words + k * rows + i, fours[k])
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
 def _pack_rows(
-    codes: Any,
-    x: Any,
-    maxima: Any,
-    first: int,
-    end: int,
-    groups: int,
-    packed: Any,
-    sums: Any,
-    x_scales: Any,
+    codes: Any, x: Any, maxima: Any, first: int, end: int, groups: int, out: Any
 ) -> None:
     while first < end:
         rows = next_rows(end - first)
-        _pack_tile(codes, x, maxima, first, rows, groups, packed, sums, x_scales)
+        _pack_tile(codes, x, maxima, (first, rows, groups), out)
         first += rows
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
-def _multiply_panels(
-    counter: Any,
-    codes: Any,
-    scales: Any,
-    zeros: Any,
-    packed: Any,
-    sums: Any,
-    x_scales: Any,
-    bias: Any,
-    out: Any,
-) -> None:
+def _multiply_panels(counter: Any, weight: Any, rows_of_x: Any, bias: Any, out: Any) -> None:
     """Takes panels, each with all rows of x that fit the cache, from `counter` until none is left.
 
     Multiplies the rows with the panel, and writes the scaled products to `out`.
     """
+    (codes, scales, zeros), (packed, sums, x_scales) = weight, rows_of_x
     tokens, out_features = out.shape
     panels = len(codes)
     words, groups = len(packed) // tokens, len(sums) // tokens
@@ -247,16 +207,18 @@ def linear(
     packed = np.empty(tokens * words, np.uint32)
     sums = np.empty(tokens * groups, np.int32)
     x_scales = np.empty(tokens, np.float32)
+    rows = (packed, sums, x_scales)
     if tokens < PARALLEL_TOKENS:
-        _pack_rows(codes, x, maxima, 0, tokens, groups, packed, sums, x_scales)
+        _pack_rows(codes, x, maxima, 0, tokens, groups, rows)
     else:
         for tile in prange((tokens + MAX_ROWS - 1) // MAX_ROWS):
             first = tile * MAX_ROWS
             end = min(tokens, first + MAX_ROWS)
-            _pack_rows(codes, x, maxima, first, end, groups, packed, sums, x_scales)
+            _pack_rows(codes, x, maxima, first, end, groups, rows)
     counter = np.zeros(1, np.int64)
+    weight = (codes, scales, zeros)
     if tokens * depth * out.shape[1] < PARALLEL_PRODUCTS:
-        _multiply_panels(counter, codes, scales, zeros, packed, sums, x_scales, bias, out)
+        _multiply_panels(counter, weight, rows, bias, out)
     else:
         for _thread in prange(num_threads()):
-            _multiply_panels(counter, codes, scales, zeros, packed, sums, x_scales, bias, out)
+            _multiply_panels(counter, weight, rows, bias, out)

@@ -19,10 +19,11 @@ from worker_svc.kernels.triton.paged_attention import (
     LOG2_E,
     UNALIGNED,
     Tiling,
-    architecture,
+    Tilings,
     block_of,
     dot_dtype,
     slots_of,
+    tiling_of,
 )
 from worker_svc.kernels.triton.quantized_cache import (
     block_scales,
@@ -31,22 +32,22 @@ from worker_svc.kernels.triton.quantized_cache import (
     skipped_scales,
 )
 
-# By architecture and head_dim, rounded up to a power of two, for 16-bit caches. To saturate the
-# memory of an H200, each multiprocessor needs some 40 KB in flight (4.3 TB/s x 1.2 us / 132). On
-# sm_90, at head_dim 128, a program has one to two tiles of 2 x 16 KB in flight and three programs
-# fit. On sm_80, tiles are half as large, so that two programs fit into 99 KiB. 8-bit caches use the
-# same tiles, because half the bytes are still enough.
-TILINGS = {
-    (90, 16): Tiling(tile=128, num_warps=4, num_stages=3),
-    (90, 32): Tiling(tile=128, num_warps=4, num_stages=3),
-    (90, 64): Tiling(tile=128, num_warps=4, num_stages=3),
-    (90, 128): Tiling(tile=64, num_warps=4, num_stages=3),
-    (90, 256): Tiling(tile=32, num_warps=4, num_stages=3),
-    (80, 16): Tiling(tile=128, num_warps=4, num_stages=3),
-    (80, 32): Tiling(tile=128, num_warps=4, num_stages=3),
-    (80, 64): Tiling(tile=64, num_warps=4, num_stages=3),
-    (80, 128): Tiling(tile=32, num_warps=4, num_stages=3),
-    (80, 256): Tiling(tile=16, num_warps=4, num_stages=3),
+# For 16-bit caches. To saturate the memory of an H200, each multiprocessor needs some 40 KB in
+# flight (4.3 TB/s x 1.2 us / 132). On sm_90, at head_dim 128, a program has one to two tiles of
+# 2 x 16 KB in flight and three programs fit. On sm_80, tiles are half as large, so that two
+# programs fit into 99 KiB. 8-bit caches use the same tiles, because half the bytes are enough.
+TILINGS: Tilings = {
+    90: (
+        (64, Tiling(tile=128, num_warps=4, num_stages=3)),
+        (128, Tiling(tile=64, num_warps=4, num_stages=3)),
+        (256, Tiling(tile=32, num_warps=4, num_stages=3)),
+    ),
+    80: (
+        (32, Tiling(tile=128, num_warps=4, num_stages=3)),
+        (64, Tiling(tile=64, num_warps=4, num_stages=3)),
+        (128, Tiling(tile=32, num_warps=4, num_stages=3)),
+        (256, Tiling(tile=16, num_warps=4, num_stages=3)),
+    ),
 }
 # Tensor cores do not multiply float32, which only comparisons use. This tile does not spill.
 FLOAT32_TILING = Tiling(tile=16, num_warps=4, num_stages=2)
@@ -232,11 +233,12 @@ def decode_attention(
     """
     num_seqs, heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     block_size, kv_heads = cache.shape[2], cache.shape[3]
-    if num_seqs == 0:
-        return
     tiling = tiling or choose_tiling(head_dim, q.dtype)
-    if splits > 1 and num_seqs * heads * splits * (head_dim + SUM_COLUMNS) > workspace.numel():
-        raise ValueError(f"workspace: too small for {num_seqs} sequences in {splits} parts")
+    sizes = {
+        "HEAD_DIM": head_dim,
+        "DIMS": next_power_of_2(head_dim),
+        "PARTIAL_SIZE": head_dim + SUM_COLUMNS,
+    }
     _decode_attention_kernel[(kv_heads, num_seqs, splits)](
         q,
         cache[0],
@@ -255,43 +257,24 @@ def decode_attention(
         TILE=tiling.tile,
         SPLIT=splits > 1,
         DOT=dot_dtype(q.dtype),
-        **_sizes(head_dim),
+        **sizes,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
     if splits > 1:
-        _combine_splits(workspace, seqs, query_starts, splits, out)
-
-
-def _combine_splits(
-    partials: torch.Tensor,
-    seqs: torch.Tensor,
-    query_starts: torch.Tensor,
-    splits: int,
-    out: torch.Tensor,
-) -> None:
-    heads, head_dim = out.shape[1:]
-    _combine_splits_kernel[(heads, len(seqs))](
-        partials,
-        seqs,
-        query_starts,
-        out,
-        splits,
-        HEADS=heads,
-        MAX_PARTS=next_power_of_2(splits),
-        **_sizes(head_dim),
-        num_warps=4,
-    )
-
-
-def _sizes(head_dim: int) -> dict[str, int]:
-    """The constants that both kernels take."""
-    dims = next_power_of_2(head_dim)
-    return {"HEAD_DIM": head_dim, "DIMS": dims, "PARTIAL_SIZE": head_dim + SUM_COLUMNS}
+        _combine_splits_kernel[(heads, num_seqs)](
+            workspace,
+            seqs,
+            query_starts,
+            out,
+            splits,
+            HEADS=heads,
+            MAX_PARTS=next_power_of_2(splits),
+            **sizes,
+            num_warps=4,
+        )
 
 
 def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
     """This GPU's entry in TILINGS for heads of `head_dim` numbers of `dtype`."""
-    if dtype == torch.float32:
-        return FLOAT32_TILING
-    return TILINGS[architecture(), next_power_of_2(head_dim)]
+    return FLOAT32_TILING if dtype == torch.float32 else tiling_of(TILINGS, head_dim)

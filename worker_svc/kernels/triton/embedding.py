@@ -18,9 +18,7 @@ def embed(
     start: int,
     count: int,
 ) -> torch.Tensor:
-    """input_ids [T] int32 -> [T, size]: rows of weight [rows, size], which holds the ids
-    [start, start + count), and zeros for other ids. An id -1 - r stands for last_tokens[r]
-    int32."""
+    """See `kernels.ops.Ops`."""
     if isinstance(weight, PlainWeight):
         table, scales, dtype = weight.weight, None, weight.weight.dtype
     elif isinstance(weight, Int8Weight):
@@ -29,20 +27,19 @@ def embed(
         raise ModelError("quantization: embeddings are served in int8 with a scale per row on cuda")
     size = table.shape[1]
     out = torch.empty(len(input_ids), size, dtype=dtype, device=table.device)
-    if len(input_ids):
-        block = next_power_of_2(size)
-        _embed_kernel[(len(input_ids),)](
-            input_ids,
-            last_tokens,
-            table,
-            scales,
-            start,
-            count,
-            out,
-            SIZE=size,
-            BLOCK=block,
-            num_warps=min(max(block // (32 * 8), 1), 8),  # 16 bytes of half precision per thread
-        )
+    block = next_power_of_2(size)
+    _embed_kernel[(len(input_ids),)](
+        input_ids,
+        last_tokens,
+        table,
+        scales,
+        start,
+        count,
+        out,
+        SIZE=size,
+        BLOCK=block,
+        num_warps=min(max(block // (32 * 8), 1), 8),  # 16 bytes of half precision per thread
+    )
     return out
 
 

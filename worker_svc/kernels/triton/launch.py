@@ -19,8 +19,6 @@ from triton.runtime.driver import driver
 INTERPRETED: bool = triton.knobs.runtime.interpret
 # Triton's versions whose binaries `_Binary` can launch. With other versions, Triton launches.
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
-_ENTER = triton.knobs.runtime.launch_enter_hook
-_LEAVE = triton.knobs.runtime.launch_exit_hook
 
 
 class _Binary(NamedTuple):
@@ -57,12 +55,9 @@ class Launcher:
             return
         kernel, function, packed, constants = binary
         stream = active.get_current_stream(device)
-        metadata = enter = leave = None
-        if _ENTER.calls or _LEAVE.calls:
-            enter, leave = _ENTER, _LEAVE
-            metadata = kernel.launch_metadata(grid, stream, *args, *constants)
         x, y, z = (*grid, 1, 1)[:3]
-        kernel.run(x, y, z, stream, function, packed, metadata, enter, leave, *args, *constants)
+        # Without Triton's metadata and hooks, which only its own profiler uses.
+        kernel.run(x, y, z, stream, function, packed, None, None, None, *args, *constants)
 
     def _first_launch(
         self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]

@@ -34,12 +34,16 @@ class Tiling:
     num_stages: int
 
 
-def architecture() -> int:
-    """90 if a program may have 227 KiB of shared memory (Hopper, datacentre Blackwell), 80 if it
-    may have as little as 99 KiB. Asks the driver, which is too slow for every launch."""
-    if INTERPRETED:
-        return 90
-    return 90 if driver.active.get_current_target().arch in (90, 100, 103) else 80
+# By architecture, the largest head_dim of each tiling, ascending. 90 stands for GPUs on which a
+# program may have 227 KiB of shared memory (Hopper, datacentre Blackwell), 80 for GPUs on which it
+# may have as little as 99 KiB.
+Tilings = dict[int, tuple[tuple[int, Tiling], ...]]
+
+
+def tiling_of(tilings: Tilings, head_dim: int) -> Tiling:
+    """This GPU's tiling. Asks the driver, which is too slow for every launch."""
+    large = INTERPRETED or driver.active.get_current_target().arch in (90, 100, 103)
+    return next(each for limit, each in tilings[90 if large else 80] if head_dim <= limit)
 
 
 def dot_dtype(dtype: torch.dtype) -> Any:

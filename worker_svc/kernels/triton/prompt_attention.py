@@ -21,10 +21,11 @@ from worker_svc.kernels.triton.paged_attention import (
     LOG2_E,
     UNALIGNED,
     Tiling,
-    architecture,
+    Tilings,
     block_of,
     dot_dtype,
     slots_of,
+    tiling_of,
 )
 from worker_svc.kernels.triton.quantized_cache import (
     block_scales,
@@ -33,33 +34,29 @@ from worker_svc.kernels.triton.quantized_cache import (
     skipped_scales,
 )
 
-# By architecture and head_dim, rounded up to a power of two, for 16-bit inputs. Each tile is as
-# large as fits into the registers (128 x 128 sums and 128 x 128 scores need 128 of a thread's 255)
-# and, in stages, into the shared memory.
-TILINGS = {
-    (90, 16): Tiling(tile=128, num_warps=8, num_stages=3),
-    (90, 32): Tiling(tile=128, num_warps=8, num_stages=3),
-    (90, 64): Tiling(tile=128, num_warps=8, num_stages=3),
-    (90, 128): Tiling(tile=128, num_warps=8, num_stages=3),
-    (90, 256): Tiling(tile=64, num_warps=8, num_stages=2),
-    (80, 16): Tiling(tile=64, num_warps=8, num_stages=3),
-    (80, 32): Tiling(tile=64, num_warps=8, num_stages=3),
-    (80, 64): Tiling(tile=64, num_warps=8, num_stages=3),
-    (80, 128): Tiling(tile=64, num_warps=8, num_stages=3),
-    (80, 256): Tiling(tile=32, num_warps=8, num_stages=2),
+# For 16-bit inputs. Each tile is as large as fits into the registers (128 x 128 sums and 128 x 128
+# scores need 128 of a thread's 255) and, in stages, into the shared memory.
+TILINGS: Tilings = {
+    90: (
+        (128, Tiling(tile=128, num_warps=8, num_stages=3)),
+        (256, Tiling(tile=64, num_warps=8, num_stages=2)),
+    ),
+    80: (
+        (128, Tiling(tile=64, num_warps=8, num_stages=3)),
+        (256, Tiling(tile=32, num_warps=8, num_stages=2)),
+    ),
 }
 # For 8-bit caches, whose numbers are widened in registers.
-TILINGS_8_BITS = {
-    (90, 16): Tiling(tile=64, num_warps=4, num_stages=3),
-    (90, 32): Tiling(tile=64, num_warps=4, num_stages=3),
-    (90, 64): Tiling(tile=64, num_warps=4, num_stages=3),
-    (90, 128): Tiling(tile=64, num_warps=4, num_stages=3),
-    (90, 256): Tiling(tile=32, num_warps=8, num_stages=2),
-    (80, 16): Tiling(tile=64, num_warps=8, num_stages=3),
-    (80, 32): Tiling(tile=64, num_warps=8, num_stages=3),
-    (80, 64): Tiling(tile=64, num_warps=8, num_stages=3),
-    (80, 128): Tiling(tile=64, num_warps=8, num_stages=2),
-    (80, 256): Tiling(tile=16, num_warps=8, num_stages=2),
+TILINGS_8_BITS: Tilings = {
+    90: (
+        (128, Tiling(tile=64, num_warps=4, num_stages=3)),
+        (256, Tiling(tile=32, num_warps=8, num_stages=2)),
+    ),
+    80: (
+        (64, Tiling(tile=64, num_warps=8, num_stages=3)),
+        (128, Tiling(tile=64, num_warps=8, num_stages=2)),
+        (256, Tiling(tile=16, num_warps=8, num_stages=2)),
+    ),
 }
 # Tensor cores do not multiply float32, which only comparisons use. This tile does not spill.
 FLOAT32_TILING = Tiling(tile=16, num_warps=16, num_stages=2)
@@ -245,8 +242,6 @@ def prompt_attention(
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.shape[2:4]
-    if len(tiles) == 0:
-        return
     in_8_bits = cache.dtype.itemsize == 1
     tiling = tiling or choose_tiling(head_dim, q.dtype, in_8_bits=in_8_bits)
     _prompt_attention_kernel[(kv_heads, len(tiles))](
@@ -284,5 +279,4 @@ def choose_tiling(head_dim: int, dtype: torch.dtype, *, in_8_bits: bool = False)
     """This GPU's tiling for heads of `head_dim` numbers, and a cache in dtype or in 8 bits."""
     if dtype == torch.float32:
         return FLOAT32_TILING
-    tilings = TILINGS_8_BITS if in_8_bits else TILINGS
-    return tilings[architecture(), next_power_of_2(head_dim)]
+    return tiling_of(TILINGS_8_BITS if in_8_bits else TILINGS, head_dim)

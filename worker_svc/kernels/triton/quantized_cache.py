@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from worker_svc.kernels.triton.codes import from_e4m3, round_to_even, to_e4m3
-from worker_svc.weights.quantization.formats import quantize_rows
 
 SCALE_BYTES = 4
 
@@ -25,44 +24,6 @@ SCALE_BYTES = 4
 def head_size(cache: torch.Tensor) -> int:
     """head_dim of a cache of any dtype."""
     return cache.shape[4] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
-
-
-def dequantized(cache: torch.Tensor) -> torch.Tensor:
-    """The numbers in a cache of any dtype, float32 [2, blocks, block_size, kv_heads, head_dim]."""
-    if cache.dtype == torch.uint8:
-        return cache.view(torch.float8_e4m3fn).float()
-    if cache.dtype != torch.int8:
-        return cache.float()
-    codes, scales = _parts(cache)
-    return codes * scales.transpose(2, 3).unsqueeze(4)
-
-
-def store_quantized_reference(
-    k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
-) -> None:
-    """Stores k and v [T, kv_heads, head_dim] in the slots slot_mapping [T] (−1: nowhere)."""
-    kept = slot_mapping >= 0
-    slots, block_size = slot_mapping[kept].long(), cache.shape[2]
-    places = slots // block_size, slots % block_size
-    for plane, new in zip(cache, (k[kept].float(), v[kept].float()), strict=True):
-        if cache.dtype == torch.uint8:
-            plane[places] = new.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-            continue
-        codes, scales = _parts(plane[None])
-        rows, row_scales = quantize_rows(new.flatten(0, 1))
-        codes[0][places] = rows.view(new.shape)
-        scales[0].transpose(1, 2)[places] = row_scales.view(new.shape[:2])
-
-
-def _parts(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the codes int8 [planes, blocks, block_size, kv_heads, head_dim] and the scales
-    float32 [planes, blocks, kv_heads, block_size]."""
-    block_size, kv_heads = cache.shape[2:4]
-    blocks = cache.flatten(2)
-    size = block_size * kv_heads * head_size(cache)
-    codes = blocks[:, :, :size].unflatten(2, (block_size, kv_heads, -1))
-    scales = blocks.view(torch.float32)[:, :, size // SCALE_BYTES :]
-    return codes, scales.unflatten(2, (kv_heads, block_size))
 
 
 @triton.jit

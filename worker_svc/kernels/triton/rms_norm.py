@@ -6,7 +6,6 @@ Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
@@ -14,14 +13,7 @@ from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [T, size] / rms(x) · weight [size] -> [T, size]; rows of x may be strided."""
-    out = torch.empty_like(x)
-    tokens, size = x.shape
-    if tokens:
-        block = next_power_of_2(size)
-        _rms_norm_kernel[(tokens,)](
-            x, x.stride(0), weight, eps, out, SIZE=size, BLOCK=block, num_warps=_num_warps(block)
-        )
-    return out
+    return _norm(x, None, weight, eps)
 
 
 def add_rms_norm(
@@ -29,52 +21,35 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """residual [T, size] += x [T, size], rounded to residual's dtype -> the norm of the unrounded
     sum, times weight [size]. Rows of x and of residual may be strided."""
+    return _norm(x, residual, weight, eps)
+
+
+def _norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
     out = torch.empty_like(x)
     tokens, size = x.shape
-    if tokens:
-        block = next_power_of_2(size)
-        _add_rms_norm_kernel[(tokens,)](
-            x,
-            x.stride(0),
-            residual,
-            residual.stride(0),
-            weight,
-            eps,
-            out,
-            SIZE=size,
-            BLOCK=block,
-            num_warps=_num_warps(block),
-        )
+    block = next_power_of_2(size)
+    _rms_norm_kernel[(tokens,)](
+        x,
+        x.stride(0),
+        residual,
+        0 if residual is None else residual.stride(0),
+        weight,
+        eps,
+        out,
+        SIZE=size,
+        BLOCK=block,
+        # 8 elements per thread are one 16-byte load of half precision. In rows of more than 2,048
+        # elements a thread makes several loads: with more warps, the sum over the row would take
+        # longer than the loads.
+        num_warps=min(max(block // (32 * 8), 1), 8),
+    )
     return out
-
-
-def _num_warps(block: int) -> int:
-    """Warps per row. 8 elements per thread are one 16-byte load of half precision. In rows of more
-    than 2,048 elements a thread makes several loads: with more warps, the sum over the row would
-    take longer than the loads."""
-    return min(max(block // (32 * 8), 1), 8)
 
 
 @kernel()
 def _rms_norm_kernel(
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    weight: tl.tensor,
-    eps: tl.tensor,
-    out: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < SIZE
-    values = tl.load(x + row * x_stride + columns, mask=mask, other=0).to(tl.float32)
-    normalized = _normalized(values, weight, columns, mask, eps, SIZE)
-    tl.store(out + row * SIZE + columns, normalized, mask=mask)
-
-
-@kernel()
-def _add_rms_norm_kernel(
     x: tl.tensor,
     x_stride: tl.tensor,
     residual: tl.tensor,
@@ -88,23 +63,11 @@ def _add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    residuals = residual + row * residual_stride + columns
-    added = tl.load(x + row * x_stride + columns, mask=mask, other=0).to(tl.float32)
-    total = tl.load(residuals, mask=mask, other=0).to(tl.float32) + added
-    tl.store(residuals, total, mask=mask)
-    normalized = _normalized(total, weight, columns, mask, eps, SIZE)
-    tl.store(out + row * SIZE + columns, normalized, mask=mask)
-
-
-@triton.jit
-def _normalized(
-    values: tl.tensor,
-    weight: tl.tensor,
-    columns: tl.tensor,
-    mask: tl.tensor,
-    eps: tl.tensor,
-    SIZE: tl.constexpr,
-) -> tl.tensor:
-    """values [BLOCK] float32, 0 past SIZE -> the norm of values, times weight."""
+    values = tl.load(x + row * x_stride + columns, mask=mask, other=0).to(tl.float32)
+    if residual is not None:
+        residuals = residual + row * residual_stride + columns
+        values = tl.load(residuals, mask=mask, other=0).to(tl.float32) + values
+        tl.store(residuals, values, mask=mask)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
-    return values * scale * tl.load(weight + columns, mask=mask, other=0).to(tl.float32)
+    weights = tl.load(weight + columns, mask=mask, other=0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, values * scale * weights, mask=mask)

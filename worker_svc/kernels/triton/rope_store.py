@@ -11,16 +11,11 @@ Memory Management for Large Language Model Serving with PagedAttention" (2023).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
-from worker_svc.kernels.triton.quantized_cache import (
-    head_size,
-    store_codes,
-    store_quantized_reference,
-)
+from worker_svc.kernels.triton.quantized_cache import head_size, store_codes
 
 # Heads of one token per program. Each of 128 threads then has 16 bytes of both halves of a head in
 # flight. The 32 heads of Qwen3-0.6B make two programs, and the larger models' 48 and 80 heads also
@@ -31,9 +26,7 @@ MAX_HEADS = 16
 def rope_store(
     qkv: torch.Tensor,
     num_heads: int,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
+    norm: tuple[torch.Tensor, torch.Tensor, float] | None,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -42,91 +35,36 @@ def rope_store(
     """qkv [T, (num_heads + 2 · kv_heads) · head_dim], whose rows may be strided -> queries
     [T, num_heads, head_dim].
 
-    q_weight, k_weight [head_dim], both None without a norm; cos_sin [max_len, 2, head_dim / 2]
-    float32, indexed by positions [T] int32; slot_mapping [T] int32 (-1: keys and values are written
-    nowhere) into cache [2, blocks, block_size, kv_heads, head_dim], in the dtype of qkv or in 8
-    bits, see `quantized_cache`.
+    norm: the weights [head_dim] of queries and keys, and epsilon, as in `attention.base.QKNorm`;
+    cos_sin [max_len, 2, head_dim / 2] float32 is indexed by positions [T] int32; slot_mapping [T]
+    int32 (-1: keys and values are written nowhere) into cache [2, blocks, block_size, kv_heads,
+    head_dim], in the dtype of qkv or in 8 bits, see `quantized_cache`.
     """
     tokens = len(qkv)
     kv_heads, head_dim = cache.shape[3], head_size(cache)
     q = qkv.new_empty(tokens, num_heads, head_dim)
-    if tokens:
-        all_heads = num_heads + 2 * kv_heads
-        heads = min(next_power_of_2(all_heads), MAX_HEADS)
-        half = next_power_of_2(head_dim // 2)
-        _rope_store_kernel[(tokens, triton.cdiv(all_heads, heads))](
-            qkv,
-            qkv.stride(0),
-            q_weight,
-            k_weight,
-            eps,
-            cos_sin,
-            positions,
-            slot_mapping,
-            q,
-            cache,
-            cache.stride(0),
-            Q_HEADS=num_heads,
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=cache.shape[2],
-            HEADS=heads,
-            HALF=half,
-            num_warps=min(max(heads * half // (32 * 8), 1), 4),
-        )
+    all_heads = num_heads + 2 * kv_heads
+    heads = min(next_power_of_2(all_heads), MAX_HEADS)
+    half = next_power_of_2(head_dim // 2)
+    _rope_store_kernel[(tokens, triton.cdiv(all_heads, heads))](
+        qkv,
+        qkv.stride(0),
+        *(norm or (None, None, 0.0)),
+        cos_sin,
+        positions,
+        slot_mapping,
+        q,
+        cache,
+        cache.stride(0),
+        Q_HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=cache.shape[2],
+        HEADS=heads,
+        HALF=half,
+        num_warps=min(max(heads * half // (32 * 8), 1), 4),
+    )
     return q
-
-
-def rope_store_reference(
-    qkv: torch.Tensor,
-    num_heads: int,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
-    eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    cache: torch.Tensor,
-) -> torch.Tensor:
-    kv_heads, head_dim = cache.shape[3], head_size(cache)
-    heads = qkv.float().unflatten(1, (-1, head_dim))
-    q, k, v = heads.split((num_heads, kv_heads, kv_heads), dim=1)
-    cos, sin = cos_sin[positions.long()].unsqueeze(1).unbind(dim=2)  # [T, 1, head_dim / 2]
-
-    def norm_and_rotate(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        if weight is not None:
-            x = F.rms_norm(x, (head_dim,), weight.float(), eps)
-        first, second = x.chunk(2, dim=2)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
-
-    quantized = cache.dtype in (torch.int8, torch.uint8)
-    store = store_quantized_reference if quantized else store_kv_reference
-    store(norm_and_rotate(k, k_weight), v, slot_mapping, cache)
-    return norm_and_rotate(q, q_weight).to(qkv.dtype)
-
-
-def store_kv_reference(
-    k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor
-) -> None:
-    kept = slot_mapping >= 0
-    slots = slot_mapping[kept].long()
-    for plane, new in zip(cache, (k, v), strict=True):
-        plane.view(-1, *plane.shape[2:])[slots] = new[kept].to(cache.dtype)
-
-
-@triton.jit
-def _store(
-    cache: tl.tensor,
-    slot: tl.tensor,
-    offsets: tl.tensor,
-    values: tl.tensor,
-    mask: tl.tensor,
-    SLOT_SIZE: tl.constexpr,
-) -> None:
-    """Stores values, where mask holds, at `offsets` in `slot` (-1: nowhere), which has SLOT_SIZE
-    elements."""
-    # A cache may have more than 2³¹ elements.
-    tl.store(cache + slot.to(tl.int64) * SLOT_SIZE + offsets, values, mask=mask & (slot >= 0))
 
 
 @kernel()
@@ -192,6 +130,7 @@ def _rope_store_kernel(
             plane, slot, kv_head, columns, first, second, kept, KV_HEADS, HEAD_DIM, BLOCK_SIZE
         )
     else:
-        offsets = kv_head * HEAD_DIM + columns
-        _store(plane, slot, offsets, first, kept, KV_HEADS * HEAD_DIM)
-        _store(plane, slot, offsets + half, second, kept, KV_HEADS * HEAD_DIM)
+        # A cache may have more than 2³¹ elements.
+        target = plane + (slot.to(tl.int64) * KV_HEADS + kv_head) * HEAD_DIM + columns
+        tl.store(target, first, mask=kept & (slot >= 0))
+        tl.store(target + half, second, mask=kept & (slot >= 0))

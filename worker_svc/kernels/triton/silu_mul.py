@@ -21,10 +21,9 @@ def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 · size], gate before up -> silu(gate) · up [T, size]; rows may be strided."""
     tokens, size = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
-    if tokens:
-        _silu_and_multiply_kernel[(tokens, triton.cdiv(size, BLOCK))](
-            gate_up, gate_up.stride(0), out, SIZE=size, BLOCK=BLOCK, num_warps=NUM_WARPS
-        )
+    _silu_and_multiply_kernel[(tokens, triton.cdiv(size, BLOCK))](
+        gate_up, gate_up.stride(0), out, SIZE=size, BLOCK=BLOCK, num_warps=NUM_WARPS
+    )
     return out
 
 

@@ -48,7 +48,7 @@ def require(config: Mapping[str, Any], name: str, *implemented: Any) -> Any:
     """
     value = _field(config, name)
     if not any(type(value) is type(each) and value == each for each in implemented):
-        raise _refused(name, value, ", ".join(map(_in_json, implemented)))
+        raise _rejected(name, value, ", ".join(map(_in_json, implemented)))
     return value
 
 
@@ -69,7 +69,7 @@ def require_block(config: Mapping[str, Any], name: str) -> tuple[int, int]:
     """
     value = _field(config, name)
     if not isinstance(value, list) or len(value) != 2:
-        raise _refused(name, value, "two numbers")
+        raise _rejected(name, value, "two numbers")
     return _size(f"{name}[0]", value[0]), _size(f"{name}[1]", value[1])
 
 
@@ -81,7 +81,7 @@ def require_object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """
     value = _field(config, name)
     if not isinstance(value, Mapping):
-        raise _refused(name, value, "an object")
+        raise _rejected(name, value, "an object")
     return value
 
 
@@ -94,11 +94,11 @@ def _field(config: Mapping[str, Any], name: str) -> Any:
 
 def _size(name: str, value: Any, *implemented: int) -> int:
     if type(value) is not int or not (value in implemented or 0 < value <= MAX_SIZE):
-        raise _refused(name, value, ", ".join(map(str, [*implemented, f"1 to {MAX_SIZE}"])))
+        raise _rejected(name, value, ", ".join(map(str, [*implemented, f"1 to {MAX_SIZE}"])))
     return value
 
 
-def _refused(name: str, value: Any, implemented: str) -> ModelError:
+def _rejected(name: str, value: Any, implemented: str) -> ModelError:
     return ModelError(
         f"quantization_config: {name}: {_in_json(value)} is not implemented; "
         f"implemented: {implemented}"

@@ -42,19 +42,17 @@ class QuantizedWeight:
         """Inputs that share a scale."""
         return self.shape[1] // self.scales.shape[1]
 
-    def unpacked(self) -> torch.Tensor:
-        """code − zero, or the value of an fp8 code, as float32 [out, in]."""
+    def dequantized(self) -> torch.Tensor:
+        """W as float32 [out, in]."""
         codes = self.codes
         if self.format == "int4":
             codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
         values = codes.float()
         if self.zeros is not None:
-            return values - self.zeros.float().repeat_interleave(self.group_size, dim=1)
-        return values - 8 if self.format == "int4" else values
-
-    def dequantized(self) -> torch.Tensor:
-        """W as float32 [out, in]."""
-        return self.unpacked() * self.scales.repeat_interleave(self.group_size, dim=1)
+            values -= self.zeros.float().repeat_interleave(self.group_size, dim=1)
+        elif self.format == "int4":
+            values -= 8
+        return values * self.scales.repeat_interleave(self.group_size, dim=1)
 
 
 def quantize_rows(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -72,44 +74,39 @@ def cut_columns(weight: QuantizedWeight, columns: range) -> QuantizedWeight:
     )
 
 
-class RowCollector:
-    """Fills a matrix with rows as they are read, so that memory never holds a second copy of it.
-    Rows that are not added are zero."""
+def join_rows(pieces: Iterable[tuple[str, QuantizedWeight]], num_rows: int) -> QuantizedWeight:
+    """Fills a matrix [num_rows, in] with rows as they are read, so that memory never holds a second
+    copy of it. Rows after those of the pieces are zero.
 
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-        self._filled = 0
-        self._all: QuantizedWeight | None = None
+    Args:
+        pieces: at least one, each with the name of its layer and maybe without rows.
 
-    def add(self, name: str, rows: QuantizedWeight) -> None:
-        """Adds the next rows.
-
-        Raises:
-            ModelError: earlier rows had another format or other groups. The message has `name`.
-        """
-        whole = self._all
+    Raises:
+        ModelError: pieces have different formats or groups. The message names the layer.
+    """
+    whole, end = None, 0
+    for name, rows in pieces:
         if whole is None:
-            whole = QuantizedWeight(rows.format, self._zeros(rows.codes), self._zeros(rows.scales))
+            codes, scales = (_zeros(each, num_rows) for each in (rows.codes, rows.scales))
+            whole = QuantizedWeight(rows.format, codes, scales)
         elif (rows.format, rows.group_size) != (whole.format, whole.group_size):
             raise ModelError(
-                f"quantization_config: {name} is {rows.format} in groups of {rows.group_size}, "
-                f"what it is multiplied with {whole.format} in groups of {whole.group_size}"
+                f"quantization_config: {name} is {rows.format} in groups of {rows.group_size}, but "
+                f"is multiplied together with {whole.format} in groups of {whole.group_size}"
             )
-        zeros = whole.zeros
-        if rows.zeros is not None and zeros is None:
-            zeros = self._zeros(rows.zeros).fill_(8 if rows.format == "int4" else 0)
-        place = slice(self._filled, self._filled + len(rows.codes))
+        place = slice(end, end + len(rows.codes))
+        end = place.stop
         whole.codes[place] = rows.codes
         whole.scales[place] = rows.scales
-        if zeros is not None and rows.zeros is not None:
+        if rows.zeros is not None:
+            zeros = whole.zeros
+            if zeros is None:
+                zeros = _zeros(rows.zeros, num_rows).fill_(8 if rows.format == "int4" else 0)
+                whole = replace(whole, zeros=zeros)
             zeros[place] = rows.zeros
-        self._filled = place.stop
-        self._all = QuantizedWeight(whole.format, whole.codes, whole.scales, zeros)
+    assert whole
+    return whole
 
-    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_zeros(self._num_rows, like.shape[1])
 
-    def result(self) -> QuantizedWeight:
-        """The matrix. At least one piece of rows, which may be empty, must have been added."""
-        assert self._all is not None
-        return self._all
+def _zeros(like: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return like.new_zeros(num_rows, like.shape[1])

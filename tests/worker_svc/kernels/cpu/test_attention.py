@@ -12,8 +12,6 @@ from worker_svc.kernels.cpu.attention import TILE_ROWS, attend
 from worker_svc.kernels.cpu.kv_store import cache_row, rope_store
 from worker_svc.kernels.cpu_features import has
 
-pytestmark = pytest.mark.launches_nothing
-
 EPS = 1e-6
 # Tokens of the step and of the context: decodes, prompts, parts of prompts, several chunks of keys.
 SEQUENCES = [(1, 1), (1, 3), (1, 17), (5, 5), (7, 40), (33, 300), (1, 600), (64, 64)]

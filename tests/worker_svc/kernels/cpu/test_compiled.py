@@ -17,8 +17,6 @@ from structlog.testing import capture_logs
 from tests.worker_svc.untrusted import untrusted
 from worker_svc.kernels.cpu import compiled
 
-pytestmark = pytest.mark.launches_nothing
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -67,14 +65,14 @@ def compiling(folder: Path) -> Iterator[Callable[[], None]]:
         yield finish
 
 
-def test_what_another_process_compiles_is_awaited(
+def test_a_process_that_compiles_is_waited_for(
     compiling: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "time", SimpleNamespace(sleep=lambda _: compiling()))
     assert start() == (True, [])
 
 
-def test_a_process_that_does_not_get_on_is_not_awaited(
+def test_a_stopped_process_is_not_waited_for(
     compiling: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "time", SimpleNamespace(sleep=lambda _: None))
@@ -98,7 +96,7 @@ def test_a_broken_file_is_replaced(folder: Path, suffix: str, content: bytes) ->
     start()
     (path,) = folder.glob(f"*.{suffix}")
     path.write_bytes(content)
-    assert start() == (False, ["compiled kernel is broken"])
+    assert start() == (False, ["kept kernel is broken; compiling again"])
     assert start() == (True, [])
 
 
@@ -106,12 +104,12 @@ def test_a_broken_file_is_replaced(folder: Path, suffix: str, content: bytes) ->
 def test_a_folder_that_others_may_have_written_is_not_used(folder: Path, change: Any) -> None:
     start()
     change(folder)
-    assert start() == (False, ["compiled kernels are not kept"])
+    assert start() == (False, ["compiled kernels are not kept; each start compiles again"])
 
 
 def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_FOLDER", None)
-    assert start() == (False, ["compiled kernels are not kept"])
+    assert start() == (False, ["compiled kernels are not kept; each start compiles again"])
 
 
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +117,10 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", no_space)
-    assert start() == (False, ["compiled kernel is not kept"])
+    assert start() == (False, ["compiled kernel is not kept; the next start compiles again"])
 
 
-def test_the_oldest_folders_go(folder: Path) -> None:
+def test_the_oldest_folders_are_removed(folder: Path) -> None:
     """But nothing else that lies beside them."""
     others = [folder.with_name(f"{age:032x}") for age in range(compiled._KEPT + 2)]
     for age, other in enumerate([*others, folder.with_name("other")]):

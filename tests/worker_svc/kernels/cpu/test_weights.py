@@ -11,15 +11,14 @@ import numba
 import pytest
 import torch
 
+from tests.worker_svc.kernels.triton.weights import random_weight
 from worker_svc.errors import ModelError
 from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu import ops
 from worker_svc.kernels.cpu.ops import OneDnnWeight, has_onednn, pack, unpack
 from worker_svc.kernels.cpu.weights import pack_floats, pack_quantized
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
-from worker_svc.weights.quantization.formats import Format, QuantizedWeight, quantize_rows
-
-pytestmark = pytest.mark.launches_nothing
+from worker_svc.weights.quantization.formats import QuantizedWeight, quantize_rows
 
 TOKENS = (1, 2, 3, 7, 12, 13, 131)  # every size of tile, alone and in rows of them
 SHAPES = [(1, 8), (33, 8), (64, 96), (150, 520)]
@@ -36,34 +35,12 @@ CPUS = {
 }
 
 
-def random_codes(
-    fmt: Format, out_features: int, in_features: int, groups: int, zeros: bool
-) -> QuantizedWeight:
-    """A weight of any code at all, zeros of any in their range."""
-    generator = torch.Generator().manual_seed(in_features)
-
-    def integers(low: int, high: int, *size: int) -> torch.Tensor:
-        return torch.randint(low, high, size, generator=generator)
-
-    size = (out_features, in_features)
-    scales = torch.rand(out_features, groups, generator=generator) + 0.1
-    if fmt == "fp8":
-        codes = torch.randn(*size, generator=generator).to(torch.float8_e4m3fn)
-        return QuantizedWeight(fmt, codes, scales)
-    low, high = (-128, 128) if fmt == "int8" else (0, 16)
-    given = integers(low, high, out_features, groups).short() if zeros else None
-    if fmt == "int8":
-        return QuantizedWeight(fmt, integers(-128, 128, *size).to(torch.int8), scales, given)
-    codes = integers(0, 256, out_features, in_features // 2).to(torch.uint8)
-    return QuantizedWeight(fmt, codes, scales, given)
-
-
 def check_quantized() -> None:
     """Products are those of exact integers, alone and in a crowd, and rows what they should be."""
     for (out_features, in_features), (fmt, groups, zeros) in product(SHAPES, QUANTIZED):
         if groups > 1 and in_features % 32:
             continue
-        weight = random_codes(fmt, out_features, in_features, groups, zeros)
+        weight = random_weight(fmt, out_features, in_features, groups=groups, zeros=zeros)
         packed = unpack(pack(weight, torch.bfloat16).state())
         generator = torch.Generator().manual_seed(0)
         bias = torch.randn(out_features, generator=generator)
@@ -186,15 +163,15 @@ def test_older_cpus(cpu: str) -> None:
     run_as(cpu, FROM_HERE + checks)
 
 
-def test_groups_of_parts_of_steps_are_refused() -> None:
-    weight = random_codes("int4", 32, 48, 4, False)
+def test_groups_of_parts_of_steps_are_rejected() -> None:
+    weight = random_weight("int4", 32, 48, groups=4)
     with pytest.raises(ModelError, match="group_size: 12 is not a multiple of 8"):
         pack_quantized(weight)
 
 
 def test_ranks_share_the_largest_magnitude() -> None:
     """Two halves of the columns, quantized by what both exchange, add up to the whole."""
-    weight = random_codes("int8", 40, 64, 1, False)
+    weight = random_weight("int8", 40, 64)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
     whole = pack_quantized(weight).matmul(x, None)
     maxima = x.abs().amax(dim=1)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
 from tests.worker_svc.device import ODD, by_device, generator
-from tests.worker_svc.kernels.triton.large_cache import large_cache
-from tests.worker_svc.kernels.triton.precision import assert_rows_close, row_bound
-from worker_svc.kernels.triton.paged_attention import attention_reference
+from tests.worker_svc.kernels.triton.caches import large_cache
+from tests.worker_svc.kernels.triton.precision import (
+    assert_rows_close,
+    poisoned_memory,
+    row_bound,
+)
+from worker_svc.kernels.triton.decode_attention import decode_attention, decode_workspace
+from worker_svc.kernels.triton.paged_attention import Tiling, attention_reference
+from worker_svc.kernels.triton.prompt_attention import prompt_attention, query_tiles, tile_tokens
 
 DTYPE = by_device(cpu=torch.float32, gpu=torch.bfloat16)
 # Models' heads, a block size and a dtype. A GPU compiles each, so not every combination is here.
@@ -26,6 +35,8 @@ MODELS = by_device(
     ],
 )
 LONGEST = 4096  # contexts on a GPU
+# Used where a GPU's tiling would be a single tile; None: the GPU's tiling.
+TILE = by_device(cpu=16, gpu=None)
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,47 @@ class Batch:
     table_offsets: torch.Tensor
     scale: float
 
+    @property
+    def sequences(self) -> tuple[Any, ...]:
+        """The arguments that both launchers take after the sequences or tiles."""
+        columns = self.query_starts, self.context_lens, self.block_table, self.table_offsets
+        return *columns, self.scale
+
+    def decoded(
+        self, seqs: Sequence[int], splits: int = 1, tile: int | None = TILE
+    ) -> torch.Tensor:
+        """The results of `decode_attention`, NaN in the rows that were not written."""
+        heads, head_dim = self.q.shape[1:]
+        out = torch.full_like(self.q, torch.nan)
+        with poisoned_memory():
+            decode_attention(
+                self.q,
+                self.cache,
+                torch.tensor(seqs, dtype=torch.int32, device=out.device),
+                *self.sequences,
+                splits,
+                decode_workspace(len(seqs), heads, head_dim, splits, out.device),
+                out,
+                _tiling(tile),
+            )
+        return out
+
+    def prompted(self, seqs: Sequence[int], tile: int | None = TILE) -> torch.Tensor:
+        """The results of `prompt_attention`, NaN in the rows that were not written."""
+        heads, head_dim = self.q.shape[1:]
+        out = torch.full_like(self.q, torch.nan)
+        in_8_bits = self.cache.dtype.itemsize == 1
+        group = heads // self.cache.shape[3]
+        tiles = query_tiles(
+            self.query_lens.cpu().numpy(),
+            np.array(seqs, np.int32),
+            tile_tokens(head_dim, group, self.q.dtype, in_8_bits=in_8_bits),
+            self.context_lens.cpu().numpy(),
+        )
+        tiles = torch.from_numpy(tiles).to(out.device)
+        prompt_attention(self.q, self.cache, tiles, *self.sequences, out, _tiling(tile))
+        return out
+
     def reference(self) -> torch.Tensor:
         return attention_reference(
             self.q,
@@ -51,6 +103,10 @@ class Batch:
             self.table_offsets,
             self.scale,
         )
+
+
+def _tiling(tile: int | None) -> Tiling | None:
+    return Tiling(tile, num_warps=4, num_stages=2) if tile else None
 
 
 def random_batch(

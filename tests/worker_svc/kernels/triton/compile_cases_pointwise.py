@@ -65,56 +65,30 @@ def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
     int8 = empty(2, 3, 16, shape.kv_heads, HEAD_DIM + SCALE_BYTES, dtype=torch.int8)
     fp8 = empty(2, 3, 16, shape.kv_heads, HEAD_DIM, dtype=torch.uint8)
     norm = half(HEAD_DIM), half(HEAD_DIM), 1e-6
-    no_norm = None, None, 0.0
-    cases = (
-        ("", cache, norm),
-        (" int8", int8, norm),
-        (" fp8", fp8, norm),
-        (" without a norm", cache, no_norm),
-    )
-    for name, each, weights in cases:
-        yield (
-            f"rope_store{name}",
-            partial(
-                rope_store,
-                qkv,
-                shape.heads,
-                *weights,
-                floats(40960, 2, HEAD_DIM // 2),
-                ints(TOKENS),
-                ints(TOKENS),
-                each,
-            ),
-        )
+    angles, rows = floats(40960, 2, HEAD_DIM // 2), ints(TOKENS)
+    stores = {"": cache, " int8": int8, " fp8": fp8}
+    for name, each in stores.items():
+        store = partial(rope_store, qkv, shape.heads, norm, angles, rows, rows, each)
+        yield f"rope_store{name}", store
+    plain = partial(rope_store, qkv, shape.heads, None, angles, rows, rows, cache)
+    yield "rope_store without a norm", plain
 
     vocab = VocabPartition(VOCAB_SIZE, shape.ranks - 1, shape.ranks)
-    embedding = half(vocab.shard_size, shape.hidden)
-    yield (
-        "embed",
-        partial(
-            embed, ints(TOKENS), ints(TOKENS), PlainWeight(embedding), vocab.start, vocab.num_tokens
-        ),
-    )
-    logits, temperatures = half(TOKENS, vocab.shard_size), floats(TOKENS)
-    yield (
-        "chunk_statistics",
-        partial(chunk_statistics, logits, vocab.chunk_size, vocab.num_tokens, temperatures),
-    )
-    statistics = floats(TOKENS, vocab.num_chunks * vocab.ranks)
-    yield (
-        "select_tokens",
-        partial(
-            select_tokens,
-            logits,
-            vocab.chunk_size,
-            vocab.num_tokens,
-            statistics,
-            statistics,
-            vocab.rank * vocab.num_chunks,
-            temperatures,
-            empty(TOKENS, dtype=torch.float64),
-        ),
-    )
+    table = PlainWeight(half(vocab.shard_size, shape.hidden))
+    yield "embed", partial(embed, rows, rows, table, vocab.start, vocab.num_tokens)
+    yield from sampler_launches(vocab, dtype)
+
+
+def sampler_launches(
+    vocab: VocabPartition, dtype: torch.dtype
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    chunks = empty(TOKENS, vocab.shard_size, dtype=dtype), vocab.chunk_size, vocab.num_tokens
+    temperatures = empty(TOKENS, dtype=torch.float32)
+    yield "chunk_statistics", partial(chunk_statistics, *chunks, temperatures)
+    sums = empty(TOKENS, vocab.num_chunks * vocab.ranks, dtype=torch.float32)
+    uniforms = empty(TOKENS, dtype=torch.float64)
+    selection = sums, sums, vocab.rank * vocab.num_chunks, temperatures, uniforms
+    yield "select_tokens", partial(select_tokens, *chunks, *selection)
 
 
 def feature_launches(ranks: int) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -141,28 +115,11 @@ def feature_launches(ranks: int) -> Iterator[tuple[str, Callable[[], object]]]:
         weights = (ints, part[1], floats, floats)
         yield "weigh_by_key", partial(weigh_by_key, logits, *weights, *search)
         yield "pick_bins", partial(pick_bins, bins, longs, longs, longs, longs)
-        chunks = logits, vocab.chunk_size, vocab.num_tokens
-        temperatures = empty(TOKENS, dtype=torch.float32)
-        yield "chunk_statistics float32", partial(chunk_statistics, *chunks, temperatures)
-        sums = empty(TOKENS, vocab.num_chunks * ranks, dtype=torch.float32)
-        uniforms = empty(TOKENS, dtype=torch.float64)
-        selection = sums, sums, vocab.rank * vocab.num_chunks, temperatures, uniforms
-        yield "select_tokens float32", partial(select_tokens, *chunks, *selection)
+        yield from sampler_launches(vocab, torch.float32)
 
     for (name, first), *others in zip(*map(launch, (0, 1, 4)), strict=True):
         launches = [first, *(other for _, other in others)]
         yield f"{name} TP {ranks}", partial(_all, launches)
-
-
-def small_vocabulary_launches(vocab_size: int) -> None:
-    """Launches with chunks of one token or two, as tests have them."""
-    vocab = VocabPartition(vocab_size, 0, 1)
-    floats = partial(empty, dtype=torch.float32)
-    logits, temperatures = floats(TOKENS, vocab.shard_size), floats(TOKENS)
-    chunks = logits, vocab.chunk_size, vocab.num_tokens
-    chunk_statistics(*chunks, temperatures)
-    sums, uniforms = floats(TOKENS, vocab.num_chunks), empty(TOKENS, dtype=torch.float64)
-    select_tokens(*chunks, sums, sums, 0, temperatures, uniforms)
 
 
 def _all(launches: list[Callable[[], object]]) -> None:
@@ -177,4 +134,9 @@ CASES = [
     for name, launch in launches(shape, dtype)
 ]
 CASES += [Case(name, launch) for ranks in (1, 2) for name, launch in feature_launches(ranks)]
-CASES += [Case(f"vocabulary of {n}", partial(small_vocabulary_launches, n)) for n in (2, 7)]
+# Chunks of one token or two, as tests have them.
+CASES += [
+    Case(f"{name}, vocabulary of {n}", launch)
+    for n in (2, 7)
+    for name, launch in sampler_launches(VocabPartition(n, 0, 1), torch.float32)
+]

@@ -88,10 +88,7 @@ class Launch:
 
 
 @contextmanager
-def idle_driver(
-    target: int,
-    launcher: Callable[[Any], Callable[..., object]] = lambda kernel: lambda *arguments: None,
-) -> Iterator[None]:
+def idle_driver(target: int, launcher: Callable[[Any], Callable[..., object]]) -> Iterator[None]:
     """Has kernels compiled for `target` and, instead of launched, given to `launcher`'s result."""
     driver.set_active(_Driver(target))
     with (

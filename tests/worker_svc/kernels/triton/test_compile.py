@@ -13,7 +13,7 @@ import pytest
 from tests.worker_svc.kernels.triton.compiled import Binary
 
 # It takes two to three minutes, unless Triton's cache has the binaries.
-pytestmark = [pytest.mark.launches_nothing, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 # Bytes a program may have: 99 KiB on the smaller GPUs that run sm_80 code, 227 KiB on sm_90.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}

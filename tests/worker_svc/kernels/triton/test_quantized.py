@@ -100,7 +100,7 @@ def test_equals_the_numbers(case: Case) -> None:
         assert_rows_close(each.rows(indices), numbers[indices], row_bound(DTYPE))
         for rows in sizes:
             x = some_x(rows, columns)
-            # cuBLAS refuses to be deterministic without a setting of its own.
+            # cuBLAS rejects to be deterministic without a setting of its own.
             with nullcontext() if isinstance(each, Fp8Weight) else poisoned_memory():
                 y = each.matmul(x, bias)
             assert y.dtype == DTYPE
@@ -220,15 +220,13 @@ def test_fp8_products_of_many_rows_are_torchs(groups: int, monkeypatch: pytest.M
     assert_rows_close(few, times(x[:3], weight.dequantized(), bias), row_bound(torch.bfloat16))
 
 
-@pytest.mark.launches_nothing
-def test_groups_that_do_not_fit_are_refused() -> None:
+def test_groups_that_do_not_fit_are_rejected() -> None:
     for name in ("int4", "int8"):
         weight = random_weight(name, 8, 80, groups=2)
         with pytest.raises(ModelError, match=f"{name} in groups of 40 is not served on cuda"):
             pack(weight, DTYPE)
 
 
-@pytest.mark.launches_nothing
 def test_scales_are_kept_in_16_bits_if_they_lose_nothing() -> None:
     weight = random_weight("int4", 8, 64, groups=2)
     for scales, dtype in (

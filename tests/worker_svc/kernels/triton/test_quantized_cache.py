@@ -1,4 +1,4 @@
-"""Caches in 8 bits: what is stored, what attention makes of it, and copies of blocks."""
+"""Caches in 8 bits: what is stored, and what attention makes of it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ import torch
 
 from bench.gpu.heads import QWEN_0_6B, Heads
 from tests.worker_svc.device import DEVICE, by_device
-from tests.worker_svc.kernels.triton import test_decode_attention as decoding
-from tests.worker_svc.kernels.triton import test_prompt_attention as prompting
 from tests.worker_svc.kernels.triton import test_rope_store as storing
 from tests.worker_svc.kernels.triton.attention_cases import Batch, assert_close, random_batch
+from tests.worker_svc.kernels.triton.caches import (
+    dequantized,
+    rope_store_reference,
+    store_reference,
+)
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.triton_backend import TritonBackend
-from worker_svc.kernels.triton.quantized_cache import (
-    dequantized,
-    head_size,
-    store_quantized_reference,
-)
-from worker_svc.kernels.triton.rope_store import rope_store, rope_store_reference
-from worker_svc.kv_cache import TokenCache, copy_blocks
+from worker_svc.kernels.triton.rope_store import rope_store
 
 KINDS = {"int8": torch.int8, "fp8": torch.uint8}
 SHAPES = by_device(
@@ -45,7 +42,7 @@ def in_8_bits(batch: Batch, kind: str) -> Batch:
     cache = cache_of(kind, heads, plain.shape[2], plain.shape[1])
     k, v = plain.flatten(1, 2)
     slots = torch.arange(len(k), dtype=torch.int32, device=DEVICE)
-    store_quantized_reference(k, v, torch.where(k[:, 0, 0].isnan(), -1, slots), cache)
+    store_reference(k, v, torch.where(k[:, 0, 0].isnan(), -1, slots), cache)
     return replace(batch, cache=cache)
 
 
@@ -60,10 +57,10 @@ def test_attention(kind: str, heads: Heads, block_size: int) -> None:
         batch = in_8_bits(random_batch(queries, contexts, seed=block_size, **shape), kind)
         exact = replace(batch, cache=dequantized(batch.cache)).reference()
         if max(queries) > 1:
-            assert_close(prompting.run(batch, list(range(len(queries)))), exact)
+            assert_close(batch.prompted(range(len(queries))), exact)
             continue
         for splits in (1, 3):
-            assert_close(decoding.run(batch, list(range(len(queries))), splits), exact)
+            assert_close(batch.decoded(range(len(queries)), splits), exact)
 
 
 @pytest.mark.parametrize(("heads", "block_size"), SHAPES, ids=str)
@@ -81,7 +78,6 @@ def test_store(kind: str, heads: Heads, block_size: int) -> None:
     expected = cache.clone()
     q = rope_store_reference(**{**vars(inputs), "cache": expected})
     assert_close(rope_store(**vars(inputs)), q)
-    assert head_size(cache) == heads.head_dim
 
     ours, theirs = dequantized(cache), dequantized(expected)
     assert torch.equal(ours.isnan(), theirs.isnan())
@@ -90,19 +86,3 @@ def test_store(kind: str, heads: Heads, block_size: int) -> None:
     largest = theirs.abs().amax(-1, keepdim=True)
     step = largest / 127 if kind == "int8" else (theirs.abs() / 8).clamp(min=2**-9)
     assert bool(((ours - theirs).abs() <= 1.001 * step).all())
-
-
-@pytest.mark.launches_nothing
-@pytest.mark.parametrize("kind", KINDS)
-def test_copied_blocks_bring_their_scales(kind: str) -> None:
-    heads = Heads(4, 2, 16)
-    cache = cache_of(kind, heads, 4, 5)
-    k, v = torch.randn(2, 8, 2, 16, device=DEVICE)
-    store_quantized_reference(k, v, torch.arange(4, 12, device=DEVICE), cache)  # blocks 1 and 2
-    tokens = TokenCache.allocate(5, 4, DEVICE)
-    sources, destinations = torch.tensor([[2, 1], [0, 4]], dtype=torch.int32, device=DEVICE)
-    copy_blocks([cache], tokens, sources, destinations)
-    numbers = dequantized(cache)
-    assert torch.equal(numbers[:, [0, 4]], numbers[:, [2, 1]])
-    assert not numbers[:, [0, 4]].isnan().any()
-    assert numbers[:, 3].isnan().all()

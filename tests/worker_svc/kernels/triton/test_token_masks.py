@@ -58,11 +58,3 @@ def test_masked_tokens_are_impossible(
         assert whole[:, vocab.num_tokens :].isnan().all()
         parts.append(part.cpu())
     assert torch.equal(torch.cat(parts, dim=1), logits.masked_fill(~allowed, -torch.inf))
-
-
-@pytest.mark.launches_nothing
-def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_apply_masks_kernel", None)
-    none = torch.empty(0, dtype=torch.int32)
-    apply_masks(torch.empty(0, 40), 0, 40, none, torch.empty(0, 2, dtype=torch.int32))
-    apply_masks(torch.empty(1, 40), 0, 0, none.new_zeros(1), none.new_zeros(1, 2))

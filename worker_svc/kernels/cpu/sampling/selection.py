@@ -30,12 +30,7 @@ PARALLEL_LOGITS = 1 << 15
 def chunk_statistics(
     logits: torch.Tensor, chunk_size: int, num_tokens: int, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [N, chunks · chunk_size], temperatures [N] float32 -> per chunk the largest logit
-    (-inf if none is valid), and the sum of exp((logit - largest) / temperature), which is 0 in a
-    greedy row. Both are [N, chunks] float32.
-
-    The first num_tokens columns are valid. The other columns may hold any values.
-    """
+    """See `kernels.ops.Ops`. The sum is 0 in a greedy row."""
     maxima = torch.empty(len(logits), logits.shape[1] // chunk_size)
     sums = torch.empty_like(maxima)
     _chunk_statistics(
@@ -59,17 +54,9 @@ def select_tokens(
     temperatures: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """Selects tokens from this rank's logits (see `chunk_statistics`) -> token ids [N] int32, -1
-    where another rank has the chosen chunk.
-
-    Where the temperature is 0, a token is the first of the largest logits. Elsewhere it is the
-    inverse of the cumulative distribution at the uniform number. That is computed in float64, so
-    that rounding moves next to no mass between tokens.
-
-    maxima, sums  [N, chunks of all ranks] in the vocabulary's order
-    first_chunk   the number, in the vocabulary, of this rank's first chunk
-    uniforms      [N] float64 in [0, 1)
-    """
+    """See `kernels.ops.Ops`. Where the temperature is 0, a token is the first of the largest
+    logits. Elsewhere it is the inverse of the cumulative distribution at the uniform number. That
+    is computed in float64, so that rounding moves next to no mass between tokens."""
     tokens = torch.empty(len(logits), dtype=torch.int32)
     _select_tokens(
         logits.float().contiguous().numpy(),
@@ -98,16 +85,9 @@ def _exp_or_zero(exponent: Any) -> Any:
 
 
 @njit(nogil=True, error_model="numpy", fastmath=FASTMATH)
-def _take_chunks(
-    counter: Any,
-    logits: Floats,
-    chunk_size: int,
-    num_tokens: int,
-    temperatures: Floats,
-    maxima: Floats,
-    sums: Floats,
-) -> None:
+def _take_chunks(counter: Any, rows: Any) -> None:
     """Takes chunks of any row from `counter` until none is left."""
+    logits, chunk_size, num_tokens, temperatures, maxima, sums = rows
     chunks = maxima.shape[1]
     while True:
         unit = take(counter)
@@ -139,11 +119,12 @@ def _chunk_statistics(
     sums: Floats,
 ) -> None:
     counter = np.zeros(1, np.int64)
+    rows = (logits, chunk_size, num_tokens, temperatures, maxima, sums)
     if maxima.size * chunk_size < PARALLEL_LOGITS:
-        _take_chunks(counter, logits, chunk_size, num_tokens, temperatures, maxima, sums)
+        _take_chunks(counter, rows)
     else:
         for _thread in prange(num_threads()):
-            _take_chunks(counter, logits, chunk_size, num_tokens, temperatures, maxima, sums)
+            _take_chunks(counter, rows)
 
 
 @njit(inline="always")

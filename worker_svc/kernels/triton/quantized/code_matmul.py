@@ -45,8 +45,6 @@ def code_matmul(
     rows, columns = x.shape
     outs, int4 = len(codes), codes.dim() == 3
     out = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
-    if rows == 0:
-        return out
     x = x.contiguous()
     tiles = choose_tiles(rows, x.dtype)
     splits = choose_splits(rows, outs, triton.cdiv(columns, 2 * width if int4 else width))

@@ -32,24 +32,23 @@ def quantize(
     padded = -(-tokens // multiple) * multiple
     codes = torch.empty(padded, size, dtype=dtype, device=x.device)
     scales = torch.empty(groups, padded, dtype=torch.float32, device=x.device)
-    if tokens:
-        width = next_power_of_2(group)
-        block = width * next_power_of_2(groups)
-        _quantize_kernel[(tokens,)](
-            x,
-            x.stride(0),
-            maxima,
-            codes if dtype == torch.int8 else codes.view(torch.uint8),
-            scales,
-            padded,
-            SIZE=size,
-            GROUP=group,
-            WIDTH=width,
-            GROUPS=block // width,
-            LARGEST=127.0 if dtype == torch.int8 else MAX_E4M3,
-            num_warps=min(max(block // (32 * 16), 1), 16),
-            enable_fp_fusion=False,  # see `round_to_even`
-        )
+    width = next_power_of_2(group)
+    block = width * next_power_of_2(groups)
+    _quantize_kernel[(tokens,)](
+        x,
+        x.stride(0),
+        maxima,
+        codes if dtype == torch.int8 else codes.view(torch.uint8),
+        scales,
+        padded,
+        SIZE=size,
+        GROUP=group,
+        WIDTH=width,
+        GROUPS=block // width,
+        LARGEST=127.0 if dtype == torch.int8 else MAX_E4M3,
+        num_warps=min(max(block // (32 * 16), 1), 16),
+        enable_fp_fusion=False,  # see `round_to_even`
+    )
     return codes, scales.T
 
 

@@ -36,18 +36,7 @@ def count_by_key(
     bins: torch.Tensor,
 ) -> None:
     """See `kernels.ops.Ops`; rows of logits may be strided."""
-    if len(rows) and num_tokens:
-        _count_by_key_kernel[(triton.cdiv(num_tokens, TILE), len(rows))](
-            logits,
-            logits.stride(0),
-            rows,
-            num_tokens,
-            low,
-            shifts,
-            bins,
-            TILE=TILE,
-            num_warps=NUM_WARPS,
-        )
+    _add_to_bins(logits, rows, num_tokens, None, None, low, shifts, bins)
 
 
 def weigh_by_key(
@@ -61,17 +50,19 @@ def weigh_by_key(
     bins: torch.Tensor,
 ) -> None:
     """See `kernels.ops.Ops`; rows of logits may be strided."""
-    if len(rows) and num_tokens:
-        _weigh_by_key_kernel[(triton.cdiv(num_tokens, TILE), len(rows))](
+    _add_to_bins(logits, rows, num_tokens, maxima, scales, low, shifts, bins)
+
+
+def _add_to_bins(
+    logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, *arguments: torch.Tensor | None
+) -> None:
+    if num_tokens:  # a rank may have none
+        _add_to_bins_kernel[(triton.cdiv(num_tokens, TILE), len(rows))](
             logits,
             logits.stride(0),
             rows,
             num_tokens,
-            maxima,
-            scales,
-            low,
-            shifts,
-            bins,
+            *arguments,
             TILE=TILE,
             num_warps=NUM_WARPS,
         )
@@ -85,38 +76,14 @@ def pick_bins(
     above: torch.Tensor,
 ) -> None:
     """See `kernels.ops.Ops`; all contiguous."""
-    if len(bins):
-        _pick_bins_kernel[(len(bins),)](bins, targets, low, shifts, above, num_warps=1)
-
-
-@kernel(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=UNALIGNED)
-def _count_by_key_kernel(
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
-    rows: tl.tensor,
-    num_tokens: tl.tensor,
-    low: tl.tensor,
-    shifts: tl.tensor,
-    bins: tl.tensor,
-    TILE: tl.constexpr,
-) -> None:
-    place = tl.program_id(1).to(tl.int64)
-    shift = tl.load(shifts + place)
-    if shift >= 0:
-        row = logits + tl.load(rows + place).to(tl.int64) * logits_stride
-        values = _tile(row, num_tokens, TILE)
-        number, inside = _number(values, tl.load(low + place), shift)
-        if tl.max(inside.to(tl.int32), axis=0) > 0:
-            counts = tl.histogram(number, BINS, mask=inside).to(tl.int64)
-            targets = bins + place * BINS + tl.arange(0, BINS)
-            tl.atomic_add(targets, counts, mask=counts > 0, sem="relaxed")
+    _pick_bins_kernel[(len(bins),)](bins, targets, low, shifts, above, num_warps=1)
 
 
 @kernel(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=[*UNALIGNED, "maxima", "scales"],
 )
-def _weigh_by_key_kernel(
+def _add_to_bins_kernel(
     logits: tl.tensor,
     logits_stride: tl.tensor,
     rows: tl.tensor,
@@ -128,18 +95,25 @@ def _weigh_by_key_kernel(
     bins: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
+    """Adds the number of logits of each bin, or their weights if there are maxima and scales."""
     place = tl.program_id(1).to(tl.int64)
     shift = tl.load(shifts + place)
     if shift >= 0:
         row = logits + tl.load(rows + place).to(tl.int64) * logits_stride
-        values = _tile(row, num_tokens, TILE)
+        columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        values = tl.load(row + columns, mask=columns < num_tokens, other=float("-inf"))
         number, inside = _number(values, tl.load(low + place), shift)
         if tl.max(inside.to(tl.int32), axis=0) > 0:
-            exponents = (values - tl.load(maxima + place)) * tl.load(scales + place)
-            exponents = tl.where(inside, exponents, float("-inf"))
-            weights = (tl.exp(exponents) * LARGEST_WEIGHT).to(tl.int64)
-            targets = bins + place * BINS + number
-            tl.atomic_add(targets, weights, mask=inside & (weights > 0), sem="relaxed")
+            if maxima is None:
+                counts = tl.histogram(number, BINS, mask=inside).to(tl.int64)
+                targets = bins + place * BINS + tl.arange(0, BINS)
+                tl.atomic_add(targets, counts, mask=counts > 0, sem="relaxed")
+            else:
+                exponents = (values - tl.load(maxima + place)) * tl.load(scales + place)
+                exponents = tl.where(inside, exponents, float("-inf"))
+                weights = (tl.exp(exponents) * LARGEST_WEIGHT).to(tl.int64)
+                targets = bins + place * BINS + number
+                tl.atomic_add(targets, weights, mask=inside & (weights > 0), sem="relaxed")
 
 
 @kernel(do_not_specialize_on_alignment=[*UNALIGNED, "targets", "above"])
@@ -161,13 +135,6 @@ def _pick_bins_kernel(
         tl.store(low + row, tl.load(low + row) + (number.to(tl.int64) << shift))
         tl.store(above + row, reached - weight)
         tl.store(shifts + row, tl.where(settled, -1, tl.maximum(shift - BIN_BITS, 0)))
-
-
-@triton.jit
-def _tile(row: tl.tensor, num_tokens: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """This program's logits, -inf past the end."""
-    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    return tl.load(row + columns, mask=columns < num_tokens, other=float("-inf"))
 
 
 @triton.jit

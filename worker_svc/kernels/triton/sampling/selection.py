@@ -34,19 +34,18 @@ def chunk_statistics(
     maxima = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(maxima)
     chunks = max(TILE // chunk_size, 1)
-    if num_rows:
-        _chunk_statistics_kernel[(triton.cdiv(num_chunks, chunks), num_rows)](
-            logits,
-            logits.stride(0),
-            num_tokens,
-            temperatures,
-            maxima,
-            sums,
-            NUM_CHUNKS=num_chunks,
-            CHUNK_SIZE=chunk_size,
-            CHUNKS=chunks,
-            num_warps=NUM_WARPS,
-        )
+    _chunk_statistics_kernel[(triton.cdiv(num_chunks, chunks), num_rows)](
+        logits,
+        logits.stride(0),
+        num_tokens,
+        temperatures,
+        maxima,
+        sums,
+        NUM_CHUNKS=num_chunks,
+        CHUNK_SIZE=chunk_size,
+        CHUNKS=chunks,
+        num_warps=NUM_WARPS,
+    )
     return maxima, sums
 
 
@@ -63,23 +62,22 @@ def select_tokens(
     """Computes the CPU's result; maxima and sums must be contiguous."""
     num_rows, all_chunks = maxima.shape
     tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    if num_rows:
-        _select_tokens_kernel[(num_rows,)](
-            logits,
-            logits.stride(0),
-            num_tokens,
-            maxima,
-            sums,
-            first_chunk,
-            temperatures,
-            uniforms,
-            tokens,
-            NUM_CHUNKS=logits.shape[1] // chunk_size,
-            ALL_CHUNKS=all_chunks,
-            CHUNK_SIZE=chunk_size,
-            BLOCK=next_power_of_2(all_chunks),
-            num_warps=NUM_WARPS,
-        )
+    _select_tokens_kernel[(num_rows,)](
+        logits,
+        logits.stride(0),
+        num_tokens,
+        maxima,
+        sums,
+        first_chunk,
+        temperatures,
+        uniforms,
+        tokens,
+        NUM_CHUNKS=logits.shape[1] // chunk_size,
+        ALL_CHUNKS=all_chunks,
+        CHUNK_SIZE=chunk_size,
+        BLOCK=next_power_of_2(all_chunks),
+        num_warps=NUM_WARPS,
+    )
     return tokens
 
 

@@ -23,13 +23,11 @@ def store_tokens(
     input_ids: torch.Tensor,
     last_tokens: torch.Tensor,
 ) -> None:
-    """Stores input_ids [T] int32 in the slots slot_mapping [T] int32 (-1: nowhere) of cache [slots]
-    int32. An id -1 - r stands for last_tokens[r] int32."""
+    """See `kernels.ops.Ops`."""
     size = len(slot_mapping)
-    if size:
-        _store_tokens_kernel[(triton.cdiv(size, STORED),)](
-            cache, slot_mapping, input_ids, last_tokens, size, STORED=STORED
-        )
+    _store_tokens_kernel[(triton.cdiv(size, STORED),)](
+        cache, slot_mapping, input_ids, last_tokens, size, STORED=STORED
+    )
 
 
 def penalize(
@@ -53,7 +51,7 @@ def penalize(
     token was generated. The order does not change the result. Then one of a token's positions
     takes the mark and penalizes the token.
     """
-    if len(rows) == 0 or count == 0:
+    if count == 0:  # this rank has no tokens
         return
     seen = torch.zeros(len(rows), count, dtype=torch.int32, device=logits.device)
     grid = (PROGRAMS, len(rows))

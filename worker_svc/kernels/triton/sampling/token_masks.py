@@ -15,10 +15,8 @@ NUM_WARPS = 4
 def apply_masks(
     logits: torch.Tensor, start: int, count: int, masked: torch.Tensor, masks: torch.Tensor
 ) -> None:
-    """Sets logits [F, shard] float32 of rows masked [M] int32 to -inf at columns c < count where
-    bit start + c of masks [M, W] int32 is 0. The lowest bit of a row's first word is bit 0. Rows of
-    logits may be strided."""
-    if len(masked) and count:
+    """See `kernels.ops.Ops`; rows of logits may be strided."""
+    if count:  # a rank may have no tokens
         _apply_masks_kernel[(triton.cdiv(count, TILE), len(masked))](
             logits,
             logits.stride(0),

@@ -1,5 +1,5 @@
-"""The forward pass of public models' sizes, traced with fake CUDA tensors: devices, dtypes and
-shapes of every launch, without a GPU or memory for the weights."""
+"""The forward pass of public models' sizes on tensors without memory: devices, dtypes and shapes of
+every launch, without a GPU or memory for the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.runtime.jit import KernelInterface
 
 from tests.worker_svc.harness import Batch, limits
@@ -34,25 +33,23 @@ from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors, host_columns
 
-CUDA = torch.device("cuda", 0)
+GPU = torch.device("meta")
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 151_936
 
 
 class FakeReader:
-    """Gives shapes without contents, and records every tensor's size."""
+    """Gives shapes without contents."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.device = CUDA
-        self.num_elements = 0
+        self.device = GPU
 
     def read_into(
         self, out: torch.Tensor, name: str, *, dim: int = 0, start: int | None = None
     ) -> None:
-        assert out.device == CUDA, name
+        assert out.device == GPU, name
         assert out.dtype == self.dtype, name
-        self.num_elements += out.numel()
 
     def skip(self, name: str) -> None: ...
 
@@ -83,39 +80,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         yield launches
 
 
-def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """Does `tensor[index]` with operators alone: Python's indexing asks CUDA for a device guard
-    first, which a build without CUDA does not have."""
-    dim = 0
-    for part in index if isinstance(index, tuple) else (index,):
-        if isinstance(part, int):
-            tensor = tensor.select(dim, part)
-            continue
-        if part is None:
-            tensor = tensor.unsqueeze(dim)
-        elif isinstance(part, slice):
-            start, end, _ = part.indices(tensor.shape[dim])
-            tensor = tensor.narrow(dim, start, max(end - start, 0))
-        else:
-            tensor = torch.ops.aten.index.Tensor(tensor, [None] * dim + [part])
-        dim += 1
-    return tensor
-
-
-def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
-    if isinstance(index, torch.Tensor):
-        torch.ops.aten.index_put_(tensor, [index], value)
-        return
-    part = get_item(tensor, index)
-    part.copy_(value) if isinstance(value, torch.Tensor) else part.fill_(value)
-
-
-@pytest.fixture(autouse=True)
-def indexing_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeTensor, "__getitem__", get_item, raising=False)
-    monkeypatch.setattr(FakeTensor, "__setitem__", set_item, raising=False)
-
-
 def model_config(shape: dict[str, Any], dtype: torch.dtype) -> ModelConfig:
     return ModelConfig(
         family=FAMILIES[shape["architectures"][0]],
@@ -143,9 +107,9 @@ def make_step(query_lens: list[int], context_lens: list[int], block_size: int) -
     return batch.step([(seq, [0] * new) for seq, (new, _) in lengths])
 
 
-def on_fake_gpu(arrays: list[np.ndarray]) -> StepTensors:
+def on_gpu(arrays: list[np.ndarray]) -> StepTensors:
     return StepTensors(
-        *(torch.empty(len(a), dtype=torch.from_numpy(a.copy()).dtype, device=CUDA) for a in arrays)
+        *(torch.empty(len(a), dtype=torch.from_numpy(a.copy()).dtype, device=GPU) for a in arrays)
     )
 
 
@@ -174,16 +138,16 @@ def test_forward(
     config = model_config({**BASE_CONFIG, **SHAPES[name]}, dtype)
     steps = {"decodes": ([1] * 5, [600] * 5), "mixed": ([1, 700, 30], [33, 700, 90])}
     for query_lens, context_lens in steps.values():
-        with FakeTensorMode(), recorded(monkeypatch) as launches:
+        with recorded(monkeypatch) as launches:
             tp = TensorParallel(ranks - 1, ranks)  # the last: its vocabulary is padded
-            backend = TritonBackend(attention_shape(config, ranks, CUDA), 64, num_sms=132)
+            backend = TritonBackend(attention_shape(config, ranks, GPU), 64, num_sms=132)
             reader: Any = FakeReader(dtype)
             loader = WeightLoader(reader, triton_ops)
             model = load_model(loader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
             vocab = VocabPartition(config.vocab_size, tp.rank, ranks)
             step = make_step(query_lens, context_lens, backend.block_size)
-            tensors = on_fake_gpu(host_columns(step, backend.plan_column(step)))
-            last_tokens = torch.zeros(8, dtype=torch.int32, device=CUDA)
+            tensors = on_gpu(host_columns(step, backend.plan_column(step)))
+            last_tokens = torch.zeros(8, dtype=torch.int32, device=GPU)
             metadata = backend.plan(step, tensors, max(context_lens))
             hidden = model.hidden_states(tensors, last_tokens, backend.allocate(16), metadata)
             logits = model.lm_head(hidden)
@@ -191,17 +155,17 @@ def test_forward(
             tokens = sampler(logits, tensors.temperatures, tensors.uniforms)
 
         assert logits.shape == (len(query_lens), vocab.shard_size)
-        assert (logits.dtype, logits.device) == (dtype, CUDA)
+        assert (logits.dtype, logits.device) == (dtype, GPU)
         assert (tokens.shape, tokens.dtype, tokens.device) == (
             (len(query_lens),),
             torch.int32,
-            CUDA,
+            GPU,
         )
         for launch in launches:
             assert all(size > 0 for size in launch.grid), launch
             assert all(size < 65536 for size in launch.grid[1:]), launch
             for tensor in launch.tensors:
-                assert tensor.device == CUDA, launch
+                assert tensor.device == GPU, launch
                 assert tensor.dtype in (dtype, torch.int32, torch.float32, torch.float64), launch
         # Besides the layers: embedding, last norm, and two of the sampler.
         per_layer = (len(launches) - 4) / config.num_layers
@@ -215,51 +179,32 @@ def test_features(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     prompts, decodes = warm_up_steps(5, 2000, False, MAX_MODEL_LEN, 64, VOCAB_SIZE)
     assert prompts.prompt_targets
     assert decodes.features
-    with FakeTensorMode(), recorded(monkeypatch) as launches:
+    with recorded(monkeypatch) as launches:
         tp = TensorParallel(ranks - 1, ranks)
         vocab = VocabPartition(VOCAB_SIZE, tp.rank, ranks)
-        weight = torch.empty(vocab.shard_size, 64, dtype=torch.bfloat16, device=CUDA)
+        weight = torch.empty(vocab.shard_size, 64, dtype=torch.bfloat16, device=GPU)
         head = VocabParallelHead(triton_ops.pack(weight, weight.dtype))
-        runner = FeatureRunner(vocab, tp, triton_ops, head, to_fake_gpu)
-        tensors = on_fake_gpu(host_columns(decodes, decodes.query_lens[:0]))
-        logits = head(torch.empty(8, 64, dtype=torch.bfloat16, device=CUDA))  # padded
-        tokens = torch.zeros(8, dtype=torch.int32, device=CUDA)
-        history = TokenCache.allocate(16, 64, CUDA)
+        runner = FeatureRunner(vocab, tp, triton_ops, head, to_gpu)
+        tensors = on_gpu(host_columns(decodes, decodes.query_lens[:0]))
+        logits = head(torch.empty(8, 64, dtype=torch.bfloat16, device=GPU))  # padded
+        tokens = torch.zeros(8, dtype=torch.int32, device=GPU)
+        history = TokenCache.allocate(16, 64, GPU)
         scores = runner.sample(decodes.features, decodes, tensors, logits, tokens, history)
-        hidden = torch.empty(prompts.num_tokens, 64, dtype=torch.bfloat16, device=CUDA)
+        hidden = torch.empty(prompts.num_tokens, 64, dtype=torch.bfloat16, device=GPU)
         scores += runner.score(prompts.prompt_targets, prompts, hidden)
-        copy_blocks([torch.empty(2, 16, 64, 2, 8, device=CUDA)], history, tokens[:2], tokens[2:4])
+        copy_blocks([torch.empty(2, 16, 64, 2, 8, device=GPU)], history, tokens[:2], tokens[2:4])
     assert [len(each.ids) for each in scores] == [5, PIECE]
     for each in scores:
         assert each.ids.shape == each.values.shape == (len(each.ids), 1 + NUM_LOGPROBS)
-        assert (each.ids.dtype, each.ids.device) == (torch.int32, CUDA)
-        assert (each.values.dtype, each.values.device) == (torch.float32, CUDA)
+        assert (each.ids.dtype, each.ids.device) == (torch.int32, GPU)
+        assert (each.values.dtype, each.values.device) == (torch.float32, GPU)
     assert launches
     for launch in launches:
         assert all(size > 0 for size in launch.grid), launch
-        assert all(tensor.device == CUDA for tensor in launch.tensors), launch
+        assert all(tensor.device == GPU for tensor in launch.tensors), launch
 
 
-def to_fake_gpu(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+def to_gpu(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
     """Stands in for `upload`."""
     dtypes = {np.float32: torch.float32, np.int32: torch.int32, np.uint32: torch.int32}
-    return [torch.empty(a.size, dtype=dtypes[a.dtype.type], device=CUDA) for a in arrays]
-
-
-def test_sizes_of_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together the ranks read every weight once, and each of them what they share."""
-    config = model_config({**BASE_CONFIG, **SHAPES["qwen3-8b"]}, torch.bfloat16)
-
-    def elements(rank: int, ranks: int) -> int:
-        with FakeTensorMode(), recorded(monkeypatch):
-            backend = TritonBackend(attention_shape(config, ranks, CUDA), 64, num_sms=132)
-            reader: Any = FakeReader(torch.bfloat16)
-            tp = TensorParallel(rank, ranks)
-            loader = WeightLoader(reader, triton_ops)
-            load_model(loader, config, MAX_MODEL_LEN, triton_ops, tp, backend)
-        return int(reader.num_elements)
-
-    whole = elements(0, 1)
-    assert whole == 8_190_735_360  # of Qwen3-8B
-    norms = config.num_layers * (2 * config.hidden_size + 2 * config.head_dim) + config.hidden_size
-    assert sum(elements(rank, 4) for rank in range(4)) == whole + 3 * norms
+    return [torch.empty(a.size, dtype=dtypes[a.dtype.type], device=GPU) for a in arrays]
