@@ -187,7 +187,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         if client is not None and client.max_requests is not None:
             limit, name = client.max_requests, "max_requests"
         if self._requests[caller] >= limit:
-            raise QueueFullError(f"{name}: {limit} requests are in progress", _RETRY_AFTER_S)
+            raise QueueFullError(f"{name}: {limit} requests are in progress", _RETRY_AFTER_S, name)
 
 
 def _operator(operators: Tokens | None, token: str) -> Client:

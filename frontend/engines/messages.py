@@ -174,7 +174,7 @@ def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceE
     if finished.cause == pb.FINISH_CAUSE_DEADLINE:
         return DeadlineError("the deadline passed before the completion was finished")
     if finished.cause == pb.FINISH_CAUSE_QUEUE_FULL:
-        return QueueFullError(finished.message, finished.retry_after_s)
+        return QueueFullError(finished.message, finished.retry_after_s, finished.field)
     if finished.cause == pb.FINISH_CAUSE_INVALID:
         return InvalidArgumentError(finished.field or "request", finished.message)
     log.error(

@@ -84,5 +84,6 @@ class Streams:
                         f"sampling.logprobs: {count} have not been read, more than of any other "
                         f"request; the limit is {MAX_UNREAD_LOGPROBS} of all",
                         _RETRY_AFTER_S,
+                        "sampling",
                     )
                 )
