@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import structlog
 
-from frontend.engines.connection import Connection
+from frontend.engines.connection import RETRY_AFTER_S, Connection, no_engine
 from frontend.engines.ledger import Entry, Ledger, State
 from frontend.engines.messages import abort_message, submit_message, suspects_message
 from frontend.engines.outputs import Outputs
@@ -33,7 +32,6 @@ from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-_RETRY_AFTER_S = 0.5  # sent to clients while there is no connection
 _SUBMISSIONS_AT_ONCE = 32  # in one iteration of the event loop
 _WATCH_AGAIN_S = 0.5
 
@@ -299,7 +297,7 @@ class Engine:
 
     def _give_up(self) -> None:
         reason = "the engine was lost and did not come back in time"
-        self.fail(self.open_streams(), UnavailableError(reason, _RETRY_AFTER_S))
+        self.fail(self.open_streams(), UnavailableError(reason, RETRY_AFTER_S))
 
     async def _submit_rest(self) -> None:
         """Submits the withheld completions, except those of another model."""
@@ -339,9 +337,13 @@ class Engine:
         while True:
             try:
                 index = index_of(self.engine_info.block_size)
-                async with aclosing(self.connection.calls.watch_blocks()) as messages:
-                    async for message in messages:
-                        await self._take(message, index)
+                with self.connection.stub() as stub:
+                    call = stub.WatchBlocks(pb.WatchBlocksRequest())
+                    try:
+                        async for message in call:
+                            await self._take(message, index)
+                    finally:
+                        call.cancel()
             except ServiceError as error:  # not connected, fell behind, or too many watchers
                 if str(error) != reason:
                     reason = str(error)
@@ -365,8 +367,3 @@ class Engine:
         self.current_load().update(message.load)
         await index.apply(self.number, message)
         self.index = index
-
-
-def no_engine() -> UnavailableError:
-    """The error of a request while there is no connection."""
-    return UnavailableError("no engine is ready", _RETRY_AFTER_S)

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import structlog
 
-from frontend.engines.engine import Engine, no_engine
-from frontend.engines.engine_calls import EngineCalls
+from frontend.engines.connection import no_engine
+from frontend.engines.engine import Engine
 from frontend.engines.ledger import MIN_PROGRESS
 from frontend.engines.placement import Fit, choose
 from frontend.engines.prefix_index import PrefixIndex
@@ -86,9 +86,7 @@ class Engines:
         Raises:
             UnavailableError: there is no connection.
         """
-        infos = [engine.engine_info for engine in self._connected()]
-        if not infos:
-            raise no_engine()
+        infos = [engine.engine_info for engine in self.connected()]
         if len(infos) == 1:
             return infos[0]
         merged = pb.EngineInfo()
@@ -99,16 +97,16 @@ class Engines:
             setattr(merged, name, sum(getattr(info, name) for info in infos))
         return merged
 
-    def connected(self) -> list[tuple[pb.EngineInfo, EngineCalls]]:
-        """The connected engines' limits, and calls to each.
+    def connected(self) -> list[Engine]:
+        """The connected engines.
 
         Raises:
             UnavailableError: no engine is connected.
         """
-        found = [(each.engine_info, each.connection.calls) for each in self._connected()]
-        if not found:
+        engines = [engine for engine in self._engines.values() if engine.connected]
+        if not engines:
             raise no_engine()
-        return found
+        return engines
 
     def submit(self, request: Request) -> list[TokenStream]:
         """Starts the completions of a request, each of which is open until it ends or is closed.
@@ -179,9 +177,6 @@ class Engines:
             self._was_serving = self.serving
             await self._on_ready(self.serving)
 
-    def _connected(self) -> list[Engine]:
-        return [engine for engine in self._engines.values() if engine.connected]
-
     def _serving(self) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.serving]
 
@@ -190,17 +185,14 @@ class Engines:
     def _candidates(self, request: Request) -> list[Engine]:
         """The engines to which a new request may be sent: those that serve, or else those where the
         request would wait."""
-        engines = self._connected()
+        engines = self.connected()
         if request.engine:
-            named = [each for each in self._engines.values() if each.name == request.engine]
-            if not named and engines:
+            if all(engine.name != request.engine for engine in self._engines.values()):
                 names = ", ".join(sorted({engine.name for engine in engines}))
-                raise InvalidArgumentError(
-                    "engine", f"there is none of this name; there are: {names}"
-                )
-            engines = [engine for engine in named if engine.connected]
-        if not engines:
-            raise no_engine()
+                raise InvalidArgumentError("engine", f"unknown name; must be one of {names}")
+            engines = [engine for engine in engines if engine.name == request.engine]
+            if not engines:
+                raise no_engine()
         return [engine for engine in engines if engine.serving] or engines
 
     def _submit(

@@ -83,7 +83,7 @@ class Cluster:
 
     def connected(self) -> list[str]:
         try:
-            return sorted(info.name for info, _ in self.engines.connected())
+            return sorted(engine.name for engine in self.engines.connected())
         except UnavailableError:
             return []
 
@@ -405,9 +405,7 @@ async def test_a_named_engines_refusal_is_final(
 async def test_an_unknown_engine_is_refused_with_the_names_of_those_there_are(
     cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
 ) -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=r"engine: there is none of this name; there are: a, b"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"engine: unknown name; must be one of a, b"):
         cluster.submit(engine="c")
 
 
