@@ -65,9 +65,9 @@ class RequestMetrics(ServiceMetrics):
         requests = [([*key], count) for key, count in dict(usage.requests).items()]
         labels, help_text = ["client", "method", "outcome"], "Calls that ended, by outcome."
         yield self._counters("client_requests", help_text, labels, requests)
-        refusals = [([*key], count) for key, count in dict(usage.refusals).items()]
+        rejections = [([*key], count) for key, count in dict(usage.rejections).items()]
         labels, help_text = ["client", "reason"], "Rejected calls, by field or limit."
-        yield self._counters("client_refusals", help_text, labels, refusals)
+        yield self._counters("client_refusals", help_text, labels, rejections)
         for name, help_text in (
             ("prompt_tokens", "Tokens of prompts, of calls that ended."),
             ("cached_prompt_tokens", "Tokens of prompts that were cached, of calls that ended."),

@@ -106,8 +106,8 @@ _FLAKY = {
         "test_a_short_cut_and_a_long_one and scheduler-frontend",
         "test_a_scheduler_that_vanishes_with_its_host",
     ),
-    "frontend/test_engines.py": ("test_limits_are_those_of_every_engine_and_capacity_is_of_all",),
-    "frontend/test_two_tenants.py": ("test_a_flood_does_not_keep_another_waiting_or_out",),
+    "frontend/test_engines.py": ("test_limits_are_the_smallest_and_capacity_is_the_sum",),
+    "frontend/test_two_tenants.py": ("test_a_flood_neither_delays_nor_excludes_another_client",),
     "scheduler_svc/grammar/test_grammars.py": (
         "test_a_process_that_dies_at_work_is_replaced",
         "test_one_whose_process_always_dies_is_convicted_alone",

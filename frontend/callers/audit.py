@@ -42,22 +42,22 @@ class Usage:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str, str]] = Counter()  # by client, method and outcome
-        self.refusals: Counter[tuple[str, str]] = Counter()  # by client and reason
+        self.rejections: Counter[tuple[str, str]] = Counter()  # by client and reason
         self.prompt_tokens: Counter[str] = Counter()
         self.cached_prompt_tokens: Counter[str] = Counter()
         self.completion_tokens: Counter[str] = Counter()
 
-    def add(self, call: Call, outcome: str, refused_for: str, work: Work | None) -> None:
+    def add(self, call: Call, outcome: str, rejected_for: str, work: Work | None) -> None:
         """Counts a call that has ended.
 
         Args:
             outcome: how its completions ended, or its status if there are none.
-            refused_for: the limit or field it was rejected for; empty if it was not rejected.
+            rejected_for: the limit or field it was rejected for; empty if it was not rejected.
         """
         client = call.client.name if call.client else ""
         self.requests[client, call.method, outcome] += 1
-        if refused_for:
-            self.refusals[client, refused_for] += 1
+        if rejected_for:
+            self.rejections[client, rejected_for] += 1
         if work is not None:
             self.prompt_tokens[client] += work.prompt_tokens
             self.cached_prompt_tokens[client] += work.cached_prompt_tokens

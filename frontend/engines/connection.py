@@ -92,7 +92,9 @@ class Connection:
         """Connects, and reconnects after each loss, until cancelled."""
         while True:
             reason = await self._connect()
-            log.warning("no connection to the scheduler", address=self.address, reason=reason)
+            log.warning(
+                "no connection to the scheduler; reconnecting", address=self.address, reason=reason
+            )
             await asyncio.sleep(self._backoff.next_s())
 
     async def _connect(self) -> str:

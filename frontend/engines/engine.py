@@ -241,7 +241,10 @@ class Engine:
     def _name_suspects(self, entries: Iterable[Entry]) -> None:
         suspects = [entry.stream for entry in entries if entry.state is State.SUSPECT]
         if suspects:
-            log.warning("schedulers died with requests", suspects=len(suspects))
+            log.warning(
+                "requests were in several scheduler deaths; submitting them only on trial",
+                suspects=len(suspects),
+            )
             losses = {stream.number: stream.record.losses for stream in suspects}
             self.connection.send(suspects_message(losses))
 
@@ -278,7 +281,7 @@ class Engine:
         culprit = self.ledger.disconnect(died=died)
         if culprit:
             log.error(
-                "a request kills the scheduler whenever it is submitted",
+                "request kills every scheduler that runs it; failing the request",
                 request_id=culprit.request.request_id,
             )
             self.fail([culprit], InternalError("internal error"))
@@ -296,7 +299,7 @@ class Engine:
             await self._on_ready(self, ready)
 
     def _give_up(self) -> None:
-        reason = "the engine was lost and did not come back in time"
+        reason = "the engine was lost and did not return in time"
         self.fail(self.open_streams(), UnavailableError(reason, RETRY_AFTER_S))
 
     async def _submit_rest(self) -> None:
@@ -348,12 +351,14 @@ class Engine:
                 if str(error) != reason:
                     reason = str(error)
                     log.info(
-                        "an engine's cache cannot be watched; trying again",
+                        "cannot watch an engine's cache; retrying",
                         engine=self.name,
                         reason=reason,
                     )
             except Exception:  # requests can be placed without the index
-                log.exception("watching an engine's cache failed; starting anew", engine=self.name)
+                log.exception(
+                    "watching an engine's cache failed; restarting the watch", engine=self.name
+                )
             self.stop_watching()
             await asyncio.sleep(_WATCH_AGAIN_S)
 

@@ -51,20 +51,20 @@ class Engines:
         on_ready: Callable[[bool], Awaitable[None]],
         dialer: Dialer = PLAINTEXT,
         metrics: RequestMetrics | None = None,
-        refuse: Callable[[str], object] = lambda _: None,
+        check: Callable[[str], object] = lambda _: None,
         *,
         names_clients: bool = False,
     ) -> None:
         """Args:
-        on_ready: is told whether any engine serves, at each change.
-        refuse: raises ValueError for an address that must not be called.
+        on_ready: is called with whether any engine serves, at each change.
+        check: raises ValueError for an address that must not be called.
         names_clients: whether requests have a client with a name.
         """
         self._sources = sources
         self._on_ready = on_ready
         self._dialer = dialer
         self.metrics = metrics or RequestMetrics()
-        self._refuse = refuse
+        self._check = check
         self._names_clients = names_clients
         self._streams = Streams()
         self._engines: dict[Endpoint, Engine] = {}
@@ -124,7 +124,7 @@ class Engines:
         """Finds engines and connects to them until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._move_streams())
-            async for endpoints in watch_endpoints(self._sources, self._refuse):
+            async for endpoints in watch_endpoints(self._sources, self._check):
                 self._list(endpoints, tasks)
 
     # The list of engines.
@@ -139,7 +139,9 @@ class Engines:
                 engine = self._engines[endpoint] = self._engine_at(endpoint, number)
                 self._tasks[engine] = [tasks.create_task(engine.connection.run())]
         if len(self._engines) > 1:
-            log.info("engines", addresses=[endpoint.address for endpoint in endpoints])
+            log.info(
+                "list of engines changed", addresses=[endpoint.address for endpoint in endpoints]
+            )
             for engine, its_tasks in self._tasks.items():
                 if len(its_tasks) == 1:
                     its_tasks.append(tasks.create_task(engine.watch(self._index_of)))
@@ -208,20 +210,20 @@ class Engines:
         fits = {engine: Fit(len(ids)) for engine in engines if engine.index is None}
         for index in {engine.index for engine in engines if engine.index}:
             names = index.names_of(ids, request.cache_salt)
-            told = {engine.number: engine for engine in engines if engine.index is index}
-            for number, num_cached in index.matches(names, told).items():
-                fits[told[number]] = told[number].fit(len(ids), names, num_cached)
+            by_number = {engine.number: engine for engine in engines if engine.index is index}
+            for number, num_cached in index.matches(names, by_number).items():
+                fits[by_number[number]] = by_number[number].fit(len(ids), names, num_cached)
         loads = [(engine.current_load(), fit.uncached_tokens) for engine, fit in fits.items()]
         engine, fit = [*fits.items()][choose(loads)]
         engine.submit(streams, fit, moved=moved)
 
-    def _try_elsewhere(self, engine: Engine, refused: TokenStream) -> bool:
+    def _try_elsewhere(self, engine: Engine, rejected: TokenStream) -> bool:
         """Moves a new request for which an engine has no room. Returns whether another takes it."""
-        streams = refused.group
-        tried = streams[0].refused_by
+        streams = rejected.group
+        tried = streams[0].rejected_by
         tried.add(engine)
         others = [each for each in self._serving() if each not in tried]
-        if not others or refused.request.engine:
+        if not others or rejected.request.engine:
             return False
         engine.release(streams)
         self._submit(streams, others)
@@ -258,11 +260,11 @@ class Engines:
             return True
         if engine.serving:
             return False
-        hurt = engine.is_suspect(stream)
+        suspected = engine.is_suspect(stream)
         if not engine.is_drained:
-            hurt |= len(stream.tokens) < stream.move_goal
+            suspected |= len(stream.tokens) < stream.move_goal
         recovers = engine.connected and not engine.is_drained
-        return not hurt or engine.lost_for(_RETURN_S if recovers else _PATIENCE_S)
+        return not suspected or engine.lost_for(_RETURN_S if recovers else _PATIENCE_S)
 
     def _move(self, engine: Engine, streams: Sequence[TokenStream]) -> None:
         """Moves completions of one request to an engine that can take them. Fails them if no engine
@@ -280,7 +282,7 @@ class Engines:
                     if each is not engine
                 )
             ):
-                reason = "the model that this was begun with is not served any more: ask again"
+                reason = "the model that began this is no longer served; send the request again"
                 engine.fail(streams, FailedPreconditionError(reason))
             return
         if not engine.is_drained:

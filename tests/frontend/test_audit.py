@@ -1,5 +1,4 @@
-"""Every request leaves a line of who asked for what and how it ended, and is counted; none holds
-text or a token of the client's."""
+"""Each request is logged and counted with its client and outcome, without text or tokens."""
 
 from __future__ import annotations
 
@@ -92,10 +91,10 @@ async def test_each_outcome_is_recorded(service: Service, lines: Lines) -> None:
         (pb2.FINISH_CAUSE_INTERNAL, "", "INTERNAL", None),
         (pb2.FINISH_CAUSE_DEADLINE, "", "DEADLINE_EXCEEDED", None),
     ):
-        scheduler.refusal = pb2.Finished(cause=cause, message="a reason", field=field)
+        scheduler.rejection = pb2.Finished(cause=cause, message="a reason", field=field)
         call = stub.Generate(request(), metadata=mine)
         assert await outcome(call) == ("acme", "Generate", status, reason)
-    scheduler.refusal = None
+    scheduler.rejection = None
 
     scheduler.automatic = False
     while not scheduler.submits.empty():
@@ -117,18 +116,18 @@ async def test_each_outcome_is_recorded(service: Service, lines: Lines) -> None:
         assert kept_back not in shown
 
 
-async def test_a_flood_of_refusals_is_a_line_a_second(service: Service, lines: Lines) -> None:
+async def test_a_flood_of_rejections_is_one_line_a_second(service: Service, lines: Lines) -> None:
     calls = [service.stub.Generate(request()) for _ in range(300)]
     codes = [await call.code() for call in calls]
     assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
 
-    def refused() -> Lines:
+    def rejected() -> Lines:
         return [line for line in lines if line.get("outcome") == "UNAUTHENTICATED"]
 
-    await until(lambda: sum(line["count"] for line in refused()) == 300, "their lines")
-    assert refused()[0]["count"] == 1  # at once
-    assert len(refused()) < 30
-    assert {line["peer"] for line in refused()} == {"ipv4:127.0.0.1"}
+    await until(lambda: sum(line["count"] for line in rejected()) == 300, "their lines")
+    assert rejected()[0]["count"] == 1  # at once
+    assert len(rejected()) < 30
+    assert {line["peer"] for line in rejected()} == {"ipv4:127.0.0.1"}
 
 
 async def test_kinds_of_lines_are_bounded(lines: Lines) -> None:
@@ -159,7 +158,7 @@ async def test_usage_is_counted_by_client(lines: Lines) -> None:
     assert usage.prompt_tokens == {"acme": 30}
     assert usage.cached_prompt_tokens == {"acme": 12}
     assert usage.completion_tokens == {"acme": 21}
-    assert usage.refusals == {("acme", "max_requests"): 3}
+    assert usage.rejections == {("acme", "max_requests"): 3}
     assert usage.requests == {
         ("acme", "GenerateStream", "EOS"): 1,
         ("acme", "GenerateStream", "LENGTH"): 1,

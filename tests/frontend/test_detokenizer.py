@@ -87,13 +87,6 @@ def test_special_and_unknown_ids_have_no_text(hf: Any, table: dict[int, bytes]) 
     assert detokenizer.feed([end, a, 10_000_000, a, end]) == "aa"
 
 
-def test_unfinished_character_is_replaced_at_the_end(hf: Any, table: dict[int, bytes]) -> None:
-    ids = [hf.get_vocab()[c] for c in "ðŁĳ"]  # the first three bytes of an emoji
-    detokenizer = IncrementalDetokenizer(table)
-    assert detokenizer.feed(ids) == ""
-    assert detokenizer.flush() == "\ufffd"
-
-
 def test_added_token_outside_the_alphabet_is_plain_text() -> None:
     table = token_bytes({"a": 0, "<日本>": 1})
     assert table == {0: b"a", 1: "<日本>".encode()}

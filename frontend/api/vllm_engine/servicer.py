@@ -21,7 +21,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from frontend.api.generations import Generations
 from frontend.api.vllm_engine import responses
 from frontend.api.vllm_engine.kv_events import KvEventStream
-from frontend.api.vllm_engine.requests import generate_request, profile_request, truncation
+from frontend.api.vllm_engine.requests import generate_request, profile_request
 from frontend.api.vllm_engine.tokenizer_files import TokenizerArchive
 from frontend.callers.call import CALL, Call
 from frontend.engines.engine import Engine
@@ -75,11 +75,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         self._received_at = datetime.now(UTC)
-        truncate, streamed = truncation(request), request.stream
+        sampling, streamed = request.sampling_params, request.stream
+        cut = sampling.HasField("truncate_prompt_tokens")
+        truncate = sampling.truncate_prompt_tokens if cut else None
         generation = await self._generations.start(
             generate_request(request), context, truncate=truncate, with_text=False
         )
-        del request
+        del request, sampling
         release_message()
         with self._listed(generation):
             try:
@@ -142,7 +144,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
-        raise UnimplementedError("the model generates text; it makes no embeddings")
+        raise UnimplementedError("the model generates text, not embeddings")
 
     async def HealthCheck(
         self, request: vllm.HealthCheckRequest, context: Context
