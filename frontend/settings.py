@@ -114,9 +114,7 @@ class FrontendSettings(PublicSettings):
         for address in self.gateway_addresses:
             self._check_listening("gateway_addresses", address)
         if self.gateway_addresses and self.index >= len(self.gateway_addresses):
-            raise ValueError(
-                f"gateway_addresses: has no address for the frontend with index {self.index}"
-            )
+            raise ValueError(f"gateway_addresses: none for the frontend with index {self.index}")
         return self
 
     def check_scheduler(self, address: str) -> None:

@@ -21,10 +21,7 @@ _ROWS_AT_ONCE = 32
 _COMPLETION = bytes([pb.GenerateResponse.COMPLETIONS_FIELD_NUMBER << 3 | 2])
 
 _FINISH_REASONS = {
-    FinishReason.EOS: pb.FINISH_REASON_EOS,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
+    reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
 }
 
 

@@ -88,9 +88,7 @@ def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) 
     if not token_ids:
         return []
     if sampling.beam_width:
-        raise InvalidArgumentError(
-            field, "cannot be used with sampling.beam_width: beams end together"
-        )
+        raise InvalidArgumentError(field, "cannot be used with sampling.beam_width")
     if sampling.n > 1:
         raise InvalidArgumentError(
             field,

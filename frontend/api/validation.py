@@ -83,17 +83,3 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         raise InvalidArgumentError(
             f"{field}[{index}]", f"{value} is not below the vocabulary size, {vocab_size}"
         )
-
-
-def check_detokenized(token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Checks the tokens of a call to Detokenize and returns them.
-
-    Raises:
-        InvalidArgumentError: there are too many, or an id is not in the vocabulary.
-    """
-    field = "token_ids"
-    if len(token_ids) > MAX_TOKENIZED:
-        raise InvalidArgumentError(field, f"{len(token_ids)} tokens; the limit is {MAX_TOKENIZED}")
-    token_ids = list(token_ids)  # faster than iterating over a message's field even once
-    check_token_ids(field, token_ids, vocab_size)
-    return token_ids

@@ -73,9 +73,7 @@ class GatewayAddress:
                 return
         except OSError as error:
             log.error("cannot look up the caller's process; rejecting the call", reason=str(error))
-        raise PermissionDeniedError(
-            "only processes of the user that runs this stack may call this address"
-        )
+        raise PermissionDeniedError("only processes of the stack's user may call this address")
 
 
 def _is_own_process(peer: str, host: str, port: int) -> bool:

@@ -92,9 +92,8 @@ class Connection:
         """Connects, and reconnects after each loss, until cancelled."""
         while True:
             reason = await self._connect()
-            log.warning(
-                "no connection to the scheduler; reconnecting", address=self.address, reason=reason
-            )
+            event = "no connection to the scheduler; reconnecting"
+            log.warning(event, address=self.address, reason=reason)
             await asyncio.sleep(self._backoff.next_s())
 
     async def _connect(self) -> str:

@@ -128,10 +128,6 @@ class Engine:
         possible = not self.model_fingerprint or model_fingerprint in ("", self.model_fingerprint)
         return possible and not self._was_ready and not self.lost_for(within_s)
 
-    def current_load(self) -> EngineLoad:
-        self.load.num_open = self.num_open
-        return self.load
-
     # The completions that it has or can take.
 
     @property
@@ -241,10 +237,7 @@ class Engine:
     def _name_suspects(self, entries: Iterable[Entry]) -> None:
         suspects = [entry.stream for entry in entries if entry.state is State.SUSPECT]
         if suspects:
-            log.warning(
-                "requests were in several scheduler deaths; submitting them only on trial",
-                suspects=len(suspects),
-            )
+            log.warning("requests may kill schedulers; trying them", suspects=len(suspects))
             losses = {stream.number: stream.record.losses for stream in suspects}
             self.connection.send(suspects_message(losses))
 
@@ -356,9 +349,7 @@ class Engine:
                         reason=reason,
                     )
             except Exception:  # requests can be placed without the index
-                log.exception(
-                    "watching an engine's cache failed; restarting the watch", engine=self.name
-                )
+                log.exception("watching an engine's cache failed; retrying", engine=self.name)
             self.stop_watching()
             await asyncio.sleep(_WATCH_AGAIN_S)
 
@@ -369,6 +360,6 @@ class Engine:
             self.index = None
 
     async def _take(self, message: pb.BlockEvents, index: PrefixIndex) -> None:
-        self.current_load().update(message.load)
+        self.load.update(message.load)
         await index.apply(self.number, message)
         self.index = index

@@ -33,13 +33,7 @@ _REASONS: dict[int, FinishReason] = {
     pb.FINISH_CAUSE_LENGTH: FinishReason.LENGTH,
     pb.FINISH_CAUSE_STOP_TOKEN: FinishReason.STOP,
 }
-_GRAMMAR_KINDS = {
-    GrammarKind.JSON_SCHEMA: pb.GRAMMAR_KIND_JSON_SCHEMA,
-    GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
-    GrammarKind.EBNF: pb.GRAMMAR_KIND_EBNF,
-    GrammarKind.STRUCTURAL_TAG: pb.GRAMMAR_KIND_STRUCTURAL_TAG,
-    GrammarKind.JSON: pb.GRAMMAR_KIND_JSON,
-}
+_GRAMMAR_KINDS = {kind: pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind}
 
 
 def submit_message(

@@ -139,9 +139,7 @@ class Engines:
                 engine = self._engines[endpoint] = self._engine_at(endpoint, number)
                 self._tasks[engine] = [tasks.create_task(engine.connection.run())]
         if len(self._engines) > 1:
-            log.info(
-                "list of engines changed", addresses=[endpoint.address for endpoint in endpoints]
-            )
+            log.info("engines changed", addresses=[each.address for each in endpoints])
             for engine, its_tasks in self._tasks.items():
                 if len(its_tasks) == 1:
                     its_tasks.append(tasks.create_task(engine.watch(self._index_of)))
@@ -213,7 +211,7 @@ class Engines:
             by_number = {engine.number: engine for engine in engines if engine.index is index}
             for number, num_cached in index.matches(names, by_number).items():
                 fits[by_number[number]] = by_number[number].fit(len(ids), names, num_cached)
-        loads = [(engine.current_load(), fit.uncached_tokens) for engine, fit in fits.items()]
+        loads = [(engine.load, fit.uncached_tokens) for engine, fit in fits.items()]
         engine, fit = [*fits.items()][choose(loads)]
         engine.submit(streams, fit, moved=moved)
 

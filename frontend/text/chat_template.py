@@ -60,9 +60,7 @@ class ChatTemplate:
             # A reason spelled out in the template is safe to repeat. One made from the chat is not.
             spelled_out = str(error) and str(error) in template
             reason = f": {error}" if spelled_out else ""
-            raise InvalidArgumentError(
-                "chat", f"the model's chat template failed{reason}"
-            ) from error
+            raise InvalidArgumentError("chat", f"the chat template failed{reason}") from error
         return text
 
     def _understand(self, template: str) -> _Understood:
@@ -105,7 +103,7 @@ class _Understood:
 def _check(conversation: Conversation, understood: _Understood) -> None:
     """Rejects parts that the template would silently leave out of the prompt."""
     if conversation.tools and not understood.takes_tools:
-        raise InvalidArgumentError("chat.tools", "the model's chat template does not use it")
+        raise InvalidArgumentError("chat.tools", "unknown to the chat template")
     if not conversation.template_kwargs.keys() <= understood.kwargs:
         known = ", ".join(sorted(understood.kwargs)) or "none"
         raise InvalidArgumentError(
@@ -118,6 +116,4 @@ def _check(conversation: Conversation, understood: _Understood) -> None:
             raise InvalidArgumentError(f"{field}.role", f"unknown; must be one of {known}")
         for key in ("tool_calls", "reasoning_content"):
             if key in message and key not in understood.message_keys:
-                raise InvalidArgumentError(
-                    f"{field}.{key}", "the model's chat template does not use it"
-                )
+                raise InvalidArgumentError(f"{field}.{key}", "unknown to the chat template")

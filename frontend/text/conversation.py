@@ -93,9 +93,7 @@ def _message(field: str, message: pb.ChatMessage) -> dict[str, Any]:
 
 def _check_role(field: str, message: pb.ChatMessage, name: str, role: str) -> None:
     if message.role != role:
-        raise InvalidArgumentError(
-            f"{field}.{name}", f"only a message with role {role} may have it"
-        )
+        raise InvalidArgumentError(f"{field}.{name}", f"requires a message with role {role}")
 
 
 def _tool_call(field: str, call: pb.ToolCall) -> dict[str, Any]:

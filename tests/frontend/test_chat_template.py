@@ -201,15 +201,15 @@ CONTINUE = "chat.continue_final_message"
         ),
         (
             {"messages": [message(role="user", tool_calls=[call("{}")])]},
-            "chat.messages[0].tool_calls: only a message with role assistant may have it",
+            "chat.messages[0].tool_calls: requires a message with role assistant",
         ),
         (
             {"messages": [message(role="user", reasoning_content="")]},
-            "chat.messages[0].reasoning_content: only a message with role assistant may have it",
+            "chat.messages[0].reasoning_content: requires a message with role assistant",
         ),
         (
             {"messages": [message(tool_call_id="call_1")]},
-            "chat.messages[0].tool_call_id: only a message with role tool may have it",
+            "chat.messages[0].tool_call_id: requires a message with role tool",
         ),
         ({"tools": ["{}"]}, 'chat.tools[0].type: must be "function"'),
         ({"tools": [tool(), tool(name="")]}, "chat.tools[1].function.name: missing"),
@@ -266,14 +266,14 @@ async def test_kwargs_reach_only_the_templates_own_variables(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"tools": [tool()]}, "chat.tools: the model's chat template does not use it"),
+        ({"tools": [tool()]}, "chat.tools: unknown to the chat template"),
         (
             {"messages": [message(tool_calls=[call("{}")])]},
-            "chat.messages[0].tool_calls: the model's chat template does not use it",
+            "chat.messages[0].tool_calls: unknown to the chat template",
         ),
         (
             {"messages": [message(reasoning_content="a")]},
-            "chat.messages[0].reasoning_content: the model's chat template does not use it",
+            "chat.messages[0].reasoning_content: unknown to the chat template",
         ),
         (
             {"messages": [message(role="tool")]},

@@ -78,6 +78,6 @@ async def test_a_process_of_another_user_is_rejected(
     )
     told, _ = await process.communicate()
     assert told.decode() == (
-        "PERMISSION_DENIED only processes of the user that runs this stack may call this address\n"
+        "PERMISSION_DENIED only processes of the stack's user may call this address\n"
     )
     assert (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy

@@ -76,7 +76,7 @@ async def test_others_may_not_profile(service: Service, engine: Any, metadata: A
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        (START(output_dir="/etc"), "output_dir: not supported: a worker setting has the directory"),
+        (START(output_dir="/etc"), "output_dir: not supported: it is a setting of the workers"),
         (START(start_step=0), "start_step: not supported: profiles start immediately"),
         (START(profile_by_stage=True), "profile_by_stage: not supported: a step can have both"),
     ],
