@@ -74,7 +74,7 @@ class CompletionReader:
 
     @property
     def num_tokens(self) -> int:
-        """The number of the completion's tokens, including unread ones while it goes on."""
+        """The number of the completion's tokens, including unread ones until it has ended."""
         return self.builder.num_tokens if self.ending else len(self.stream.tokens)
 
     def has_news(self) -> bool:
@@ -306,5 +306,9 @@ def _end_of_resumed(request: Request, builder: CompletionBuilder) -> FinishReaso
 
 def _fail_without_logprobs(stream: TokenStream) -> None:
     """Fails a stream whose log-probabilities arrived neither before their token nor with it."""
-    log.error("logprobs are missing", request_id=stream.request.request_id, index=stream.index)
+    log.error(
+        "log-probabilities are missing; failing the request",
+        request_id=stream.request.request_id,
+        index=stream.index,
+    )
     stream.error = InternalError("internal error")

@@ -46,14 +46,14 @@ class RequestMetrics(ServiceMetrics):
         for name, help_text, histogram in (
             ("time_to_first_token_seconds", "Time to first token.", self.time_to_first_token),
             ("inter_token_latency_seconds", "Time between tokens.", self.inter_token_latency),
-            ("request_queue_time_seconds", "Time that a request waited.", self.queue_time),
-            ("e2e_request_latency_seconds", "Time of a whole request.", self.latency),
+            ("request_queue_time_seconds", "Time in the queue.", self.queue_time),
+            ("e2e_request_latency_seconds", "Time to a request's end.", self.latency),
         ):
             yield self._histogram(name, help_text, histogram)
         yield self._recoveries("scheduler", self.recovery)
-        help_text = "Engines that take requests."
+        help_text = "Engines that serve."
         yield self._gauge("engines_serving", help_text, self.num_engines_serving)
-        help_text = "Completions that went on at another engine."
+        help_text = "Completions that moved to another engine."
         yield self._counter("moved_completions", help_text, self.moved)
         finished = [([reason], count) for reason, count in dict(self.finished).items()]
         help_text = "Completions that ended, by reason."
@@ -61,21 +61,17 @@ class RequestMetrics(ServiceMetrics):
         yield from self._client_families()
 
     def _client_families(self) -> Iterator[Metric]:
-        clients = list(dict(self.usage.clients).items())
-        requests = [
-            ([name, *kind], count)
-            for name, client in clients
-            for kind, count in dict(client.requests).items()
-        ]
-        labels, help_text = ["client", "method", "outcome"], "Calls that ended, by how they did."
+        usage = self.usage
+        requests = [([*key], count) for key, count in dict(usage.requests).items()]
+        labels, help_text = ["client", "method", "outcome"], "Calls that ended, by outcome."
         yield self._counters("client_requests", help_text, labels, requests)
-        refusals = [
-            ([name, reason], count)
-            for name, client in clients
-            for reason, count in dict(client.refusals).items()
-        ]
-        labels, help_text = ["client", "reason"], "Calls refused, by field or limit."
-        yield self._counters("client_refusals", help_text, labels, refusals)
-        for name in ("prompt_tokens", "cached_prompt_tokens", "completion_tokens"):
-            counts = [([client], getattr(usage, name)) for client, usage in clients]
-            yield self._counters(f"client_{name}", "Of calls that ended.", ["client"], counts)
+        rejections = [([*key], count) for key, count in dict(usage.rejections).items()]
+        labels, help_text = ["client", "reason"], "Rejected calls, by field or limit."
+        yield self._counters("client_refusals", help_text, labels, rejections)
+        for name, help_text in (
+            ("prompt_tokens", "Tokens of prompts, of calls that ended."),
+            ("cached_prompt_tokens", "Tokens of prompts that were cached, of calls that ended."),
+            ("completion_tokens", "Tokens of completions, of calls that ended."),
+        ):
+            counts = [([client], count) for client, count in dict(getattr(usage, name)).items()]
+            yield self._counters(f"client_{name}", help_text, ["client"], counts)

@@ -22,19 +22,25 @@ class PublicSettings(ServiceSettings):
     port: int = Field(50051, ge=0, le=65535, description="public port, which names the stack")
     tls_cert: str = Field("", description="PEM file: the certificate shown to clients")
     tls_key: str = Field("", description="PEM file")
-    tls_client_ca: str = Field("", description="PEM file: clients need a certificate signed by it")
+    tls_client_ca: str = Field(
+        "", description="PEM file: clients must show a certificate signed by this CA"
+    )
     allow_public_plaintext: bool = Field(
         False, description="serve clients beyond loopback without TLS"
     )
-    auth_tokens_file: str = Field("", description="clients must send the token on one of its lines")
-    max_requests_per_client: int = Field(4096, gt=0, description="at a time, per frontend")
+    auth_tokens_file: str = Field(
+        "", description="path of a file with a token on each line; clients must send one of them"
+    )
+    max_requests_per_client: int = Field(
+        4096, gt=0, description="in progress at one time, per frontend"
+    )
 
     @model_validator(mode="after")
     def _check_public(self) -> Self:
         if bool(self.tls_cert) != bool(self.tls_key):
-            raise ValueError("tls_cert, tls_key: give both, or none")
+            raise ValueError("tls_cert, tls_key: set both or neither")
         if self.tls_client_ca and not self.tls_cert:
-            raise ValueError("tls_client_ca: needs tls_cert and tls_key")
+            raise ValueError("tls_client_ca: requires tls_cert and tls_key")
         self._check_listening("host", f"{self.host}:{self.port}")
         return self
 
@@ -64,7 +70,7 @@ class FrontendSettings(PublicSettings):
     model: str = Field("models/demo", description="model directory, for its tokenizer and defaults")
     served_model_name: str = Field(
         "",
-        description="what clients call the model; if empty, its directory's name",
+        description="the model's name for clients; if empty, the name of its directory",
         max_length=256,
         pattern=r"^[^\x00-\x1f\x7f]*$",
     )
@@ -72,21 +78,21 @@ class FrontendSettings(PublicSettings):
     scheduler_addresses: Addresses = Field(
         (),
         description="of several engines: host:port or unix:path of each, dns:host:port for all "
-        "addresses of a name, file:path for those on a file's lines",
+        "addresses of a name, file:path for the addresses on the lines of a file",
     )
     tokenizer_threads: int = Field(2, gt=0)
     index: int = Field(0, ge=0, description="of this frontend among those that share the port")
     operator_tokens_file: str = Field(
         "",
-        description="operators send a token on one of its lines; they may flush, profile and watch "
-        "the cache",
+        description="path of a file with a token on each line; operators who send one may flush "
+        "and watch the cache, and profile the workers",
     )
     gateway_addresses: Addresses = Field(
         (), description="host:port at which each frontend serves vLLM's engine protocol"
     )
     report_cached_tokens: bool = Field(
         False,
-        description="report to callers of gateway_addresses how much of a prompt was cached",
+        description="tell callers of gateway_addresses how many prompt tokens were cached",
     )
 
     _split = field_validator("gateway_addresses", "scheduler_addresses", mode="before")(
@@ -100,9 +106,9 @@ class FrontendSettings(PublicSettings):
         for source in self.scheduler_addresses:
             kind, _, rest = source.partition(":")
             if kind == "dns" and not re.fullmatch(r"[^:/]+:\d{1,5}", rest):
-                raise ValueError(f"scheduler_addresses: {source}: must be dns:host:port")
+                raise ValueError(f"scheduler_addresses: {source}: must have the form dns:host:port")
             if kind == "file" and not rest:
-                raise ValueError("scheduler_addresses: file: has no path")
+                raise ValueError("scheduler_addresses: file: must be followed by a path")
             if kind != "file":
                 self.check_scheduler(source)
         for address in self.gateway_addresses:

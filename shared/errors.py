@@ -83,13 +83,15 @@ class NotFoundError(ServiceError):
 
 
 class QueueFullError(ServiceError):
-    """There is no room for the request, but there may be in `retry_after_s` seconds."""
+    """There is no room for the request, but there may be in `retry_after_s` seconds. `limit` is the
+    name of the limit that was reached, if it has one. The message begins with it."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, limit: str = "") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.limit = limit
 
     def details(self) -> Sequence[Message]:
         return (_retry_info(self.retry_after_s),)

@@ -88,7 +88,7 @@ class Generations:
             return await self.tokenizer.encode_text(message.text, max_tokens)
         if message.HasField("chat"):
             return await self.tokenizer.encode_chat(message.chat, max_tokens)
-        raise InvalidArgumentError("prompt", "missing; give one")
+        raise InvalidArgumentError("prompt", "missing; must be text, token_ids or chat")
 
     async def _checked(
         self, message: pb.GenerateRequest, deadline: float | None, truncate: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from frontend.engines.token_stream import FinishReason
 from frontend.generation import CompletionReader, Ending, Totals
@@ -20,10 +21,7 @@ _ROWS_AT_ONCE = 32
 _COMPLETION = bytes([pb.GenerateResponse.COMPLETIONS_FIELD_NUMBER << 3 | 2])
 
 _FINISH_REASONS = {
-    FinishReason.EOS: pb.FINISH_REASON_EOS,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.ABORTED: pb.FINISH_REASON_ABORTED,
+    reason: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
 }
 
 
@@ -55,8 +53,7 @@ def stream_response(
         response.stop_reason = _stop_reason(ending)
         response.score = ending.score
     if totals is not None:
-        response.usage.CopyFrom(usage(totals))
-        response.timings.CopyFrom(timings(totals))
+        response.MergeFrom(pb.GenerateStreamResponse(**_statistics(totals)))
     return response
 
 
@@ -92,9 +89,7 @@ class WholeCompletion:
 def whole_response(request_id: str, completions: Sequence[bytes], totals: Totals) -> bytes:
     """Serializes a `GenerateResponse` without the prompt's log-probabilities. `completions`: the
     messages that `WholeCompletion.end` returned."""
-    rest = pb.GenerateResponse(
-        request_id=request_id, usage=usage(totals), timings=timings(totals)
-    ).SerializeToString()
+    rest = pb.GenerateResponse(request_id=request_id, **_statistics(totals)).SerializeToString()
     return b"".join(
         (rest, *(part for each in completions for part in (_COMPLETION, _varint(len(each)), each)))
     )
@@ -130,18 +125,16 @@ def _stop_reason(ending: Ending) -> str:
     return "" if ending.stop_reason is None else str(ending.stop_reason)
 
 
-def usage(totals: Totals) -> pb.Usage:
-    return pb.Usage(
+def _statistics(totals: Totals) -> dict[str, Any]:
+    usage = pb.Usage(
         prompt_tokens=totals.prompt_tokens,
         cached_prompt_tokens=totals.cached_prompt_tokens,
         completion_tokens=totals.completion_tokens,
     )
-
-
-def timings(totals: Totals) -> pb.Timings:
-    return pb.Timings(
+    timings = pb.Timings(
         queue_s=totals.queue_s, first_token_s=totals.first_token_s, total_s=totals.total_s
     )
+    return {"usage": usage, "timings": timings}
 
 
 def model(facts: ModelFacts, info: scheduler_pb2.EngineInfo) -> pb.GetModelResponse:

@@ -88,12 +88,12 @@ def check_resume(token_ids: Sequence[int], sampling: Sampling, vocab_size: int) 
     if not token_ids:
         return []
     if sampling.beam_width:
-        raise InvalidArgumentError(field, "cannot go with sampling.beam_width: beams end together")
+        raise InvalidArgumentError(field, "cannot be used with sampling.beam_width")
     if sampling.n > 1:
         raise InvalidArgumentError(
             field,
-            f"cannot go with sampling.n {sampling.n}: resume each completion alone, number i with "
-            "sampling.seed + i",
+            f"cannot be used with sampling.n {sampling.n}: resume each completion alone, "
+            "completion i with sampling.seed + i",
         )
     if len(token_ids) > sampling.max_tokens:
         raise InvalidArgumentError(
@@ -139,13 +139,13 @@ def _check_contradictions(
     if structured and sampling.ignore_eos:
         raise InvalidArgumentError(
             "sampling.structured_output",
-            "cannot go with sampling.ignore_eos: a match ends with the end of sequence",
+            "cannot be used with sampling.ignore_eos: a match ends with the end of sequence",
         )
     if not sampling.beam_width:
         if _is_set(sampling, "length_penalty") and sampling.length_penalty != 1:
             raise InvalidArgumentError(
                 "sampling.length_penalty",
-                f"{sampling.length_penalty:g} without sampling.beam_width; it is for beam search",
+                f"{sampling.length_penalty:g} requires sampling.beam_width",
             )
         return
     excluded = {
@@ -169,7 +169,7 @@ def _not_with_beams(
 ) -> InvalidArgumentError:
     return InvalidArgumentError(
         "sampling.beam_width",
-        f"{sampling.beam_width} cannot go with sampling.{name}; leave that out{instead}",
+        f"{sampling.beam_width} cannot be used with sampling.{name}; omit it{instead}",
     )
 
 
@@ -192,7 +192,7 @@ def _logit_bias(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int
     for token_id, value in sorted(biases.items()):
         if token_id >= vocab_size:
             raise InvalidArgumentError(
-                field, f"{token_id} is not below the vocabulary's size, {vocab_size}"
+                field, f"{token_id} is not below the vocabulary size, {vocab_size}"
             )
         _check_range(f"{field}[{token_id}]", value, LOGIT_BIAS)
     return tuple((token_id, value) for token_id, value in sorted(biases.items()) if value)
@@ -204,7 +204,7 @@ def _max_tokens(sampling: pb.SamplingParams, room: int) -> int:
     if sampling.max_tokens > room:
         raise InvalidArgumentError(
             "sampling.max_tokens",
-            f"{sampling.max_tokens}; after this prompt the engine has room for {room}",
+            f"{sampling.max_tokens}; this prompt leaves room for {room} tokens",
         )
     return sampling.max_tokens
 
@@ -228,7 +228,7 @@ def _check_logprob_entries(sampling: Sampling) -> None:
         raise InvalidArgumentError(
             "sampling.logprobs",
             f"{sampling.n} completions of up to {sampling.max_tokens} tokens, "
-            f"{1 + sampling.logprobs} each, are {num_entries}; the limit is "
+            f"{1 + sampling.logprobs} each, have {num_entries} entries; the limit is "
             f"{MAX_LOGPROB_ENTRIES}: lower n, max_tokens or logprobs",
         )
 

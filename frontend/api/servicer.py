@@ -12,9 +12,8 @@ from frontend.api.generations import Generations
 from frontend.api.responses import WholeCompletion, stream_response
 from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from nano_vllm_grpc.pb.frontend_pb2_grpc import (
-    InferenceServiceServicer,
-)
+from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceServicer
+from shared.errors import InvalidArgumentError
 from shared.rpc.reading import release_message
 
 Context = aio.ServicerContext[Any, Any]
@@ -88,8 +87,11 @@ class InferenceServicer(InferenceServiceServicer):
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
-        vocab_size = self._generations.facts.vocab_size
-        token_ids = validation.check_detokenized(request.token_ids, vocab_size)
+        count, limit = len(request.token_ids), validation.MAX_TOKENIZED
+        if count > limit:
+            raise InvalidArgumentError("token_ids", f"{count} tokens; the limit is {limit}")
+        token_ids = list(request.token_ids)  # faster than iterating over the field even once
+        validation.check_token_ids("token_ids", token_ids, self._generations.facts.vocab_size)
         return pb.DetokenizeResponse(text=await self._tokenizer.decode(token_ids))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:

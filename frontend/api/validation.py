@@ -53,8 +53,8 @@ def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
     if length >= max_model_len:
         raise InvalidArgumentError(
             field,
-            f"{length} tokens; the limit is {max_model_len - 1}: the {max_model_len} that the "
-            "engine holds, less one to generate",
+            f"{length} tokens; the limit is {max_model_len - 1}, so that one token of "
+            f"{max_model_len} can be generated",
         )
 
 
@@ -81,19 +81,5 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
     if token_ids and max(token_ids) >= vocab_size:
         index, value = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
         raise InvalidArgumentError(
-            f"{field}[{index}]", f"{value} is not below the vocabulary's size, {vocab_size}"
+            f"{field}[{index}]", f"{value} is not below the vocabulary size, {vocab_size}"
         )
-
-
-def check_detokenized(token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """Checks the tokens of a call to Detokenize and returns them.
-
-    Raises:
-        InvalidArgumentError: there are too many, or an id is not in the vocabulary.
-    """
-    field = "token_ids"
-    if len(token_ids) > MAX_TOKENIZED:
-        raise InvalidArgumentError(field, f"{len(token_ids)} tokens; the limit is {MAX_TOKENIZED}")
-    token_ids = list(token_ids)  # faster than iterating over a message's field even once
-    check_token_ids(field, token_ids, vocab_size)
-    return token_ids

@@ -12,17 +12,21 @@ import asyncio
 import contextvars
 import re
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import structlog
 from grpc import StatusCode, aio
 
 from frontend.callers.call import CALL, Call, Work
-from shared.errors import ServiceError
+from shared.errors import (
+    InvalidArgumentError,
+    QueueFullError,
+    ServiceError,
+    UnauthenticatedError,
+)
 from shared.rpc.callers import host_of
 
 log = structlog.get_logger(__name__)
@@ -31,50 +35,33 @@ _INTERVAL_S = 1.0
 # Kinds of lines per interval. All further lines count as one kind, without client and peer.
 MAX_KINDS = 256
 _OK, _CANCELLED = StatusCode.OK.name, StatusCode.CANCELLED.name
-_REFUSALS = {
-    code.name
-    for code in (
-        StatusCode.UNAUTHENTICATED,
-        StatusCode.INVALID_ARGUMENT,
-        StatusCode.RESOURCE_EXHAUSTED,
-    )
-}
-# The field or limit at the start of an error's message.
-_NAMED = re.compile(r"([a-z_]+)[.\[:]")
-
-
-@dataclass(slots=True)
-class ClientUsage:
-    """Counters of one client. They only increase."""
-
-    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # by method and outcome
-    refusals: Counter[str] = field(default_factory=Counter)  # by reason
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    completion_tokens: int = 0
 
 
 class Usage:
-    """The counters by client name. All callers without a name count as the client ''."""
+    """Counters by client name. All callers without a name count as the client ''."""
 
     def __init__(self) -> None:
-        self.clients: defaultdict[str, ClientUsage] = defaultdict(ClientUsage)
+        self.requests: Counter[tuple[str, str, str]] = Counter()  # by client, method and outcome
+        self.rejections: Counter[tuple[str, str]] = Counter()  # by client and reason
+        self.prompt_tokens: Counter[str] = Counter()
+        self.cached_prompt_tokens: Counter[str] = Counter()
+        self.completion_tokens: Counter[str] = Counter()
 
-    def add(self, call: Call, outcome: str, refused_for: str, work: Work | None) -> None:
+    def add(self, call: Call, outcome: str, rejected_for: str, work: Work | None) -> None:
         """Counts a call that has ended.
 
         Args:
             outcome: how its completions ended, or its status if there are none.
-            refused_for: the limit or field it was rejected for; empty if it was not rejected.
+            rejected_for: the limit or field it was rejected for; empty if it was not rejected.
         """
-        usage = self.clients[call.client.name if call.client else ""]
-        usage.requests[call.method, outcome] += 1
-        if refused_for:
-            usage.refusals[refused_for] += 1
+        client = call.client.name if call.client else ""
+        self.requests[client, call.method, outcome] += 1
+        if rejected_for:
+            self.rejections[client, rejected_for] += 1
         if work is not None:
-            usage.prompt_tokens += work.prompt_tokens
-            usage.cached_prompt_tokens += work.cached_prompt_tokens
-            usage.completion_tokens += work.completion_tokens
+            self.prompt_tokens[client] += work.prompt_tokens
+            self.cached_prompt_tokens[client] += work.cached_prompt_tokens
+            self.completion_tokens[client] += work.completion_tokens
 
 
 class _Kind(NamedTuple):
@@ -105,10 +92,7 @@ class Audit:
             outcome = _CANCELLED  # aio.InternalError: the caller is gone
             raise
         except ServiceError as error:
-            outcome = error.code.name
-            if outcome in _REFUSALS:
-                named = _NAMED.match(str(error))
-                reason = named[1] if named else outcome
+            outcome, reason = error.code.name, _reason(error)
             raise
         finally:
             self._ended(call, outcome, reason)
@@ -149,6 +133,15 @@ class Audit:
         self._timer = None
         if counted:
             self._start_timer()
+
+
+def _reason(error: ServiceError) -> str:
+    """The field or limit for which a call was rejected. Empty if the call was not rejected."""
+    if isinstance(error, InvalidArgumentError):
+        return re.split(r"[.\[]", error.field)[0]
+    if isinstance(error, QueueFullError):
+        return error.limit or error.code.name
+    return error.code.name if isinstance(error, UnauthenticatedError) else ""
 
 
 def _log_generation(call: Call, work: Work, outcome: str) -> None:

@@ -41,8 +41,8 @@ _RETRY_AFTER_S = 1.0
 _ANONYMOUS = ""  # the caller of calls without a valid token
 # Rejections per second that a caller gets without delay, after a burst of as many. Further ones
 # wait, up to a maximum number. A caller with that many waiting calls gets the others at once.
-_REFUSALS_PER_SECOND = 50.0
-_MAX_WAITING_REFUSALS = 128
+_REJECTIONS_PER_SECOND = 50.0
+_MAX_WAITING_REJECTIONS = 128
 _OPEN = f"/{health.SERVICE_NAME}/"
 
 
@@ -76,8 +76,8 @@ class ClientInterceptor(aio.ServerInterceptor):
         self._max_requests = max_requests
         self._audit = audit
         self._methods = methods
-        max_delay_s = _MAX_WAITING_REFUSALS / _REFUSALS_PER_SECOND
-        self._refusals = CallerRates(_REFUSALS_PER_SECOND, max_delay_s)
+        max_delay_s = _MAX_WAITING_REJECTIONS / _REJECTIONS_PER_SECOND
+        self._rejections = CallerRates(_REJECTIONS_PER_SECOND, max_delay_s)
         self._asked_traces = CallerRates(ASKED_PER_SECOND)
         self._requests: Counter[str] = Counter()
 
@@ -92,13 +92,13 @@ class ClientInterceptor(aio.ServerInterceptor):
         try:
             client = self._client(handler_call_details)
         except ServiceError as error:
-            await self._space_refusal(_ANONYMOUS)
-            return self._refusal(path, error)
+            await self._space_rejection(_ANONYMOUS)
+            return self._rejection(path, error)
         if client is not None:
             CALLER.set(Caller(client.name, client.max_bytes or MAX_BYTES_PER_CALLER))
         handler = await continuation(handler_call_details)
         if handler is None:  # an unknown method
-            await self._space_refusal(client.name if client else _ANONYMOUS)
+            await self._space_rejection(client.name if client else _ANONYMOUS)
             return None
 
         def counted(behavior: Any) -> Any:
@@ -122,7 +122,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         client = self._tokens.find(token)
         if client is None:
             raise UnauthenticatedError(
-                "a valid token is needed: metadata 'authorization: Bearer TOKEN'"
+                "a valid token is required: metadata 'authorization: Bearer TOKEN'"
             )
         return client
 
@@ -135,27 +135,27 @@ class ClientInterceptor(aio.ServerInterceptor):
             try:
                 return await behavior(request, context)
             except (InvalidArgumentError, QueueFullError) as error:
-                refusal = error.with_traceback(None)
-                refusal.__cause__ = refusal.__context__ = None  # their frames hold the request
-            await self._space_refusal(client.name if client else network_of(context.peer()))
-            raise refusal
+                rejection = error.with_traceback(None)
+                rejection.__cause__ = rejection.__context__ = None  # their frames hold the request
+            await self._space_rejection(client.name if client else network_of(context.peer()))
+            raise rejection
 
         return call
 
-    async def _space_refusal(self, caller: str) -> None:
+    async def _space_rejection(self, caller: str) -> None:
         """Waits until the rejection of a call by `caller` may be sent."""
-        delay_s = self._refusals.delay_s(caller, asyncio.get_running_loop().time())
+        delay_s = self._rejections.delay_s(caller, asyncio.get_running_loop().time())
         if delay_s:
             await asyncio.sleep(delay_s)
 
-    def _refusal(self, path: str, error: ServiceError) -> Any:
+    def _rejection(self, path: str, error: ServiceError) -> Any:
         """A handler that raises `error`, of a kind that need not read a message first."""
 
-        async def refuse(_: object, context: Context) -> None:
+        async def reject(_: object, context: Context) -> None:
             with self._audit.records(self._call(path, context)):
                 raise error
 
-        return grpc.stream_stream_rpc_method_handler(refuse, request_deserializer=bytes)
+        return grpc.stream_stream_rpc_method_handler(reject, request_deserializer=bytes)
 
     def _call(self, path: str, context: Context, client: Client | None = None) -> Call:
         return Call(self._methods.get(path, "other"), context.peer(), client)
@@ -187,7 +187,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         if client is not None and client.max_requests is not None:
             limit, name = client.max_requests, "max_requests"
         if self._requests[caller] >= limit:
-            raise QueueFullError(f"{name}: {limit} requests are in progress", _RETRY_AFTER_S)
+            raise QueueFullError(f"{name}: {limit} requests are in progress", _RETRY_AFTER_S, name)
 
 
 def _operator(operators: Tokens | None, token: str) -> Client:
@@ -199,11 +199,11 @@ def _operator(operators: Tokens | None, token: str) -> Client:
     """
     if operators is None:
         raise UnimplementedError(
-            "off: it needs an operator's token, and operator_tokens_file is unset"
+            "disabled: it requires an operator's token, and operator_tokens_file is not set"
         )
     if (operator := operators.find(token)) is None:
         raise PermissionDeniedError(
-            "needs an operator's token: metadata 'authorization: Bearer TOKEN'"
+            "an operator's token is required: metadata 'authorization: Bearer TOKEN'"
         )
     return replace(operator, name=f"operator:{operator.name}")
 

@@ -72,8 +72,8 @@ class GatewayAddress:
             if _is_own_process(peer, host, int(port)):
                 return
         except OSError as error:
-            log.error("cannot ask whose process calls; refusing it", reason=str(error))
-        raise PermissionDeniedError("for processes of the user that runs this stack alone")
+            log.error("cannot look up the caller's process; rejecting the call", reason=str(error))
+        raise PermissionDeniedError("only processes of the stack's user may call this address")
 
 
 def _is_own_process(peer: str, host: str, port: int) -> bool:

@@ -38,7 +38,7 @@ def _split_range(value: object) -> object:
 
 def _check_order(priorities: tuple[int, int]) -> tuple[int, int]:
     if priorities[0] > priorities[1]:
-        raise ValueError("must have the smaller one first, as 0..10")
+        raise ValueError("must begin with the smaller number, as in 0..10")
     return priorities
 
 
@@ -94,11 +94,11 @@ def read_clients(path: str) -> dict[str, Client]:
             token, words = _read_line(line)
             client = Client(**words)
             if names.setdefault(token, client.name) != client.name:
-                raise ValueError("the token is another client's, too")
+                raise ValueError("the token also belongs to another client")
             for key in words:
                 value = getattr(client, key)
                 if known.setdefault(client.name, {}).setdefault(key, value) != value:
-                    raise ValueError(f"{key}: contradicts an earlier line of the same name")
+                    raise ValueError(f"{key}: differs from an earlier line with this name")
         except ValueError as error:
             message = f"auth_tokens_file: line {number} of {path}: {_reason(error)}"
             raise FileError(message) from None  # the cause quotes the line
@@ -112,7 +112,7 @@ class Tokens:
     An empty file locks all clients out. If the file is deleted or broken, nothing changes.
 
     Raises:
-        FileError: the file cannot be used, or holds no token.
+        FileError: the file cannot be used, or contains no token.
     """
 
     def __init__(self, path: str) -> None:
@@ -120,7 +120,7 @@ class Tokens:
         self._stamp = stamp_of(path)
         self._clients = _by_digest(path)
         if not self._clients:
-            raise FileError(f"auth_tokens_file: {path} holds no token")
+            raise FileError(f"auth_tokens_file: {path} contains no token")
 
     def named(self, name: str) -> Client | None:
         """The client of that name, if the file has one."""
@@ -141,7 +141,7 @@ class Tokens:
         try:
             self._clients = _by_digest(self._path)
         except FileError as error:
-            log.warning("tokens not reloaded", reason=str(error))
+            log.warning("tokens file cannot be used; keeping the current tokens", reason=str(error))
         else:
             log.info("tokens reloaded", tokens=len(self._clients))
 
@@ -158,15 +158,15 @@ def _read_line(line: str) -> tuple[str, dict[str, Any]]:
     """Splits a line into its token and the client's settings. Makes up a name if there is none."""
     token, *words = line.split()
     if not _TOKEN.fullmatch(token):
-        raise ValueError("begins with no token: at least 16 printable ASCII characters")
+        raise ValueError("must begin with a token, at least 16 printable ASCII characters")
     found: dict[str, str] = {}
     for place, word in enumerate(words, start=1):
         key, equals, value = word.partition("=")
         if not equals or key not in _KEYS:
             # The word may be a part of a token, so the message has only its place.
-            raise ValueError(f"word {place} after the token is none of {', '.join(_KEYS)}=...")
+            raise ValueError(f"word {place} after the token must be one of {', '.join(_KEYS)}=...")
         if key in found:
-            raise ValueError(f"{key}: given twice")
+            raise ValueError(f"{key}: appears twice")
         found[key] = value
     name = found.setdefault("name", hashlib.sha256(token.encode()).hexdigest()[:8])
     if not _NAME.fullmatch(name):

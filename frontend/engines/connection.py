@@ -1,19 +1,20 @@
-"""The stream that sends requests to a scheduler and receives tokens from it, and reconnects."""
+"""The connection to a scheduler: the stream of requests and tokens, and single calls beside it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import structlog
 from grpc import StatusCode, aio
 
-from frontend.engines.engine_calls import EngineCalls
 from nano_vllm_grpc.tls import FileError
 from shared.backoff import Backoff
 from shared.channels import Dialer
+from shared.errors import UnavailableError, passed_on
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
@@ -26,6 +27,7 @@ Outgoing = asyncio.Queue[pb.FrontendMessage | None]  # None ends the stream
 
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
 _CONNECT_TIMEOUT_S = 10.0  # then a new channel is opened, with the current certificates
+RETRY_AFTER_S = 0.5  # sent to clients while there is no connection
 
 
 class Connection:
@@ -46,12 +48,12 @@ class Connection:
         names_clients: whether requests have a client with a name.
         """
         self.address = address
-        self.calls = EngineCalls()
         self.info: pb.EngineInfo | None = None  # None: there is no connection
         self._dialer = dialer
         self._on_message = on_message
         self._on_lost = on_lost
         self._names_clients = names_clients
+        self._stub: SchedulerServiceAsyncStub | None = None  # None: there is no connection
         self._outgoing: Outgoing = asyncio.Queue()
         self._backoff = Backoff(_MIN_BACKOFF_S, _MAX_BACKOFF_S)
 
@@ -65,11 +67,33 @@ class Connection:
         if self.info is not None:
             self._outgoing.put_nowait(None)
 
+    @contextmanager
+    def stub(self) -> Iterator[SchedulerServiceAsyncStub]:
+        """Lends the stub of the connected scheduler for calls beside the stream.
+
+        Raises:
+            InvalidArgumentError, FailedPreconditionError, DataLossError, QueueFullError: the
+                scheduler rejects the call.
+            UnavailableError: there is no connection, or it is lost during the call.
+        """
+        if self._stub is None:
+            raise no_engine()
+        try:
+            yield self._stub
+        except aio.AioRpcError as error:
+            raise passed_on(error, no_engine()) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise no_engine() from None  # closing the channel cancels the waits of its calls
+
     async def run(self) -> None:
         """Connects, and reconnects after each loss, until cancelled."""
         while True:
             reason = await self._connect()
-            log.warning("no connection to the scheduler", address=self.address, reason=reason)
+            event = "no connection to the scheduler; reconnecting"
+            log.warning(event, address=self.address, reason=reason)
             await asyncio.sleep(self._backoff.next_s())
 
     async def _connect(self) -> str:
@@ -79,12 +103,12 @@ class Connection:
                 with contextlib.suppress(TimeoutError):  # then the call reports the reason
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                         await channel.channel_ready()
-                self.calls.stub = SchedulerServiceStub(channel)
-                return await self._converse(self.calls.stub)
+                self._stub = SchedulerServiceStub(channel)
+                return await self._converse(self._stub)
         except FileError as error:
             return str(error)
         finally:
-            self.calls.stub = None
+            self._stub = None
 
     async def _converse(self, stub: SchedulerServiceAsyncStub) -> str:
         outgoing: Outgoing = asyncio.Queue()
@@ -109,6 +133,11 @@ class Connection:
             self.info = None
             await self._on_lost(died)
         return reason
+
+
+def no_engine() -> UnavailableError:
+    """The error of a request while there is no connection."""
+    return UnavailableError("no engine is ready", RETRY_AFTER_S)
 
 
 async def _drain(outgoing: Outgoing) -> AsyncIterator[pb.FrontendMessage]:

@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import structlog
 
-from frontend.engines.connection import Connection
+from frontend.engines.connection import RETRY_AFTER_S, Connection, no_engine
 from frontend.engines.ledger import Entry, Ledger, State
 from frontend.engines.messages import abort_message, submit_message, suspects_message
 from frontend.engines.outputs import Outputs
@@ -33,7 +32,6 @@ from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-_RETRY_AFTER_S = 0.5  # sent to clients while there is no connection
 _SUBMISSIONS_AT_ONCE = 32  # in one iteration of the event loop
 _WATCH_AGAIN_S = 0.5
 
@@ -129,10 +127,6 @@ class Engine:
         loss."""
         possible = not self.model_fingerprint or model_fingerprint in ("", self.model_fingerprint)
         return possible and not self._was_ready and not self.lost_for(within_s)
-
-    def current_load(self) -> EngineLoad:
-        self.load.num_open = self.num_open
-        return self.load
 
     # The completions that it has or can take.
 
@@ -243,7 +237,7 @@ class Engine:
     def _name_suspects(self, entries: Iterable[Entry]) -> None:
         suspects = [entry.stream for entry in entries if entry.state is State.SUSPECT]
         if suspects:
-            log.warning("schedulers died with requests", suspects=len(suspects))
+            log.warning("requests may kill schedulers; trying them", suspects=len(suspects))
             losses = {stream.number: stream.record.losses for stream in suspects}
             self.connection.send(suspects_message(losses))
 
@@ -280,7 +274,7 @@ class Engine:
         culprit = self.ledger.disconnect(died=died)
         if culprit:
             log.error(
-                "a request kills the scheduler whenever it is submitted",
+                "request kills every scheduler that runs it; failing the request",
                 request_id=culprit.request.request_id,
             )
             self.fail([culprit], InternalError("internal error"))
@@ -298,8 +292,8 @@ class Engine:
             await self._on_ready(self, ready)
 
     def _give_up(self) -> None:
-        reason = "the engine was lost and did not come back in time"
-        self.fail(self.open_streams(), UnavailableError(reason, _RETRY_AFTER_S))
+        reason = "the engine was lost and did not return in time"
+        self.fail(self.open_streams(), UnavailableError(reason, RETRY_AFTER_S))
 
     async def _submit_rest(self) -> None:
         """Submits the withheld completions, except those of another model."""
@@ -339,19 +333,23 @@ class Engine:
         while True:
             try:
                 index = index_of(self.engine_info.block_size)
-                async with aclosing(self.connection.calls.watch_blocks()) as messages:
-                    async for message in messages:
-                        await self._take(message, index)
+                with self.connection.stub() as stub:
+                    call = stub.WatchBlocks(pb.WatchBlocksRequest())
+                    try:
+                        async for message in call:
+                            await self._take(message, index)
+                    finally:
+                        call.cancel()
             except ServiceError as error:  # not connected, fell behind, or too many watchers
                 if str(error) != reason:
                     reason = str(error)
                     log.info(
-                        "an engine's cache cannot be watched; trying again",
+                        "cannot watch an engine's cache; retrying",
                         engine=self.name,
                         reason=reason,
                     )
             except Exception:  # requests can be placed without the index
-                log.exception("watching an engine's cache failed; starting anew", engine=self.name)
+                log.exception("watching an engine's cache failed; retrying", engine=self.name)
             self.stop_watching()
             await asyncio.sleep(_WATCH_AGAIN_S)
 
@@ -362,11 +360,6 @@ class Engine:
             self.index = None
 
     async def _take(self, message: pb.BlockEvents, index: PrefixIndex) -> None:
-        self.current_load().update(message.load)
+        self.load.update(message.load)
         await index.apply(self.number, message)
         self.index = index
-
-
-def no_engine() -> UnavailableError:
-    """The error of a request while there is no connection."""
-    return UnavailableError("no engine is ready", _RETRY_AFTER_S)

@@ -72,7 +72,7 @@ class Ledger:
     """Open completions by number, in the order in which they arrived."""
 
     def __init__(self, engine: int, load: EngineLoad) -> None:
-        """`engine`: its number in the prefix index; `load`: counts its unstarted tokens."""
+        """`engine`: its number in the prefix index; `load`: counts its completions and tokens."""
         self.entries: dict[int, Entry] = {}
         self.holding = False  # nothing is submitted while a suspect is tried alone
         self._engine = engine
@@ -81,6 +81,7 @@ class Ledger:
 
     def add(self, streams: Sequence[TokenStream], fit: Fit) -> list[Entry]:
         """Adds the completions of a request, which are yet to be sent."""
+        self._load.num_open += len(streams)
         self._load.unstarted_tokens += fit.uncached_tokens
         if fit.index:
             fit.index.promise(self._engine, fit.missing)
@@ -97,6 +98,7 @@ class Ledger:
         entry = self.entries.pop(number, None)
         if entry is None:
             return None
+        self._load.num_open -= 1
         self.settle(entry)
         return entry.stream
 

@@ -33,13 +33,7 @@ _REASONS: dict[int, FinishReason] = {
     pb.FINISH_CAUSE_LENGTH: FinishReason.LENGTH,
     pb.FINISH_CAUSE_STOP_TOKEN: FinishReason.STOP,
 }
-_GRAMMAR_KINDS = {
-    GrammarKind.JSON_SCHEMA: pb.GRAMMAR_KIND_JSON_SCHEMA,
-    GrammarKind.REGEX: pb.GRAMMAR_KIND_REGEX,
-    GrammarKind.EBNF: pb.GRAMMAR_KIND_EBNF,
-    GrammarKind.STRUCTURAL_TAG: pb.GRAMMAR_KIND_STRUCTURAL_TAG,
-    GrammarKind.JSON: pb.GRAMMAR_KIND_JSON,
-}
+_GRAMMAR_KINDS = {kind: pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind}
 
 
 def submit_message(
@@ -174,7 +168,7 @@ def finish_of(finished: pb.Finished, request_id: str) -> FinishReason | ServiceE
     if finished.cause == pb.FINISH_CAUSE_DEADLINE:
         return DeadlineError("the deadline passed before the completion was finished")
     if finished.cause == pb.FINISH_CAUSE_QUEUE_FULL:
-        return QueueFullError(finished.message, finished.retry_after_s)
+        return QueueFullError(finished.message, finished.retry_after_s, finished.field)
     if finished.cause == pb.FINISH_CAUSE_INVALID:
         return InvalidArgumentError(finished.field or "request", finished.message)
     log.error(

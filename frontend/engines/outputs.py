@@ -73,7 +73,7 @@ class Outputs:
             stream.waiter.wake()
         for stream, offset in gaps.items():
             log.error(
-                "tokens are missing",
+                "tokens are missing in a step; failing the request",
                 request_id=stream.request.request_id,
                 expected_offset=len(stream.tokens),
                 offset=offset,
@@ -82,7 +82,7 @@ class Outputs:
 
     def take_ends(self, output: pb.StepOutput) -> list[tuple[TokenStream, QueueFullError]]:
         """Ends completions. Returns those that the engine has no room for, which have not ended."""
-        refused = []
+        rejected = []
         for finished in output.finished:
             stream = self._ledger.remove(finished.request)
             if stream is not None:
@@ -90,10 +90,10 @@ class Outputs:
                 if isinstance(end, FinishReason):
                     stream.complete(end, finished.score)
                 elif isinstance(end, QueueFullError):
-                    refused.append((stream, end))
+                    rejected.append((stream, end))
                 else:
                     stream.fail(end)
-        return refused
+        return rejected
 
     def _take_rows(self, rows: pb.LogprobRows) -> None:
         entry = self._ledger.entries.get(rows.request)

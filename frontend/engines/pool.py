@@ -17,8 +17,8 @@ from dataclasses import replace
 
 import structlog
 
-from frontend.engines.engine import Engine, no_engine
-from frontend.engines.engine_calls import EngineCalls
+from frontend.engines.connection import no_engine
+from frontend.engines.engine import Engine
 from frontend.engines.ledger import MIN_PROGRESS
 from frontend.engines.placement import Fit, choose
 from frontend.engines.prefix_index import PrefixIndex
@@ -51,20 +51,20 @@ class Engines:
         on_ready: Callable[[bool], Awaitable[None]],
         dialer: Dialer = PLAINTEXT,
         metrics: RequestMetrics | None = None,
-        refuse: Callable[[str], object] = lambda _: None,
+        check: Callable[[str], object] = lambda _: None,
         *,
         names_clients: bool = False,
     ) -> None:
         """Args:
-        on_ready: is told whether any engine serves, at each change.
-        refuse: raises ValueError for an address that must not be called.
+        on_ready: is called with whether any engine serves, at each change.
+        check: raises ValueError for an address that must not be called.
         names_clients: whether requests have a client with a name.
         """
         self._sources = sources
         self._on_ready = on_ready
         self._dialer = dialer
         self.metrics = metrics or RequestMetrics()
-        self._refuse = refuse
+        self._check = check
         self._names_clients = names_clients
         self._streams = Streams()
         self._engines: dict[Endpoint, Engine] = {}
@@ -86,9 +86,7 @@ class Engines:
         Raises:
             UnavailableError: there is no connection.
         """
-        infos = [engine.engine_info for engine in self._connected()]
-        if not infos:
-            raise no_engine()
+        infos = [engine.engine_info for engine in self.connected()]
         if len(infos) == 1:
             return infos[0]
         merged = pb.EngineInfo()
@@ -99,16 +97,16 @@ class Engines:
             setattr(merged, name, sum(getattr(info, name) for info in infos))
         return merged
 
-    def connected(self) -> list[tuple[pb.EngineInfo, EngineCalls]]:
-        """The connected engines' limits, and calls to each.
+    def connected(self) -> list[Engine]:
+        """The connected engines.
 
         Raises:
             UnavailableError: no engine is connected.
         """
-        found = [(each.engine_info, each.connection.calls) for each in self._connected()]
-        if not found:
+        engines = [engine for engine in self._engines.values() if engine.connected]
+        if not engines:
             raise no_engine()
-        return found
+        return engines
 
     def submit(self, request: Request) -> list[TokenStream]:
         """Starts the completions of a request, each of which is open until it ends or is closed.
@@ -126,7 +124,7 @@ class Engines:
         """Finds engines and connects to them until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._move_streams())
-            async for endpoints in watch_endpoints(self._sources, self._refuse):
+            async for endpoints in watch_endpoints(self._sources, self._check):
                 self._list(endpoints, tasks)
 
     # The list of engines.
@@ -141,7 +139,7 @@ class Engines:
                 engine = self._engines[endpoint] = self._engine_at(endpoint, number)
                 self._tasks[engine] = [tasks.create_task(engine.connection.run())]
         if len(self._engines) > 1:
-            log.info("engines", addresses=[endpoint.address for endpoint in endpoints])
+            log.info("engines changed", addresses=[each.address for each in endpoints])
             for engine, its_tasks in self._tasks.items():
                 if len(its_tasks) == 1:
                     its_tasks.append(tasks.create_task(engine.watch(self._index_of)))
@@ -179,9 +177,6 @@ class Engines:
             self._was_serving = self.serving
             await self._on_ready(self.serving)
 
-    def _connected(self) -> list[Engine]:
-        return [engine for engine in self._engines.values() if engine.connected]
-
     def _serving(self) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.serving]
 
@@ -190,17 +185,14 @@ class Engines:
     def _candidates(self, request: Request) -> list[Engine]:
         """The engines to which a new request may be sent: those that serve, or else those where the
         request would wait."""
-        engines = self._connected()
+        engines = self.connected()
         if request.engine:
-            named = [each for each in self._engines.values() if each.name == request.engine]
-            if not named and engines:
+            if all(engine.name != request.engine for engine in self._engines.values()):
                 names = ", ".join(sorted({engine.name for engine in engines}))
-                raise InvalidArgumentError(
-                    "engine", f"there is none of this name; there are: {names}"
-                )
-            engines = [engine for engine in named if engine.connected]
-        if not engines:
-            raise no_engine()
+                raise InvalidArgumentError("engine", f"unknown name; must be one of {names}")
+            engines = [engine for engine in engines if engine.name == request.engine]
+            if not engines:
+                raise no_engine()
         return [engine for engine in engines if engine.serving] or engines
 
     def _submit(
@@ -216,20 +208,20 @@ class Engines:
         fits = {engine: Fit(len(ids)) for engine in engines if engine.index is None}
         for index in {engine.index for engine in engines if engine.index}:
             names = index.names_of(ids, request.cache_salt)
-            told = {engine.number: engine for engine in engines if engine.index is index}
-            for number, num_cached in index.matches(names, told).items():
-                fits[told[number]] = told[number].fit(len(ids), names, num_cached)
-        loads = [(engine.current_load(), fit.uncached_tokens) for engine, fit in fits.items()]
+            by_number = {engine.number: engine for engine in engines if engine.index is index}
+            for number, num_cached in index.matches(names, by_number).items():
+                fits[by_number[number]] = by_number[number].fit(len(ids), names, num_cached)
+        loads = [(engine.load, fit.uncached_tokens) for engine, fit in fits.items()]
         engine, fit = [*fits.items()][choose(loads)]
         engine.submit(streams, fit, moved=moved)
 
-    def _try_elsewhere(self, engine: Engine, refused: TokenStream) -> bool:
+    def _try_elsewhere(self, engine: Engine, rejected: TokenStream) -> bool:
         """Moves a new request for which an engine has no room. Returns whether another takes it."""
-        streams = refused.group
-        tried = streams[0].refused_by
+        streams = rejected.group
+        tried = streams[0].rejected_by
         tried.add(engine)
         others = [each for each in self._serving() if each not in tried]
-        if not others or refused.request.engine:
+        if not others or rejected.request.engine:
             return False
         engine.release(streams)
         self._submit(streams, others)
@@ -266,11 +258,11 @@ class Engines:
             return True
         if engine.serving:
             return False
-        hurt = engine.is_suspect(stream)
+        suspected = engine.is_suspect(stream)
         if not engine.is_drained:
-            hurt |= len(stream.tokens) < stream.move_goal
+            suspected |= len(stream.tokens) < stream.move_goal
         recovers = engine.connected and not engine.is_drained
-        return not hurt or engine.lost_for(_RETURN_S if recovers else _PATIENCE_S)
+        return not suspected or engine.lost_for(_RETURN_S if recovers else _PATIENCE_S)
 
     def _move(self, engine: Engine, streams: Sequence[TokenStream]) -> None:
         """Moves completions of one request to an engine that can take them. Fails them if no engine
@@ -288,7 +280,7 @@ class Engines:
                     if each is not engine
                 )
             ):
-                reason = "the model that this was begun with is not served any more: ask again"
+                reason = "the model that began this is no longer served; send the request again"
                 engine.fail(streams, FailedPreconditionError(reason))
             return
         if not engine.is_drained:

@@ -47,7 +47,7 @@ class _Source:
         except OSError as error:
             if not self._failed:
                 log.error(
-                    "engines cannot be looked up; keeping those that are known",
+                    "lookup of engines failed; keeping the known engines",
                     source=self._rest,
                     reason=str(error),
                 )
@@ -65,31 +65,31 @@ class _Source:
 
 
 async def watch_endpoints(
-    sources: Iterable[str], refuse: Callable[[str], object]
+    sources: Iterable[str], check: Callable[[str], object]
 ) -> AsyncIterator[Sequence[Endpoint]]:
     """Yields the endpoints of all schedulers, at once and then after each change.
 
     Args:
         sources: `host:port` or `unix:path`; `dns:host:port`, for all addresses of a name;
             `file:path`, for the addresses on a file's lines.
-        refuse: raises ValueError for an address that must not be called.
+        check: raises ValueError for an address that must not be called.
     """
     found = [_Source(text) for text in sources]
     watched = any(not each.endpoints for each in found)
     known: list[Endpoint] | None = None
-    refused: set[Endpoint] = set()
+    rejected: set[Endpoint] = set()
     loop = asyncio.get_running_loop()
     while True:
         for source in found:
             await source.poll(loop.time())
         endpoints = list(dict.fromkeys(each for source in found for each in source.endpoints))
-        for endpoint in set(endpoints) - refused:
+        for endpoint in set(endpoints) - rejected:
             try:
-                refuse(endpoint.address)
+                check(endpoint.address)
             except ValueError as error:
-                log.error("an engine is left out", reason=str(error))
-                refused.add(endpoint)
-        endpoints = [endpoint for endpoint in endpoints if endpoint not in refused]
+                log.error("engine address rejected; ignoring the engine", reason=str(error))
+                rejected.add(endpoint)
+        endpoints = [endpoint for endpoint in endpoints if endpoint not in rejected]
         if endpoints != known:
             known = endpoints
             yield endpoints

@@ -81,8 +81,9 @@ class Streams:
                 stream.logprobs = None
                 stream.fail(
                     QueueFullError(
-                        f"sampling.logprobs: {count} have not been read, more than of any other "
-                        f"request; the limit is {MAX_UNREAD_LOGPROBS} of all",
+                        f"sampling.logprobs: {count} are unread, more than of any other "
+                        f"request; the limit for all requests is {MAX_UNREAD_LOGPROBS}",
                         _RETRY_AFTER_S,
+                        "sampling",
                     )
                 )

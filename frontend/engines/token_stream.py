@@ -87,7 +87,7 @@ class TokenStream:
         self.holder: Holder | None = None  # the engine where it is
         self.record = Record()  # of schedulers that died with it
         self.move_goal = 0  # with this many tokens, it made progress since a lost engine
-        self.refused_by: set[Holder] = set()  # engines that had no room for it
+        self.rejected_by: set[Holder] = set()  # engines that had no room for it
         self.model_fingerprint = ""  # of the model that computed its tokens, once it left an engine
         self.tokens: list[int] = list(request.resume_token_ids)
         self.prompt_logprobs = prompt_logprobs

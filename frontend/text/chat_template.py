@@ -55,12 +55,12 @@ class ChatTemplate:
             if conversation.continue_final_message and isinstance(error, ValueError):
                 raise InvalidArgumentError(
                     "chat.continue_final_message",
-                    "the model's template does not render the last message's content as it is",
+                    "the model's chat template changes the content of the last message",
                 ) from error
             # A reason spelled out in the template is safe to repeat. One made from the chat is not.
             spelled_out = str(error) and str(error) in template
             reason = f": {error}" if spelled_out else ""
-            raise InvalidArgumentError("chat", f"the model's template fails{reason}") from error
+            raise InvalidArgumentError("chat", f"the chat template failed{reason}") from error
         return text
 
     def _understand(self, template: str) -> _Understood:
@@ -103,11 +103,11 @@ class _Understood:
 def _check(conversation: Conversation, understood: _Understood) -> None:
     """Rejects parts that the template would silently leave out of the prompt."""
     if conversation.tools and not understood.takes_tools:
-        raise InvalidArgumentError("chat.tools", "the model's template takes none")
+        raise InvalidArgumentError("chat.tools", "unknown to the chat template")
     if not conversation.template_kwargs.keys() <= understood.kwargs:
         known = ", ".join(sorted(understood.kwargs)) or "none"
         raise InvalidArgumentError(
-            "chat.chat_template_kwargs", f"unknown name; the model's template reads {known}"
+            "chat.chat_template_kwargs", f"unknown name; the model's chat template reads {known}"
         )
     for index, message in enumerate(conversation.messages):
         field = f"chat.messages[{index}]"
@@ -116,4 +116,4 @@ def _check(conversation: Conversation, understood: _Understood) -> None:
             raise InvalidArgumentError(f"{field}.role", f"unknown; must be one of {known}")
         for key in ("tool_calls", "reasoning_content"):
             if key in message and key not in understood.message_keys:
-                raise InvalidArgumentError(f"{field}.{key}", "the model's template takes none")
+                raise InvalidArgumentError(f"{field}.{key}", "unknown to the chat template")

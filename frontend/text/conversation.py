@@ -36,7 +36,7 @@ def read_conversation(chat: pb.Chat) -> Conversation:
             fields contradict each other.
     """
     if not chat.messages:
-        raise InvalidArgumentError("chat.messages", "empty; give at least one message")
+        raise InvalidArgumentError("chat.messages", "empty; must have at least one message")
     _check_size(chat)
     tools = [_tool(f"chat.tools[{index}]", text) for index, text in enumerate(chat.tools)]
     messages = [
@@ -67,7 +67,7 @@ def _tool(field: str, text: str) -> dict[str, Any]:
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
-        raise InvalidArgumentError(f"{field}.function.name", "missing; give a text")
+        raise InvalidArgumentError(f"{field}.function.name", "missing; must be a string")
     return tool
 
 
@@ -93,12 +93,12 @@ def _message(field: str, message: pb.ChatMessage) -> dict[str, Any]:
 
 def _check_role(field: str, message: pb.ChatMessage, name: str, role: str) -> None:
     if message.role != role:
-        raise InvalidArgumentError(f"{field}.{name}", f"only a message of role {role} has it")
+        raise InvalidArgumentError(f"{field}.{name}", f"requires a message with role {role}")
 
 
 def _tool_call(field: str, call: pb.ToolCall) -> dict[str, Any]:
     if not call.function.name:
-        raise InvalidArgumentError(f"{field}.function.name", "empty; give the tool's name")
+        raise InvalidArgumentError(f"{field}.function.name", "empty; must be the tool's name")
     # An object, as transformers documents. Many templates would write a text as a JSON string.
     arguments = _json_object(f"{field}.function.arguments", call.function.arguments or "{}")
     found = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
@@ -108,7 +108,7 @@ def _tool_call(field: str, call: pb.ToolCall) -> dict[str, Any]:
 def _check_final(message: dict[str, Any]) -> None:
     field = "chat.continue_final_message"
     if not message["content"]:
-        raise InvalidArgumentError(field, "the last message has no content to go on from")
+        raise InvalidArgumentError(field, "the last message has no content to continue")
     if "tool_calls" in message:
         raise InvalidArgumentError(field, "the last message has tool calls after its content")
 
@@ -131,7 +131,7 @@ def _check_value(field: str, value: Any, levels: int) -> None:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise InvalidArgumentError(field, "half of a surrogate pair is no character") from error
+            raise InvalidArgumentError(field, "contains half of a surrogate pair") from error
     elif isinstance(value, dict | list):
         if not levels:
             raise InvalidArgumentError(field, f"nests deeper than {MAX_JSON_DEPTH} levels")

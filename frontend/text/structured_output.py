@@ -59,7 +59,9 @@ def _choice_grammar(field: str, options: Sequence[str]) -> str:
     num_characters = 0
     for index, option in enumerate(options):
         if not option:
-            raise InvalidArgumentError(f"{field}.options[{index}]", "empty; give some text")
+            raise InvalidArgumentError(
+                f"{field}.options[{index}]", "empty; must have at least one character"
+            )
         num_characters += len(option)
     if num_characters > MAX_GRAMMAR_BYTES:  # before the grammar is made
         raise InvalidArgumentError(

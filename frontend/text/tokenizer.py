@@ -159,7 +159,7 @@ def _load(directory: Path) -> Any:
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # a broken file may cause any kind of exception
-        raise ModelFilesError(f"{directory}: no tokenizer can be loaded: {error}") from error
+        raise ModelFilesError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise ModelFilesError(f"{directory}: {type(tokenizer).__name__} is not a fast tokenizer")
     backend = tokenizer.backend_tokenizer

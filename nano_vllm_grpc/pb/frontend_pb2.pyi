@@ -62,8 +62,8 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class FunctionCall(_message.Message):
-    """The arguments are JSON text: as a Struct, integers would become doubles and keys lose their order,
-    and the prompt would have other tokens.
+    """The arguments are JSON text. A Struct would turn integers into doubles and lose the order of keys,
+    which would change the prompt's tokens.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -124,7 +124,7 @@ class ChatMessage(_message.Message):
     """system, user or assistant; developer, tool if the model's template has them"""
     content: _builtins.str
     tool_call_id: _builtins.str
-    """of the call whose result a tool's message is"""
+    """of the tool call that this message answers"""
     name: _builtins.str
     """of the participant, or of the tool"""
     reasoning_content: _builtins.str
@@ -166,7 +166,7 @@ class Chat(_message.Message):
     chat_template_kwargs: _builtins.str
     """variables of the template, as a JSON object"""
     continue_final_message: _builtins.bool
-    """the last message goes on, instead of an answer to it"""
+    """continues the last message instead of answering it"""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -191,7 +191,7 @@ Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """A field for which zero is a value is optional; unset fields take the model's defaults."""
+    """A field is optional if zero is one of its values. Unset fields take the model's defaults."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -247,7 +247,7 @@ class SamplingParams(_message.Message):
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
     seed: _builtins.int
-    """same request and seed, same tokens; default: a random one"""
+    """the same request and seed give the same tokens; default: random"""
     max_tokens: _builtins.int
     """default: what fits the model"""
     min_tokens: _builtins.int
@@ -256,9 +256,9 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """of the chosen token and this many of the likeliest"""
     prompt_logprobs: _builtins.int
-    """likewise, for the prompt's tokens"""
+    """of the prompt's tokens and this many of the likeliest"""
     n: _builtins.int
-    """completions; number i is what seed + i gives alone"""
+    """number of completions; completion i has the seed + i"""
     skip_special_tokens: _builtins.bool
     """default true"""
     beam_width: _builtins.int
@@ -267,11 +267,11 @@ class SamplingParams(_message.Message):
     """of beams: score = sum of logprobs / length ^ penalty"""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """at most 16; the text ends before the one found"""
+        """at most 16; the text ends before the string that is found"""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """the completion ends with the one found"""
+        """the completion ends with the token that is found"""
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
@@ -401,8 +401,8 @@ class StructuredOutput(_message.Message):
     json_object: _builtins.bool
     """true: any JSON, an object or an array"""
     structural_tag: _builtins.str
-    """Text with constrained parts, as JSON: xgrammar's structural tag, or one with `structures` and
-    `triggers`, as OpenAI-compatible servers took it before.
+    """Text with constrained parts, as JSON: xgrammar's structural tag, or the older form of
+    OpenAI-compatible servers, with `structures` and `triggers`.
     """
     @_builtins.property
     def choice(self) -> Global___Choice: ...
@@ -465,12 +465,13 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """lower is admitted first, and preempted last"""
     cache_salt: _builtins.str
-    """Cached prefixes are shared only among requests with the same salt, so that nobody else can tell
-    from the time to first token, or from the usage, what has been asked.
+    """Only requests with the same salt share cached prefixes. Otherwise the time to the first token
+    and the usage would show which prompts other clients have sent.
     """
     engine: _builtins.str
-    """The name of the engine that is to run this, where there are several. Empty: the one that is
-    expected to have the first token soonest. If that engine is lost, another goes on.
+    """The name of the engine that runs the request, if there are several. If it is empty, the
+    frontend chooses the engine with the earliest expected first token. If the engine is lost,
+    another engine continues.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
@@ -480,7 +481,7 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def resume_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of this completion that the client already has; generation goes on after them."""
+        """Tokens of this completion that the client already has. Generation continues after them."""
 
     def __init__(
         self,
@@ -507,7 +508,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class Logprob(_message.Message):
-    """From the model's logits as they are, before penalties, temperature or any filter."""
+    """Computed from the model's logits, before penalties, temperature and filters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -535,8 +536,8 @@ Global___Logprob: _TypeAlias = Logprob  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):
-    """One position: first the chosen token (in a prompt, the one actually there), then the most likely
-    ones, which may include it again.
+    """The log-probabilities at one position. The chosen token is first; in a prompt, the actual token.
+    The most likely tokens follow, and may include it again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -566,7 +567,7 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
-    """of these, taken from the prefix cache"""
+    """of the prompt tokens, those taken from the prefix cache"""
     completion_tokens: _builtins.int
     def __init__(
         self,
@@ -585,7 +586,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """In seconds, the last two since the frontend received the request."""
+    """Times in seconds. The last two begin when the frontend receives the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -593,7 +594,7 @@ class Timings(_message.Message):
     FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     TOTAL_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
-    """spent waiting in the scheduler for its first step"""
+    """in the scheduler, until the request's first step"""
     first_token_s: _builtins.float
     total_s: _builtins.float
     def __init__(
@@ -728,7 +729,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def timings(self) -> Global___Timings:
-        """likewise"""
+        """on the call's last chunk only"""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:

@@ -53,8 +53,8 @@ def refusal(
     if seq.request.resubmitted:
         return None  # it was waiting or running when the connection was lost
     if spent := budgets.refusal(seq.request.client, seq.request.arrival):
-        message, retry_after_s = spent
-        return End(FinishCause.QUEUE_FULL, message, retry_after_s)
+        limit, message, retry_after_s = spent
+        return End(FinishCause.QUEUE_FULL, message, retry_after_s, limit=limit)
     full = _full(seq, limits, waiting)
     if full or (shares and (full := _full_for_client(seq, limits, waiting))):
         return End(FinishCause.QUEUE_FULL, full)

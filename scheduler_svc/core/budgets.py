@@ -44,9 +44,9 @@ class Budgets:
     def __bool__(self) -> bool:
         return bool(self._buckets)
 
-    def refusal(self, client: Client, now: float) -> tuple[str, float] | None:
-        """The reason why a client may not begin a request now and the seconds until it may, or
-        None."""
+    def refusal(self, client: Client, now: float) -> tuple[str, str, float] | None:
+        """The limit that keeps a client from beginning a request now, the reason, and the seconds
+        until the client may, or None."""
         waits = []
         for limit, per_minute in (
             ("input_tokens_per_minute", client.input_tokens_per_minute),
@@ -54,9 +54,9 @@ class Budgets:
         ):
             if per_minute:
                 wait_s = self._bucket(client.name, limit, per_minute, now).wait_s()
-                waits.append((wait_s, f"{limit}: {per_minute} tokens, which are spent"))
-        wait_s, reason = max(waits, default=(0.0, ""))
-        return (f"{reason}; more in {wait_s:.1f} s", wait_s) if wait_s else None
+                waits.append((wait_s, limit, f"{limit}: {per_minute} tokens, which are spent"))
+        wait_s, limit, reason = max(waits, default=(0.0, "", ""))
+        return (limit, f"{reason}; more in {wait_s:.1f} s", wait_s) if wait_s else None
 
     def charge_input(self, client: Client, num_tokens: int, now: float) -> None:
         if per_minute := client.input_tokens_per_minute:

@@ -72,6 +72,7 @@ class End:
     message: str = ""
     retry_after_s: float = 0.0  # with QUEUE_FULL
     score: float = 0.0  # of beam search
+    limit: str = ""  # with QUEUE_FULL: the name of the client's limit that was reached, if any
 
 
 @dataclass(slots=True, eq=False)

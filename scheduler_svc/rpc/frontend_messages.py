@@ -113,6 +113,7 @@ def _finished(seq: Sequence, end: End) -> scheduler_pb2.Finished:
         message=end.message,
         retry_after_s=end.retry_after_s,
         score=end.score,
+        field=end.limit,
     )
     if end.cause is FinishCause.INVALID:  # such messages begin with the field
         finished.field, _, finished.message = end.message.partition(": ")

@@ -684,7 +684,9 @@ class Finished(_message.Message):
     score: _builtins.float
     """for beam search"""
     field: _builtins.str
-    """with INVALID: the path of the client's field that is wrong"""
+    """With INVALID: the path of the client's field that is wrong. With QUEUE_FULL: the name of the
+    client's limit that was reached, if it has one.
+    """
     def __init__(
         self,
         *,

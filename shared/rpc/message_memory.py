@@ -86,7 +86,9 @@ class MessageMemory:
                 finally:
                     del self._reading[limit]
         except TimeoutError:
-            raise QueueFullError("message: it took too long to arrive", _RETRY_AFTER_S) from None
+            raise QueueFullError(
+                "message: it took too long to arrive", _RETRY_AFTER_S, "message"
+            ) from None
         finally:
             self._leave_place(caller, len(data))
         return data, Hold(self, caller, len(data))
@@ -138,6 +140,7 @@ class MessageMemory:
                     f"message: {self._used} bytes of messages are being read or held; "
                     f"the limit is {self._max_bytes}, and {caller.max_bytes} for one caller",
                     _RETRY_AFTER_S,
+                    "message",
                 ) from None
             raise
 

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import hypothesis
 import pytest
+from google.rpc import status_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from transformers import AutoTokenizer
 
 from deploy.ports import free_port
 from frontend.api.servicer import SERVICE_NAME
-from frontend.engines.token_stream import TokenStream
+from frontend.engines.engine import Engine
+from frontend.engines.prefix_index import PrefixIndex
 from frontend.metrics import RequestMetrics
 from frontend.service import public_server, serve
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
+from shared.pb import scheduler_pb2
 from shared.rpc.server import Server
+from tests.frontend.cluster import Cluster
 from tests.frontend.fake_scheduler import FakeScheduler
 
 # On a busy machine an example may take long. Examples are the same in every run.
@@ -76,11 +82,25 @@ class Service:
         return [response async for response in self.stub.GenerateStream(request)]
 
 
-async def read(stream: TokenStream, seen: int) -> Sequence[int]:
-    """Waits for tokens after the first `seen`, or the completion's end, and returns them."""
-    await stream.waiter.wait(stream.ended or len(stream.tokens) > seen)
-    stream.check()
-    return stream.tokens[seen:]
+def bearer(token: str) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call with a token."""
+    return (("authorization", f"Bearer {token}"),)
+
+
+async def rejection(call: Any) -> tuple[grpc.StatusCode, str]:
+    """The status and the message with which a call ends."""
+    with pytest.raises(aio.AioRpcError) as caught:
+        await call
+    return caught.value.code(), caught.value.details() or ""
+
+
+def detail(error: aio.AioRpcError, kind: type[Any]) -> Any:
+    """The status detail of type `kind` that came with an error."""
+    trailers = dict(error.trailing_metadata())
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    found = kind()
+    assert status.details[0].Unpack(found)
+    return found
 
 
 @pytest.fixture(scope="session")
@@ -135,3 +155,37 @@ async def service(scheduler: FakeScheduler, settings: FrontendSettings) -> Async
         yield service
     server.stop()
     await serving
+
+
+@pytest.fixture
+async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    take = Engine._take
+
+    async def take_and_note(
+        self: Engine, message: scheduler_pb2.BlockEvents, index: PrefixIndex
+    ) -> None:
+        await take(self, message, index)
+        cluster.taken.append(message)
+
+    monkeypatch.setattr(Engine, "_take", take_and_note)
+    with tempfile.TemporaryDirectory(prefix="nano") as directory:  # short: sockets allow 107 bytes
+        cluster = Cluster(Path(directory))
+        yield cluster
+        await cluster.close()
+
+
+@pytest.fixture
+async def two(cluster: Cluster) -> tuple[FakeScheduler, FakeScheduler]:
+    """Engines a and b."""
+    schedulers = await cluster.add("a"), await cluster.add("b")
+    await cluster.list("a", "b")
+    return schedulers
+
+
+@pytest.fixture
+async def engine(service: Service, settings: FrontendSettings) -> AsyncIterator[Any]:
+    """A client of vLLM's engine protocol. The settings must have a gateway's address."""
+    port = settings.gateway_address.rpartition(":")[2]
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await channel.channel_ready()
+        yield VllmEngineStub(channel)  # type: ignore[no-untyped-call]

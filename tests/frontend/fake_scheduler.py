@@ -68,7 +68,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.info = pb.EngineInfo()
         self.info.CopyFrom(info)
         self.next_token: Callable[[Live], int] = echo
-        self.refusal: pb.Finished | None = None  # how every request ends, if set
+        self.rejection: pb.Finished | None = None  # how every request ends, if set
         self.automatic = True  # runs every request to its end; else `step` makes a token for each
         self.ready = asyncio.Event()  # until then connections wait for their EngineInfo
         self.ready.set()
@@ -155,10 +155,13 @@ class FakeScheduler(SchedulerServiceServicer):
         finally:
             reader.cancel()
 
-    def tell(self, *, serving: bool = True, draining: bool = False) -> None:
-        """Tells the frontend the engine's state."""
+    def send_state(self, *, serving: bool = True, draining: bool = False) -> None:
         state = pb.EngineState(serving=serving, draining=draining)
         self.connection.outbox.put_nowait(pb.SchedulerMessage(engine_state=state))
+
+    def send_trial(self, *requests: int, withdraw: bool = False, alone: bool = False) -> None:
+        trial = pb.Trial(requests=requests, withdraw=withdraw, alone=alone)
+        self.connection.outbox.put_nowait(pb.SchedulerMessage(trial=trial))
 
     async def WatchBlocks(  # type: ignore[override]
         self, request: pb.WatchBlocksRequest, context: object
@@ -204,12 +207,12 @@ class FakeScheduler(SchedulerServiceServicer):
                 live = Live(submit, prompt, tokens.copy(), seed)
                 connection.live[submit.request + index] = live
             self.submits.put_nowait(_copy(submit))
-            if self.refusal is not None:
+            if self.rejection is not None:
                 for index in range(submit.n or 1):
                     del connection.live[submit.request + index]
-                refusal = pb.Finished(request=submit.request)
-                refusal.MergeFrom(self.refusal)
-                self.send((), [refusal])
+                rejection = pb.Finished(request=submit.request)
+                rejection.MergeFrom(self.rejection)
+                self.send((), [rejection])
             while self.automatic and connection.live:
                 self._step(connection)
         connection.outbox.put_nowait(None)  # the frontend has closed its side

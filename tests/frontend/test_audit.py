@@ -1,11 +1,9 @@
-"""Every request leaves a line of who asked for what and how it ended, and is counted; none holds
-text or a token of the client's."""
+"""Each request is logged and counted with its client and outcome, without text or tokens."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -85,18 +83,18 @@ async def test_each_outcome_is_recorded(service: Service, lines: Lines) -> None:
     call = unreadable(b"\xff", metadata=mine)
     assert await outcome(call) == ("acme", "Generate", "INVALID_ARGUMENT", "message")
 
-    full, spent = "9 requests are waiting", "input_tokens_per_minute: 5 tokens, which are spent"
-    for cause, message, status, reason in (
-        (pb2.FINISH_CAUSE_QUEUE_FULL, full, "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"),
-        (pb2.FINISH_CAUSE_QUEUE_FULL, spent, "RESOURCE_EXHAUSTED", "input_tokens_per_minute"),
-        (pb2.FINISH_CAUSE_INVALID, "no", "INVALID_ARGUMENT", "sampling"),
-        (pb2.FINISH_CAUSE_INTERNAL, "a worker's", "INTERNAL", None),
+    spent = "input_tokens_per_minute"
+    for cause, field, status, reason in (
+        (pb2.FINISH_CAUSE_QUEUE_FULL, "", "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"),
+        (pb2.FINISH_CAUSE_QUEUE_FULL, spent, "RESOURCE_EXHAUSTED", spent),
+        (pb2.FINISH_CAUSE_INVALID, "sampling.top_k", "INVALID_ARGUMENT", "sampling"),
+        (pb2.FINISH_CAUSE_INTERNAL, "", "INTERNAL", None),
         (pb2.FINISH_CAUSE_DEADLINE, "", "DEADLINE_EXCEEDED", None),
     ):
-        scheduler.refusal = pb2.Finished(cause=cause, message=message, field="sampling.top_k")
+        scheduler.rejection = pb2.Finished(cause=cause, message="a reason", field=field)
         call = stub.Generate(request(), metadata=mine)
         assert await outcome(call) == ("acme", "Generate", status, reason)
-    scheduler.refusal = None
+    scheduler.rejection = None
 
     scheduler.automatic = False
     while not scheduler.submits.empty():
@@ -118,18 +116,18 @@ async def test_each_outcome_is_recorded(service: Service, lines: Lines) -> None:
         assert kept_back not in shown
 
 
-async def test_a_flood_of_refusals_is_a_line_a_second(service: Service, lines: Lines) -> None:
+async def test_a_flood_of_rejections_is_one_line_a_second(service: Service, lines: Lines) -> None:
     calls = [service.stub.Generate(request()) for _ in range(300)]
     codes = [await call.code() for call in calls]
     assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED}
 
-    def refused() -> Lines:
+    def rejected() -> Lines:
         return [line for line in lines if line.get("outcome") == "UNAUTHENTICATED"]
 
-    await until(lambda: sum(line["count"] for line in refused()) == 300, "their lines")
-    assert refused()[0]["count"] == 1  # at once
-    assert len(refused()) < 30
-    assert {line["peer"] for line in refused()} == {"ipv4:127.0.0.1"}
+    await until(lambda: sum(line["count"] for line in rejected()) == 300, "their lines")
+    assert rejected()[0]["count"] == 1  # at once
+    assert len(rejected()) < 30
+    assert {line["peer"] for line in rejected()} == {"ipv4:127.0.0.1"}
 
 
 async def test_kinds_of_lines_are_bounded(lines: Lines) -> None:
@@ -154,17 +152,18 @@ async def test_usage_is_counted_by_client(lines: Lines) -> None:
                 raise asyncio.CancelledError
     for _ in range(3):
         with pytest.raises(QueueFullError), audit.records(Call("Generate", "unix:", acme)):
-            raise QueueFullError("max_requests: 1 requests are in progress", 1.0)
+            raise QueueFullError("max_requests: 1 requests are in progress", 1.0, "max_requests")
     with pytest.raises(ValueError, match="bug"), audit.records(Call("Generate", "unix:")):
         raise ValueError("bug")
-    used = usage.clients["acme"]
-    assert (used.prompt_tokens, used.cached_prompt_tokens, used.completion_tokens) == (30, 12, 21)
-    assert used.refusals == Counter(max_requests=3)
-    assert used.requests == {
-        ("GenerateStream", "EOS"): 1,
-        ("GenerateStream", "LENGTH"): 1,
-        ("GenerateStream", "CANCELLED"): 1,
-        ("Generate", "RESOURCE_EXHAUSTED"): 3,
+    assert usage.prompt_tokens == {"acme": 30}
+    assert usage.cached_prompt_tokens == {"acme": 12}
+    assert usage.completion_tokens == {"acme": 21}
+    assert usage.rejections == {("acme", "max_requests"): 3}
+    assert usage.requests == {
+        ("acme", "GenerateStream", "EOS"): 1,
+        ("acme", "GenerateStream", "LENGTH"): 1,
+        ("acme", "GenerateStream", "CANCELLED"): 1,
+        ("acme", "Generate", "RESOURCE_EXHAUSTED"): 3,
+        ("", "Generate", "INTERNAL"): 1,
     }
-    assert usage.clients[""].requests == {("Generate", "INTERNAL"): 1}
     assert [line["count"] for line in lines if "count" in line] == [1, 1]

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
@@ -26,11 +26,10 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.tls import FileError
 from shared.errors import InvalidArgumentError
 from tests.echo_server import echo_server
+from tests.frontend.conftest import bearer, detail
 
 FIRST, SECOND, THIRD = "first-token-0123456789", "second-token-0123456789", "third-token-0123456789"
 TIMEOUT_S = 60
-
-Metadata = tuple[tuple[str, str], ...]
 
 
 @pytest.fixture
@@ -40,11 +39,7 @@ def tokens_file(tmp_path: Path) -> Path:
     return path
 
 
-def bearer(token: str) -> Metadata:
-    return (("authorization", f"Bearer {token}"),)
-
-
-async def status(address: str, metadata: Metadata = (), method: str = "Detokenize") -> Any:
+async def status(address: str, metadata: Any = (), method: str = "Detokenize") -> Any:
     """The status of a unary call."""
     async with aio.insecure_channel(address) as channel:
         call = channel.unary_unary(f"/{SERVICE_NAME}/{method}")(
@@ -53,11 +48,11 @@ async def status(address: str, metadata: Metadata = (), method: str = "Detokeniz
         return await call.code()
 
 
-async def reflects(address: str, metadata: Metadata = ()) -> Any:
+async def reflects(address: str, metadata: Any = ()) -> Any:
     """The status of a reflection call.
 
     The request goes in one piece, as for a method without streamed requests: grpc.aio reports a
-    refusal that overtakes a message being written as INTERNAL.
+    rejection that overtakes a message being written as INTERNAL.
     """
     service = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].full_name
     async with aio.insecure_channel(address) as channel:
@@ -86,7 +81,7 @@ async def reflects(address: str, metadata: Metadata = ()) -> Any:
         bearer("# of the web site"),
     ],
 )
-async def test_who_has_no_token_is_told_so(tokens_file: Path, metadata: Metadata) -> None:
+async def test_a_call_without_a_valid_token_is_rejected(tokens_file: Path, metadata: Any) -> None:
     async with echo_server(auth_tokens_file=tokens_file) as (address, _):
         async with aio.insecure_channel(address) as channel:
             stub = InferenceServiceStub(channel)
@@ -102,7 +97,7 @@ async def test_who_has_no_token_is_told_so(tokens_file: Path, metadata: Metadata
         assert await status(address, metadata, "NoSuch") is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_each_token_lets_in(tokens_file: Path) -> None:
+async def test_each_token_admits_a_call(tokens_file: Path) -> None:
     async with echo_server(auth_tokens_file=tokens_file) as (address, _):
         for token in (FIRST, SECOND):
             assert await status(address, bearer(token)) is grpc.StatusCode.OK
@@ -135,7 +130,7 @@ async def test_health_needs_no_token(tokens_file: Path) -> None:
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_reflection_is_off_with_tokens_unless_asked_for(tokens_file: Path) -> None:
+async def test_reflection_is_off_with_tokens_unless_enabled(tokens_file: Path) -> None:
     async with echo_server() as (address, _):
         assert await reflects(address) is grpc.StatusCode.OK
     async with echo_server(reflection="off") as (address, _):
@@ -150,7 +145,7 @@ async def test_reflection_is_off_with_tokens_unless_asked_for(tokens_file: Path)
 @pytest.mark.parametrize(
     "line", ["short", "has a space in it, and is long", "überlanges-token-0123"]
 )
-def test_a_line_that_is_no_token_is_named_but_not_shown(tmp_path: Path, line: str) -> None:
+def test_an_error_about_a_line_does_not_quote_it(tmp_path: Path, line: str) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"{FIRST}\n{line}\n")
     with pytest.raises(FileError, match=r"auth_tokens_file: line 2 of ") as raised:
@@ -158,15 +153,15 @@ def test_a_line_that_is_no_token_is_named_but_not_shown(tmp_path: Path, line: st
     assert line not in str(raised.value)
 
 
-def test_a_file_without_tokens_stops_the_start(tmp_path: Path) -> None:
+def test_a_file_without_tokens_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="auth_tokens_file: cannot read"):
         Tokens(str(tmp_path / "nowhere"))
     (tmp_path / "empty").write_text("# nothing yet\n")
-    with pytest.raises(FileError, match=r"auth_tokens_file: .* holds no token"):
+    with pytest.raises(FileError, match=r"auth_tokens_file: .* contains no token"):
         Tokens(str(tmp_path / "empty"))
 
 
-async def test_a_client_over_its_limit_is_told_when_to_come_back(tokens_file: Path) -> None:
+async def test_a_client_over_its_limit_learns_when_to_retry(tokens_file: Path) -> None:
     limits = {"auth_tokens_file": tokens_file, "max_requests_per_client": 2}
     async with (
         echo_server(**limits) as (address, echo),
@@ -180,12 +175,10 @@ async def test_a_client_over_its_limit_is_told_when_to_come_back(tokens_file: Pa
             return call
 
         calls = [await start(FIRST) for _ in range(2)]
-        refused = stub.GenerateStream(pb.GenerateRequest(), metadata=bearer(FIRST))
-        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "max_requests_per_client: 2 " in await refused.details()
-        trailers = dict(await refused.trailing_metadata())
-        details = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
-        assert details[0].Is(error_details_pb2.RetryInfo.DESCRIPTOR)
+        with pytest.raises(aio.AioRpcError, match="max_requests_per_client: 2 ") as rejected:
+            await start(FIRST)
+        assert rejected.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert detail(rejected.value, error_details_pb2.RetryInfo)
         other = await start(SECOND)  # another client has its own places
 
         calls[0].cancel()
@@ -215,7 +208,7 @@ async def test_metadata_has_a_limit() -> None:
         assert await status(address) is grpc.StatusCode.OK
 
 
-async def test_refusals_are_paced_by_client(
+async def test_rejections_are_spaced_by_client(
     tokens_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paced: list[str] = []
@@ -238,13 +231,13 @@ async def test_refusals_are_paced_by_client(
     assert paced == ["", name, name]
 
 
-async def test_a_refusal_that_waits_holds_nothing_of_its_call() -> None:
+async def test_a_waiting_rejection_holds_no_memory_of_its_call() -> None:
     class Large:
         pass
 
     held: list[weakref.ref[Large]] = []
 
-    async def refuse(_: object, __: object) -> None:
+    async def reject(_: object, __: object) -> None:
         large = Large()
         held.append(weakref.ref(large))
         try:
@@ -258,13 +251,13 @@ async def test_a_refusal_that_waits_holds_nothing_of_its_call() -> None:
             return 0.0
 
     interceptor = ClientInterceptor(None, 1, Audit(Usage()), {})
-    interceptor._refusals = Checked(1)
+    interceptor._rejections = Checked(1)
     context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5")
     with pytest.raises(InvalidArgumentError):
-        await interceptor._paced(refuse, None)(None, context)
+        await interceptor._paced(reject, None)(None, context)
 
 
-async def test_an_operators_token_is_no_clients(tokens_file: Path, tmp_path: Path) -> None:
+async def test_an_operators_token_is_not_a_clients_token(tokens_file: Path, tmp_path: Path) -> None:
     operators = tmp_path / "operators"
     operators.write_text(f"{THIRD}\n")
     files = {"auth_tokens_file": tokens_file, "operator_tokens_file": operators}

@@ -1,4 +1,4 @@
-"""What one message, or one burst, may have the frontend's loop do in a turn, and hold in memory."""
+"""Limits on the work of one turn of the event loop, and on the memory of requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.http2 import connect
 from tests.turns import Turns, counting_turns
 
 
-async def refusal(call: Any) -> str:
+async def rejection(call: Any) -> str:
     with pytest.raises(aio.AioRpcError) as raised:
         await call
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -65,19 +65,19 @@ async def test_tokenize_and_detokenize_have_limits(service: Service) -> None:
     ids = (await service.stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
     assert len(ids) <= MAX_TOKENIZED
     await service.stub.Detokenize(pb.DetokenizeRequest(token_ids=[300] * MAX_TOKENIZED))
-    more = await refusal(service.stub.Tokenize(pb.TokenizeRequest(text="a1" * MAX_TOKENIZED)))
+    more = await rejection(service.stub.Tokenize(pb.TokenizeRequest(text="a1" * MAX_TOKENIZED)))
     assert more == f"text: {2 * len(ids)} tokens; the limit is {MAX_TOKENIZED}"
     many = pb.DetokenizeRequest(token_ids=[300] * (MAX_TOKENIZED + 1))
-    assert await refusal(service.stub.Detokenize(many)) == (
+    assert await rejection(service.stub.Detokenize(many)) == (
         f"token_ids: {MAX_TOKENIZED + 1} tokens; the limit is {MAX_TOKENIZED}"
     )
 
 
-async def test_ids_are_counted_before_they_are_looked_at(service: Service) -> None:
+async def test_ids_are_counted_before_they_are_checked(service: Service) -> None:
     """The values, which are too large, are not even seen."""
     ids = [1 << 31] * 200_000
     for message in (request(ids), request(resume=ids)):
-        assert "; the limit is 12" in await refusal(service.stub.Generate(message))
+        assert "; the limit is 12" in await rejection(service.stub.Generate(message))
 
 
 async def test_choices_are_measured_before_they_are_escaped(
@@ -88,7 +88,7 @@ async def test_choices_are_measured_before_they_are_escaped(
         options = ["\n" * 1000] * 1000
         choice = pb.StructuredOutput(choice=pb.Choice(options=options))
         message = request(structured_output=choice)
-        assert await refusal(service.stub.Generate(message)) == (
+        assert await rejection(service.stub.Generate(message)) == (
             "sampling.structured_output.choice.options: 1000000 characters; the limit is 65536"
         )
     assert turns.total == 0
@@ -99,9 +99,9 @@ async def test_several_completions_have_a_limit_on_logprobs(
 ) -> None:
     await accept_long_sequences(service)
     message = request(n=16, logprobs=20, max_tokens=4000)
-    assert await refusal(service.stub.Generate(message)) == (
-        "sampling.logprobs: 16 completions of up to 4000 tokens, 21 each, are 1344000; the limit "
-        f"is {MAX_LOGPROB_ENTRIES}: lower n, max_tokens or logprobs"
+    assert await rejection(service.stub.Generate(message)) == (
+        "sampling.logprobs: 16 completions of up to 4000 tokens, 21 each, have 1344000 entries; "
+        f"the limit is {MAX_LOGPROB_ENTRIES}: lower n, max_tokens or logprobs"
     )
     monkeypatch.setattr(sampling_checks, "MAX_LOGPROB_ENTRIES", 20)
     await service.stub.Generate(request(logprobs=20))  # one alone has none
@@ -151,7 +151,7 @@ async def test_logprobs_are_made_in_slices_and_not_kept(
         assert not reader.stream.logprobs._rows
 
 
-async def test_stop_strings_are_looked_for_in_one_completion_at_a_time(
+async def test_one_completion_per_turn_is_searched_for_stop_strings(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await accept_long_sequences(service)
@@ -171,7 +171,7 @@ async def test_stop_strings_are_looked_for_in_one_completion_at_a_time(
     assert turns.max <= 128
 
 
-async def test_of_the_logprobs_that_nobody_reads_the_most_are_dropped(
+async def test_requests_with_the_most_unread_logprobs_fail(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frontend_streams, "MAX_UNREAD_LOGPROBS", 45_000)
@@ -202,7 +202,7 @@ async def test_of_the_logprobs_that_nobody_reads_the_most_are_dropped(
         assert service.scheduler.aborts.empty()
 
 
-async def test_logprobs_of_a_step_are_filed_in_slices(
+async def test_logprobs_of_a_step_are_stored_in_slices(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await accept_long_sequences(service)
@@ -270,3 +270,33 @@ async def test_eight_chunks_are_written_per_turn_of_the_loop(
             assert len(join(await rest(call)).token_ids) == 1
     assert turns.total == 60
     assert turns.max <= 8
+
+
+async def test_work_that_grows_with_a_request_is_done_on_threads_in_pieces(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces: list[tuple[str, str, int]] = []
+
+    def recording(name: str, work: Callable[..., Any], argument: int) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            pieces.append((name, threading.current_thread().name, len(args[argument])))
+            return work(*args)
+
+        return run
+
+    feed, logprobs = CompletionBuilder.feed, responses.logprobs
+    monkeypatch.setattr(CompletionBuilder, "feed", recording("resumed", feed, 1))
+    monkeypatch.setattr(responses, "logprobs", recording("logprobs", logprobs, 0))
+    await accept_long_sequences(service)
+    message = request(PROMPT * 300, PROMPT * 200, max_tokens=1001, prompt_logprobs=1)
+    message.sampling.stop.append("never there")
+    response = await service.stub.Generate(message)
+
+    assert response.usage.completion_tokens == 1001
+    assert len(response.prompt_logprobs) == 1500
+    on_loop = [size for _, thread, size in pieces if thread == threading.current_thread().name]
+    assert max(on_loop) == 1
+    on_threads = [piece for piece in pieces if piece[1] != threading.current_thread().name]
+    assert max(size for _, _, size in on_threads) <= 128
+    for name, size in (("resumed", 1000), ("logprobs", 1500)):
+        assert sum(each[2] for each in on_threads if each[0] == name) == size

@@ -1,4 +1,4 @@
-"""Chats as Qwen3's own template renders them, checked against transformers, and what is refused."""
+"""Chats as Qwen3's own template renders them, checked against transformers, and bad chats."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_prompts_are_those_of_transformers(llm: AsyncLLM, qwen3: Path) -> 
     assert len(seen) == len(CHATS) - 1  # thinking is the default
 
 
-async def test_generation_uses_that_prompt(llm: AsyncLLM, service: Service) -> None:
+async def test_generation_uses_the_rendered_prompt(llm: AsyncLLM, service: Service) -> None:
     """The fake scheduler repeats the prompt."""
     await accept_long_sequences(service)
     none = Chat([QUESTION], [WEATHER], {"enable_thinking": False})
@@ -182,7 +182,10 @@ CONTINUE = "chat.continue_final_message"
         ({"messages": [message(tool_calls=[call("[]")])]}, f"{ARGUMENTS}: not a JSON object"),
         ({"messages": [message(tool_calls=[call("{'a': 1}")])]}, f"{ARGUMENTS}: not JSON: Expect"),
         ({"messages": [message(tool_calls=[call('{"a": NaN}')])]}, f"{ARGUMENTS}: not JSON: NaN"),
-        ({"messages": [message(tool_calls=[call('{"\\ud800": 1}')])]}, f"{ARGUMENTS}: half of a"),
+        (
+            {"messages": [message(tool_calls=[call('{"\\ud800": 1}')])]},
+            f"{ARGUMENTS}: contains half of a",
+        ),
         (
             {"messages": [message(tool_calls=[call('{"a":' + "[" * 32 + "]" * 32 + "}")])]},
             f"{ARGUMENTS}: nests deeper than 32 levels",
@@ -198,15 +201,15 @@ CONTINUE = "chat.continue_final_message"
         ),
         (
             {"messages": [message(role="user", tool_calls=[call("{}")])]},
-            "chat.messages[0].tool_calls: only a message of role assistant has it",
+            "chat.messages[0].tool_calls: requires a message with role assistant",
         ),
         (
             {"messages": [message(role="user", reasoning_content="")]},
-            "chat.messages[0].reasoning_content: only a message of role assistant has it",
+            "chat.messages[0].reasoning_content: requires a message with role assistant",
         ),
         (
             {"messages": [message(tool_call_id="call_1")]},
-            "chat.messages[0].tool_call_id: only a message of role tool has it",
+            "chat.messages[0].tool_call_id: requires a message with role tool",
         ),
         ({"tools": ["{}"]}, 'chat.tools[0].type: must be "function"'),
         ({"tools": [tool(), tool(name="")]}, "chat.tools[1].function.name: missing"),
@@ -229,17 +232,17 @@ CONTINUE = "chat.continue_final_message"
                 "continue_final_message": True,
                 "messages": [message(role="user"), message(content="<think>b</think>c")],
             },
-            f"{CONTINUE}: the model's template does not render the last message",
+            f"{CONTINUE}: the model's chat template changes the content of",
         ),
     ],
 )
-async def test_mistakes_are_refused_by_field(
+async def test_bad_chats_are_rejected_by_field(
     fields: dict[str, Any], reason: str, tokenizer: Tokenizer
 ) -> None:
     chat = pb.Chat(**{"messages": [message(role="user")], **fields})
-    with pytest.raises(InvalidArgumentError) as refused:
+    with pytest.raises(InvalidArgumentError) as rejected:
         await tokenizer.encode_chat(chat)
-    assert str(refused.value).startswith(reason)
+    assert str(rejected.value).startswith(reason)
 
 
 # What apply_chat_template and the template's environment would read, or be confused by.
@@ -263,14 +266,14 @@ async def test_kwargs_reach_only_the_templates_own_variables(
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"tools": [tool()]}, "chat.tools: the model's template takes none"),
+        ({"tools": [tool()]}, "chat.tools: unknown to the chat template"),
         (
             {"messages": [message(tool_calls=[call("{}")])]},
-            "chat.messages[0].tool_calls: the model's template takes none",
+            "chat.messages[0].tool_calls: unknown to the chat template",
         ),
         (
             {"messages": [message(reasoning_content="a")]},
-            "chat.messages[0].reasoning_content: the model's template takes none",
+            "chat.messages[0].reasoning_content: unknown to the chat template",
         ),
         (
             {"messages": [message(role="tool")]},
@@ -278,11 +281,11 @@ async def test_kwargs_reach_only_the_templates_own_variables(
         ),
         (
             {"chat_template_kwargs": '{"enable_thinking": false}'},
-            f"{KWARGS}: unknown name; the model's template reads none",
+            f"{KWARGS}: unknown name; the model's chat template reads none",
         ),
     ],
 )
-async def test_what_a_template_would_ignore_is_refused(
+async def test_parts_that_a_template_ignores_are_rejected(
     fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     tokenizer = tokenizer_with(
@@ -291,9 +294,9 @@ async def test_what_a_template_would_ignore_is_refused(
         tmp_path,
     )
     chat = pb.Chat(**{"messages": [message(role="user")], **fields})
-    with pytest.raises(InvalidArgumentError) as refused:
+    with pytest.raises(InvalidArgumentError) as rejected:
         await tokenizer.encode_chat(chat)
-    assert str(refused.value) == reason
+    assert str(rejected.value) == reason
     tokenizer.close()
 
 
@@ -308,7 +311,7 @@ def tokenizer_with(template: str, directory: Path) -> Tokenizer:
     return Tokenizer(directory, threads=1)
 
 
-async def test_a_role_that_a_template_renders_without_naming_it_is_taken(tmp_path: Path) -> None:
+async def test_a_role_that_a_template_renders_without_naming_it_is_accepted(tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     tokenizer = tokenizer_with(template, tmp_path)
     chat = pb.Chat(messages=[message(role="developer", content="Be brief."), message(role="tool")])

@@ -92,13 +92,6 @@ def test_special_and_unknown_ids_have_no_text(hf: Any, table: dict[int, bytes]) 
     assert detokenizer.feed([end, a, 10_000_000, a, end]) == "aa"
 
 
-def test_unfinished_character_is_replaced_at_the_end(hf: Any, table: dict[int, bytes]) -> None:
-    ids = [hf.get_vocab()[c] for c in "ðŁĳ"]  # the first three bytes of an emoji
-    detokenizer = IncrementalDetokenizer(Vocabulary(table))
-    assert detokenizer.feed(ids) == ""
-    assert detokenizer.flush() == "\ufffd"
-
-
 def test_added_token_outside_the_alphabet_is_plain_text() -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
     tokenizer.decoder = decoders.ByteLevel()

@@ -53,7 +53,7 @@ def die(ledger: Ledger) -> TokenStream | None:
     return culprit
 
 
-def test_what_was_in_two_deaths_without_progress_is_a_suspect() -> None:
+def test_a_completion_in_two_deaths_without_progress_is_a_suspect() -> None:
     ledger = ledger_of(1, 2)
     assert die(ledger) is None
     assert set(states(ledger).values()) == {State.SENT}
@@ -62,7 +62,7 @@ def test_what_was_in_two_deaths_without_progress_is_a_suspect() -> None:
     assert states(ledger) == {1: State.SUSPECT, 2: State.SENT}
 
 
-def test_an_orderly_end_counts_against_nothing() -> None:
+def test_an_orderly_end_counts_against_no_completion() -> None:
     ledger = ledger_of(1)
     for _ in range(5):
         assert ledger.disconnect(died=False) is None
@@ -71,7 +71,7 @@ def test_an_orderly_end_counts_against_nothing() -> None:
 
 
 @pytest.mark.parametrize(("tokens_alone", "guilty"), [(0, True), (1, False)])
-def test_what_dies_alone_twice_is_guilty_unless_it_got_a_token(
+def test_a_completion_that_was_alone_in_two_deaths_is_guilty_unless_it_got_a_token(
     tokens_alone: int, guilty: bool
 ) -> None:
     ledger = ledger_of(1, 2)
@@ -88,7 +88,9 @@ def test_what_dies_alone_twice_is_guilty_unless_it_got_a_token(
 
 
 @pytest.mark.parametrize("next_trial", [False, True])
-def test_a_death_counts_against_what_was_withdrawn_until_the_next_trial(next_trial: bool) -> None:
+def test_a_death_counts_against_withdrawn_completions_until_the_next_trial(
+    next_trial: bool,
+) -> None:
     ledger = ledger_of(1)
     for _ in range(2):
         ledger.begin_trial([], withdraw=True, alone=False)

@@ -53,15 +53,15 @@ async def test_tokens_waits_and_ends_are_counted(service: Service) -> None:
     assert found["client_completion_tokens_total/"] > 14
 
 
-async def test_requests_that_fail_are_no_aborts(service: Service) -> None:
-    service.scheduler.refusal = scheduler_pb2.Finished(
+async def test_failed_requests_do_not_count_as_aborts(service: Service) -> None:
+    service.scheduler.rejection = scheduler_pb2.Finished(
         cause=scheduler_pb2.FINISH_CAUSE_INTERNAL, message="secret"
     )
     with pytest.raises(aio.AioRpcError):
         await service.stub.Generate(request())
     with pytest.raises(aio.AioRpcError):
         await service.stub.Generate(request(temperature=-1.0))
-    service.scheduler.refusal = None
+    service.scheduler.rejection = None
     service.scheduler.automatic = False
     call = service.stub.GenerateStream(request())
     await service.scheduler.submits.get()

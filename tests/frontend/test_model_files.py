@@ -1,4 +1,4 @@
-"""Reading a model directory, and refusing a bad one."""
+"""Reading a model directory, and rejecting a bad one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a frontend knows of engines' prefix caches, against what they would find themselves."""
+"""A frontend's index of prefix caches, compared with the engines' own look-ups."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_the_index_finds_what_the_engines_find(seed: int) -> None:
     assert not any(index._names.values())
 
 
-def test_what_was_promised_counts_until_it_is_withdrawn() -> None:
+def test_promised_blocks_count_until_they_are_withdrawn() -> None:
     index = PrefixIndex(BLOCK_SIZE)
     names = index.names_of(array("I", range(9)), "")
     assert len(names) == 2
@@ -106,12 +106,6 @@ def test_what_was_promised_counts_until_it_is_withdrawn() -> None:
     index.withdraw(1, names[:1])
     assert index.matches(names, [0, 1]) == {0: 0, 1: 0}
     assert not index._promised
-
-
-def test_the_last_token_is_never_expected_to_be_cached() -> None:
-    index = PrefixIndex(BLOCK_SIZE)
-    assert len(index.names_of(array("I", range(8)), "")) == 1
-    assert index.names_of(array("I"), "") == []
 
 
 def chain(length: int) -> list[pb.StoredBlock]:
@@ -153,7 +147,7 @@ async def test_a_long_chain_is_found_again_once_its_first_block_is_back() -> Non
     assert not index._orphans
 
 
-async def test_an_orphan_that_was_evicted_does_not_come_back() -> None:
+async def test_an_evicted_orphan_is_not_found_again() -> None:
     head, second, third = chain(3)
     index = PrefixIndex(BLOCK_SIZE)
     await index.apply(0, told(second, third))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import pytest
 import structlog
 from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
-from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from deploy.ports import free_port
 from frontend.api.vllm_engine.servicer import SERVICE_NAME
 from frontend.settings import FrontendSettings
 from shared.pb import scheduler_pb2
-from tests.frontend.conftest import Service
+from tests.frontend.conftest import Service, bearer, rejection
 
 TOKEN = "an-operators-token"
-OPERATOR = (("authorization", f"Bearer {TOKEN}"),)
+OPERATOR = bearer(TOKEN)
 START, STOP = common.StartProfileRequest, common.StopProfileRequest
 
 
@@ -35,20 +33,7 @@ def settings(settings: FrontendSettings, tmp_path: Path) -> FrontendSettings:
     )
 
 
-@pytest.fixture
-async def engine(service: Service, settings: FrontendSettings) -> AsyncIterator[Any]:
-    async with aio.insecure_channel(settings.gateway_address) as channel:
-        await channel.channel_ready()
-        yield VllmEngineStub(channel)  # type: ignore[no-untyped-call]
-
-
-async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
-
-
-async def test_an_operator_hears_where_the_traces_are(service: Service, engine: Any) -> None:
+async def test_an_operator_gets_the_paths_of_the_traces(service: Service, engine: Any) -> None:
     given = {"num_steps": 7, "activities": ["MEM"], "with_stack": True, "record_shapes": True}
     started = await engine.StartProfile(START(**given), metadata=OPERATOR)
     assert (started.success, started.message) == (True, "recording /traces/rank-0, /traces/rank-1")
@@ -61,7 +46,7 @@ async def test_an_operator_hears_where_the_traces_are(service: Service, engine: 
     ]
 
 
-async def test_who_may_not_is_refused_before_a_message_is_sent(
+async def test_others_are_rejected_before_a_message_is_sent(
     engine: Any, settings: FrontendSettings
 ) -> None:
     async with aio.insecure_channel(settings.gateway_address) as channel:
@@ -77,39 +62,40 @@ async def test_the_audit_trail_names_the_operator(engine: Any) -> None:
     assert clients == [f"operator:{name}"]
 
 
-@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer a-clients-own-token"),)])
+@pytest.mark.parametrize("metadata", [(), bearer("a-clients-own-token")])
 async def test_others_may_not_profile(service: Service, engine: Any, metadata: Any) -> None:
     for call in (
         engine.StartProfile(START(), metadata=metadata),
         engine.StopProfile(STOP(), metadata=metadata),
     ):
-        assert (await refusal(call))[0] is grpc.StatusCode.PERMISSION_DENIED
+        code, _ = await rejection(call)
+        assert code is grpc.StatusCode.PERMISSION_DENIED
     assert not service.scheduler.profiles
 
 
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        (START(output_dir="/etc"), "output_dir: not supported: the workers' settings say where"),
-        (START(start_step=0), "start_step: not supported: profiles start at once"),
-        (START(profile_by_stage=True), "profile_by_stage: not supported: a step may have both"),
+        (START(output_dir="/etc"), "output_dir: not supported: it is a setting of the workers"),
+        (START(start_step=0), "start_step: not supported: profiles start immediately"),
+        (START(profile_by_stage=True), "profile_by_stage: not supported: a step can have both"),
     ],
 )
-async def test_what_is_not_done_is_refused_by_name(
+async def test_unsupported_fields_are_rejected_by_name(
     service: Service, engine: Any, request_: Any, reason: str
 ) -> None:
-    code, details = await refusal(engine.StartProfile(request_, metadata=OPERATOR))
+    code, details = await rejection(engine.StartProfile(request_, metadata=OPERATOR))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert details.startswith(reason)
     assert not service.scheduler.profiles
 
 
-async def test_refusals_and_losses_have_their_status(service: Service, engine: Any) -> None:
-    assert await refusal(engine.StopProfile(STOP(), metadata=OPERATOR)) == (
+async def test_errors_of_the_scheduler_have_their_status(service: Service, engine: Any) -> None:
+    assert await rejection(engine.StopProfile(STOP(), metadata=OPERATOR)) == (
         grpc.StatusCode.FAILED_PRECONDITION,
         "no profile is in progress",
     )
     await service.scheduler.stop()
     await service.wait_for_health(False)
-    code, _ = await refusal(engine.StartProfile(START(), metadata=OPERATOR))
+    code, _ = await rejection(engine.StartProfile(START(), metadata=OPERATOR))
     assert code is grpc.StatusCode.UNAVAILABLE

@@ -60,7 +60,7 @@ def test_a_seed_is_drawn_for_each_request_without_one() -> None:
     assert check(seed=2**64 - 1).seed == 2**64 - 1
 
 
-def test_what_is_given_is_taken() -> None:
+def test_given_values_are_used() -> None:
     sampling = check(
         temperature=1,
         seed=3,
@@ -107,7 +107,7 @@ def test_what_is_given_is_taken() -> None:
     assert not check(skip_special_tokens=True).show_special
 
 
-def test_what_changes_nothing_is_sent_as_off() -> None:
+def test_filters_without_effect_are_off() -> None:
     greedy = check(temperature=0, top_k=5, top_p=0.5, min_p=0.5)
     assert (greedy.top_k, greedy.top_p, greedy.min_p) == (0, 1, 0)
     assert check(temperature=0).repetition_penalty == 1.1  # it may change which token is likeliest
@@ -118,7 +118,7 @@ def test_what_changes_nothing_is_sent_as_off() -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "sampling.max_tokens: 0 .* at least 1"),
     ({"max_tokens": -5}, "sampling.max_tokens: -5"),
-    ({"max_tokens": 51}, "sampling.max_tokens: 51; .* room for 50"),
+    ({"max_tokens": 51}, "sampling.max_tokens: 51; .* room for 50 tokens"),
     ({"min_tokens": -1}, r"sampling.min_tokens: -1 is out of range; must be in \[0, 50\]"),
     ({"min_tokens": 6, "max_tokens": 5}, r"sampling.min_tokens: 6 .* must be in \[0, 5\]"),
     ({"min_tokens": 51}, r"sampling.min_tokens: 51 .* must be in \[0, 50\]"),
@@ -131,16 +131,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": dict.fromkeys(range(1025), 1)}, "sampling.logit_bias: 1025 given; .* is 1024"),
     ({"logit_bias": {3: 100.5}}, r"sampling.logit_bias\[3\]: 100.5 .* in \[-100, 100\]"),
     ({"logit_bias": {3: NAN}}, r"sampling.logit_bias\[3\]: nan"),
-    ({"length_penalty": 2}, "sampling.length_penalty: 2 without sampling.beam_width"),
+    ({"length_penalty": 2}, "sampling.length_penalty: 2 requires sampling.beam_width"),
     (
         {"structured_output": REGEX, "ignore_eos": True},
-        "sampling.structured_output: cannot go with sampling.ignore_eos",
+        "sampling.structured_output: cannot be used with sampling.ignore_eos",
     ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD)
-def test_bad_sampling_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_bad_sampling_is_rejected_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{message}"):
         check(**fields)
 
@@ -165,7 +165,7 @@ def test_every_field_of_the_contract_is_checked_or_free() -> None:
     assert free | checked == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
-def test_beam_search_is_of_the_models_own_probabilities() -> None:
+def test_beam_search_uses_the_models_own_probabilities() -> None:
     sampling = check(beam_width=3, max_tokens=9, min_tokens=2, stop_token_ids=[5])
     assert sampling == Sampling(
         temperature=0,
@@ -202,9 +202,9 @@ def test_beam_search_is_of_the_models_own_probabilities() -> None:
         ("structured_output", REGEX),
     ],
 )
-def test_beam_search_refuses_what_it_does_without(name: str, value: Any) -> None:
+def test_beam_search_rejects_parameters_of_sampling(name: str, value: Any) -> None:
     with pytest.raises(
-        InvalidArgumentError, match=f"^sampling.beam_width: 2 cannot go with sampling.{name};"
+        InvalidArgumentError, match=f"^sampling.beam_width: 2 cannot be used with sampling.{name};"
     ):
         check(beam_width=2, **{name: value})
     check(beam_width=0, **{name: value})
@@ -231,7 +231,7 @@ def test_structured_output_becomes_a_grammar() -> None:
     assert check(structured_output=REGEX).grammar == Grammar(GrammarKind.REGEX, "a")
 
 
-def test_tokens_to_resume_after_end_with_the_one_that_ends_the_completion() -> None:
+def test_resume_tokens_end_with_the_one_that_ends_the_completion() -> None:
     sampling = check(stop_token_ids=[5], max_tokens=4)
     assert check_resume([], check(n=2), 1000) == []
     assert check_resume([1, 2, 3, 4], sampling, 1000) == [1, 2, 3, 4]
@@ -246,11 +246,11 @@ def test_tokens_to_resume_after_end_with_the_one_that_ends_the_completion() -> N
         ([1, 1000], {}, "resume_token_ids[1]: 1000 is not below"),
         ([1] * 5, {"max_tokens": 4}, "resume_token_ids: 5 tokens; the limit is 4"),
         ([1] * 51, {}, "resume_token_ids: 51 tokens; the limit is 50"),
-        ([1], {"n": 2}, "resume_token_ids: cannot go with sampling.n 2"),
-        ([1], {"beam_width": 1}, "resume_token_ids: cannot go with sampling.beam_width"),
+        ([1], {"n": 2}, "resume_token_ids: cannot be used with sampling.n 2"),
+        ([1], {"beam_width": 1}, "resume_token_ids: cannot be used with sampling.beam_width"),
     ],
 )
-def test_bad_tokens_to_resume_after_are_refused(
+def test_bad_resume_tokens_are_rejected(
     token_ids: list[int], fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{re.escape(message)}"):

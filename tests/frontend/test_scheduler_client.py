@@ -28,7 +28,7 @@ from shared.errors import (
     UnavailableError,
 )
 from shared.pb import scheduler_pb2 as pb
-from tests.frontend.conftest import read
+from tests.frontend.cluster import read
 from tests.frontend.fake_scheduler import FakeScheduler, logprob_row, logprob_rows
 from tests.names import name_server
 from tests.waiting import until
@@ -62,7 +62,7 @@ def request(
 
 
 class Connected:
-    """A client under test, and its reports of being ready or not."""
+    """An engine under test, and its reports of being ready or not."""
 
     def __init__(self, address: str, resume_timeout_s: float) -> None:
         self.readiness: asyncio.Queue[bool] = asyncio.Queue()
@@ -105,38 +105,27 @@ def pairs(rows: Sequence[LogprobRow]) -> list[list[tuple[int, float]]]:
     return [list(zip(*row, strict=True)) for row in rows]
 
 
-async def rest(stream: TokenStream, seen: int = 0) -> list[int]:
-    """Reads until the completion is complete."""
-    tokens: list[int] = []
-    while stream.finish is None or len(stream.tokens) > seen + len(tokens):
-        tokens += await read(stream, seen + len(tokens))
-    return tokens
+async def rest(stream: TokenStream) -> list[int]:
+    """The completion's tokens, once it is complete."""
+    while stream.finish is None:
+        await read(stream, len(stream.tokens))
+    return stream.tokens
 
 
-async def test_a_request_is_submitted_whole(client: Engine, scheduler: FakeScheduler) -> None:
-    stream = submit_one(client, request(deadline=time.monotonic() + 60))
-    submit = await scheduler.submits.get()
-    assert submit.request == stream.number
-    assert submit.request_id == "an-id"
-    assert np.frombuffer(submit.prompt_ids, "<i4").tolist() == PROMPT
-    assert submit.generated_ids == b""
-    assert (submit.priority, submit.cache_salt) == (-3, "salt")
-    assert 0 < submit.timeout_s <= 60
-    assert submit.sampling == pb.TokenSampling(
-        temperature=0.5,
-        seed=2**63 + 1,
-        max_tokens=5,
-        eos_token_ids=[7],
-        stop_token_ids=[8, 9],
-        top_p=1,
-        repetition_penalty=1,
-    )
-
-
-async def test_every_feature_is_submitted(client: Engine, scheduler: FakeScheduler) -> None:
-    submit_one(
+@pytest.mark.parametrize(
+    ("within_s", "timeouts_s"), [(None, (0, 0)), (60, (50, 60)), (-1, (1e-4, 0.01))]
+)
+async def test_every_field_is_submitted(
+    client: Engine,
+    scheduler: FakeScheduler,
+    within_s: float | None,
+    timeouts_s: tuple[float, float],
+) -> None:
+    """Zero means that there is no deadline, so a deadline that has passed is not sent as zero."""
+    stream = submit_one(
         client,
         request(
+            deadline=None if within_s is None else time.monotonic() + within_s,
             min_tokens=2,
             top_k=20,
             top_p=0.5,
@@ -150,7 +139,13 @@ async def test_every_feature_is_submitted(client: Engine, scheduler: FakeSchedul
             grammar=Grammar(GrammarKind.EBNF, "root ::= 'a'"),
         ),
     )
-    sampling = (await scheduler.submits.get()).sampling
+    submit = await scheduler.submits.get()
+    assert (submit.request, submit.request_id) == (stream.number, "an-id")
+    assert np.frombuffer(submit.prompt_ids, "<i4").tolist() == PROMPT
+    assert submit.generated_ids == b""
+    assert (submit.priority, submit.cache_salt) == (-3, "salt")
+    assert timeouts_s[0] <= submit.timeout_s <= timeouts_s[1]
+    sampling = submit.sampling
     assert sampling == pb.TokenSampling(
         temperature=0.5,
         seed=2**63 + 1,
@@ -173,7 +168,7 @@ async def test_every_feature_is_submitted(client: Engine, scheduler: FakeSchedul
     assert sampling.HasField("logprobs")
 
 
-async def test_completions_of_a_request_have_handles_in_a_row(
+async def test_completions_of_a_request_have_consecutive_numbers(
     client: Engine, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
@@ -194,49 +189,7 @@ async def test_completions_of_a_request_have_handles_in_a_row(
     assert [await scheduler.aborts.get() for _ in range(3)] == [first, first + 1, first + 2]
 
 
-async def test_completions_of_a_request_are_submitted_anew_each_alone(
-    connected: Connected, scheduler: FakeScheduler
-) -> None:
-    scheduler.automatic = False
-    streams = submit(connected.client, request(n=3, seed=2**64 - 2, prompt_logprobs=1))
-    await scheduler.submits.get()
-    scheduler.step()
-    for stream in streams:
-        assert await read(stream, 0) == [11]
-    connected.client.close(streams[1])
-    scheduler.drop_connection()
-    assert await connected.readiness.get() is False
-    assert await connected.readiness.get() is True
-    again = [await scheduler.submits.get() for _ in range(2)]
-    assert [submit.request for submit in again] == [streams[0].number, streams[2].number]
-    assert [submit.n for submit in again] == [0, 0]
-    assert [submit.sampling.seed for submit in again] == [2**64 - 2, 0]
-    assert [np.frombuffer(submit.generated_ids, "<i4").tolist() for submit in again] == [[11], [11]]
-    # The prompt's log-probabilities came before the first token: nobody needs them again.
-    assert not any(submit.sampling.HasField("prompt_logprobs") for submit in again)
-
-
-async def test_a_beam_search_is_submitted_anew_as_a_whole(
-    connected: Connected, scheduler: FakeScheduler
-) -> None:
-    scheduler.automatic = False
-    streams = submit(connected.client, request(beam_width=2, max_tokens=3))
-    first = await scheduler.submits.get()
-    scheduler.drop_connection()
-    assert await connected.readiness.get() is False
-    assert await connected.readiness.get() is True
-    again = await scheduler.submits.get()
-    assert scheduler.submits.empty()
-    assert again.resubmitted
-    again.resubmitted = False
-    assert again == first
-    assert (again.n, again.sampling.beam_width) == (0, 2)
-    scheduler.step()
-    assert [await rest(stream) for stream in streams] == [[11, 12, 13], [12, 13, 11]]
-    assert [stream.score for stream in streams] == [-0.5, -1.5]
-
-
-async def test_log_probabilities_that_came_before_are_dropped(
+async def test_tokens_and_logprobs_that_were_received_before_are_dropped(
     connected: Connected, scheduler: FakeScheduler
 ) -> None:
     scheduler.automatic = False
@@ -266,66 +219,11 @@ async def test_log_probabilities_that_came_before_are_dropped(
     )
     while len(stream.tokens) < 3:
         await read(stream, len(stream.tokens))
+    assert stream.tokens == [11, 12, 13]
     assert pairs(stream.logprobs.of(0, 3)) == rows
     assert pairs(stream.logprobs.of(1, 1)) == rows[1:2]
     assert stream.prompt_logprobs.complete
     assert pairs(stream.prompt_logprobs.rows) == [[], *prompt[1:]]
-
-
-async def test_a_completion_goes_on_after_the_tokens_to_resume_after(
-    client: Engine, scheduler: FakeScheduler
-) -> None:
-    stream = submit_one(client, request(max_tokens=5, resume=[11, 12], logprobs=0))
-    submit = await scheduler.submits.get()
-    assert np.frombuffer(submit.generated_ids, "<i4").tolist() == [11, 12]
-    assert not submit.resubmitted
-    assert await rest(stream, 2) == [13, 11, 12]
-    assert pairs(stream.logprobs.of(2, 3)) == [
-        logprob_row(token, i, 0) for i, token in enumerate((13, 11, 12), start=2)
-    ]
-
-
-async def test_no_deadline_is_sent_as_zero_and_a_passed_one_is_not(
-    client: Engine, scheduler: FakeScheduler
-) -> None:
-    submit(client, request())
-    assert (await scheduler.submits.get()).timeout_s == 0
-    submit(client, request(deadline=time.monotonic() - 1))
-    assert (await scheduler.submits.get()).timeout_s > 0
-
-
-async def test_tokens_and_finish_arrive(client: Engine) -> None:
-    streams = [submit_one(client, request(max_tokens=n)) for n in (5, 1, 3)]
-    assert [await rest(s) for s in streams] == [[11, 12, 13, 11, 12], [11], [11, 12, 13]]
-    for stream in streams:
-        assert stream.finish is FinishReason.LENGTH
-        assert stream.start.cached_prompt_tokens == 3
-        assert stream.start.queue_s == 0.25
-
-
-async def test_tokens_that_came_meanwhile_are_read_together(
-    client: Engine, scheduler: FakeScheduler
-) -> None:
-    scheduler.automatic = False
-    stream = submit_one(client, request(max_tokens=4))
-    await scheduler.submits.get()
-    scheduler.step()
-    assert await read(stream, 0) == [11]
-    for _ in range(3):
-        scheduler.step()
-    await rest(stream)
-    assert await read(stream, 1) == [12, 13, 11]
-
-
-async def test_a_repeated_token_is_dropped(client: Engine, scheduler: FakeScheduler) -> None:
-    scheduler.automatic = False
-    stream = submit_one(client, request(max_tokens=3))
-    await scheduler.submits.get()
-    scheduler.step()
-    scheduler.step()
-    scheduler.send([(stream.number, 0, 11), (stream.number, 1, 12)])
-    scheduler.step()
-    assert await rest(stream) == [11, 12, 13]
 
 
 async def test_a_missing_token_is_an_internal_error(
@@ -340,7 +238,7 @@ async def test_a_missing_token_is_an_internal_error(
     assert await scheduler.aborts.get() == stream.number
 
 
-async def test_closing_aborts_what_has_not_ended(client: Engine, scheduler: FakeScheduler) -> None:
+async def test_closing_aborts_an_open_completion(client: Engine, scheduler: FakeScheduler) -> None:
     finished = submit_one(client, request())
     await rest(finished)
     scheduler.automatic = False
@@ -359,20 +257,16 @@ async def test_closing_aborts_what_has_not_ended(client: Engine, scheduler: Fake
     ("finished", "error"),
     [
         (
-            pb.Finished(
-                cause=pb.FINISH_CAUSE_QUEUE_FULL, message="32 are waiting", retry_after_s=1.5
-            ),
-            QueueFullError("32 are waiting", 1.5),
+            pb.Finished(cause=pb.FINISH_CAUSE_QUEUE_FULL, message="full", retry_after_s=1.5),
+            QueueFullError("full", 1.5),
         ),
         (
             pb.Finished(cause=pb.FINISH_CAUSE_INVALID, message="does not fit the cache"),
             InvalidArgumentError("request", "does not fit the cache"),
         ),
         (
-            pb.Finished(
-                cause=pb.FINISH_CAUSE_INVALID, message="no: never", field="resume_token_ids[3]"
-            ),
-            InvalidArgumentError("resume_token_ids[3]", "no: never"),
+            pb.Finished(cause=pb.FINISH_CAUSE_INVALID, message="no: never", field="text[3]"),
+            InvalidArgumentError("text[3]", "no: never"),
         ),
         (pb.Finished(cause=pb.FINISH_CAUSE_DEADLINE), DeadlineError("the deadline passed")),
         (
@@ -381,17 +275,17 @@ async def test_closing_aborts_what_has_not_ended(client: Engine, scheduler: Fake
         ),
     ],
 )
-async def test_a_cause_that_is_an_error_is_raised(
+async def test_an_error_of_the_scheduler_is_raised(
     client: Engine, scheduler: FakeScheduler, finished: pb.Finished, error: ServiceError
 ) -> None:
-    scheduler.refusal = finished
+    scheduler.rejection = finished
     stream = submit_one(client, request())
     with pytest.raises(type(error), match=f"^{re.escape(str(error))}") as caught:
         await read(stream, 0)
     assert list(caught.value.details()) == list(error.details())
 
 
-async def test_streams_go_on_after_a_lost_connection(
+async def test_streams_continue_after_a_lost_connection(
     connected: Connected, scheduler: FakeScheduler
 ) -> None:
     client = connected.client
@@ -400,11 +294,13 @@ async def test_streams_go_on_after_a_lost_connection(
     first = await scheduler.submits.get()
     scheduler.step()
     assert await read(begun, 0) == [11]
-    unbegun = submit_one(client, request(max_tokens=2))
-    await scheduler.submits.get()
+    unbegun, closed = submit_one(client, request(max_tokens=2)), submit_one(client, request())
+    for _ in range(2):
+        await scheduler.submits.get()
 
     scheduler.drop_connection()
     assert await connected.readiness.get() is False
+    client.close(closed)
     with pytest.raises(UnavailableError):
         submit(client, request())
     with pytest.raises(UnavailableError):
@@ -413,6 +309,7 @@ async def test_streams_go_on_after_a_lost_connection(
     assert await connected.readiness.get() is True
     again = [await scheduler.submits.get() for _ in range(2)]
     assert [submit.request for submit in again] == [begun.number, unbegun.number]
+    assert scheduler.submits.empty()
     assert np.frombuffer(again[0].generated_ids, "<i4").tolist() == [11]
     assert again[0].sampling == first.sampling
     assert again[1].generated_ids == b""
@@ -422,34 +319,10 @@ async def test_streams_go_on_after_a_lost_connection(
         scheduler.step()
     assert await rest(begun) == [11, 12, 13, 11, 12]
     assert await rest(unbegun) == [11, 12]
+    assert begun.finish is FinishReason.LENGTH
 
 
-async def test_a_request_closed_while_disconnected_is_not_submitted_again(
-    connected: Connected, scheduler: FakeScheduler
-) -> None:
-    scheduler.automatic = False
-    closed, kept = (submit_one(connected.client, request()) for _ in range(2))
-    for _ in range(2):
-        await scheduler.submits.get()
-    scheduler.drop_connection()
-    assert await connected.readiness.get() is False
-    connected.client.close(closed)
-    assert await connected.readiness.get() is True
-    assert (await scheduler.submits.get()).request == kept.number
-    assert scheduler.submits.empty()
-
-
-async def test_a_scheduler_that_restarts_is_found_again(
-    connected: Connected, scheduler: FakeScheduler
-) -> None:
-    await scheduler.stop()
-    assert await connected.readiness.get() is False
-    await scheduler.start()
-    assert await connected.readiness.get() is True
-    assert await rest(submit_one(connected.client, request(max_tokens=1))) == [11]
-
-
-async def test_a_scheduler_whose_name_is_not_known_is_found_once_it_is(
+async def test_a_scheduler_is_found_once_its_name_resolves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "_CONNECT_TIMEOUT_S", 0.5)
@@ -461,7 +334,7 @@ async def test_a_scheduler_whose_name_is_not_known_is_found_once_it_is(
             connected = Connected(address, resume_timeout_s=30)
             await until(lambda: len(lines) >= 2, "two tries")
         for line in lines:
-            assert line["event"] == "no connection to the scheduler"
+            assert line["event"] == "no connection to the scheduler; reconnecting"
             assert line["reason"].startswith("UNAVAILABLE: errors resolving scheduler.test:")
         names.known = True
         assert await connected.readiness.get() is True
@@ -470,7 +343,7 @@ async def test_a_scheduler_whose_name_is_not_known_is_found_once_it_is(
     await fake.stop()
 
 
-async def test_open_requests_end_when_no_connection_comes_in_time(
+async def test_open_requests_fail_if_the_scheduler_does_not_return_in_time(
     scheduler: FakeScheduler,
 ) -> None:
     connected = Connected(scheduler.address, resume_timeout_s=0.01)
@@ -479,12 +352,12 @@ async def test_open_requests_end_when_no_connection_comes_in_time(
     stream = submit_one(connected.client, request())
     await scheduler.submits.get()
     await scheduler.stop()
-    with pytest.raises(UnavailableError, match="did not come back"):
+    with pytest.raises(UnavailableError, match="did not return in time"):
         await read(stream, 0)
     await connected.close()
 
 
-async def test_not_ready_before_the_engine_says_what_it_is(scheduler: FakeScheduler) -> None:
+async def test_not_ready_before_the_engine_info_arrives(scheduler: FakeScheduler) -> None:
     scheduler.ready.clear()
     connected = Connected(scheduler.address, resume_timeout_s=30)
     with pytest.raises(UnavailableError):
@@ -500,8 +373,7 @@ async def test_not_ready_while_the_engine_waits_for_workers(
     connected: Connected, scheduler: FakeScheduler
 ) -> None:
     for serving in (False, True):
-        state = pb.SchedulerMessage(engine_state=pb.EngineState(serving=serving))
-        scheduler.connection.outbox.put_nowait(state)
+        scheduler.send_state(serving=serving)
         assert await connected.readiness.get() is serving
         assert await rest(submit_one(connected.client, request()))  # accepted all the same
 
@@ -512,13 +384,13 @@ async def test_everything_is_withdrawn_while_another_request_is_tried(
     scheduler.automatic = False
     before = submit_one(connected.client, request(max_tokens=2))
     await scheduler.submits.get()
-    tell(scheduler, withdraw=True)
+    scheduler.send_trial(withdraw=True)
     assert (await scheduler.suspects.get()).holding
     assert await connected.readiness.get() is False
     during = submit_one(connected.client, request(max_tokens=1))
     gone = submit_one(connected.client, request())
     connected.client.close(gone)
-    tell(scheduler)
+    scheduler.send_trial()
     assert await connected.readiness.get() is True
     again = [await scheduler.submits.get() for _ in range(2)]
     assert [each.request for each in again] == [before.number, during.number]
@@ -526,10 +398,3 @@ async def test_everything_is_withdrawn_while_another_request_is_tried(
         scheduler.step()
     assert await rest(before) == [11, 12]
     assert await rest(during) == [11]
-
-
-def tell(
-    scheduler: FakeScheduler, *requests: int, withdraw: bool = False, alone: bool = False
-) -> None:
-    trial = pb.SchedulerMessage(trial=pb.Trial(requests=requests, withdraw=withdraw, alone=alone))
-    scheduler.connection.outbox.put_nowait(trial)

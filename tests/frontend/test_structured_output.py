@@ -1,4 +1,4 @@
-"""Structured output: what the frontend refuses, and how a choice is written as a grammar."""
+"""Structured output: what the frontend rejects, and how a choice is written as a grammar."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FIELD = "sampling.structured_output"
 
 
 @pytest.mark.parametrize(
-    ("message", "refusal"),
+    ("message", "rejection"),
     [
         (pb.StructuredOutput(), ": empty; give one of json_schema, regex, grammar, choice, json_o"),
         (pb.StructuredOutput(json_object=False), ".json_object: false; must be true"),
@@ -57,7 +57,10 @@ FIELD = "sampling.structured_output"
             pb.StructuredOutput(json_schema='{"a":\n 1 "b"}'),
             ".json_schema: not JSON: Expecting ',' delimiter at line 2 column 4",
         ),
-        (pb.StructuredOutput(json_schema="[NaN]"), ".json_schema: not JSON: NaN is no JSON value"),
+        (
+            pb.StructuredOutput(json_schema="[NaN]"),
+            ".json_schema: not JSON: NaN is not a JSON value",
+        ),
         (pb.StructuredOutput(json_schema="[" * KIB64), ".json_schema: not readable"),
         (pb.StructuredOutput(json_schema="9" * KIB64), ".json_schema: not readable"),
         (choice(), ".choice.options: 0 given; must be 1 to 1024"),
@@ -66,8 +69,8 @@ FIELD = "sampling.structured_output"
         (choice("a" * KIB64), ".choice.options: 65547 bytes as a grammar; the limit is 65536"),
     ],
 )
-def test_bad_ones_are_refused_by_name(message: pb.StructuredOutput, refusal: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"^{re.escape(FIELD + refusal)}"):
+def test_bad_ones_are_rejected_by_name(message: pb.StructuredOutput, rejection: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{re.escape(FIELD + rejection)}"):
         check_structured_output(message)
 
 

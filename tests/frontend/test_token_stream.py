@@ -8,7 +8,7 @@ from frontend.engines.token_stream import FinishReason, TokenStream, Waiter
 from frontend.request import Request, Sampling
 from shared.errors import InternalError
 from shared.rpc.turns import Turns
-from tests.frontend.conftest import read
+from tests.frontend.cluster import read
 from tests.turns import counting_turns
 
 SAMPLING = Sampling(
@@ -29,7 +29,7 @@ def step(streams: list[TokenStream], token_id: int) -> None:
         stream.waiter.wake()
 
 
-async def test_tokens_that_come_before_a_permit_are_in_one_chunk() -> None:
+async def test_tokens_that_arrive_before_a_permit_are_in_one_chunk() -> None:
     streams = token_streams(*"aaa")
     readers = [asyncio.create_task(read(stream, 0)) for stream in streams]
     await asyncio.sleep(0)  # all wait
@@ -41,7 +41,7 @@ async def test_tokens_that_come_before_a_permit_are_in_one_chunk() -> None:
     assert await asyncio.gather(*readers) == [[7], [7, 8], [7, 8]]
 
 
-async def test_who_comes_back_for_more_waits_behind_the_others() -> None:
+async def test_a_reader_that_returns_waits_behind_the_others() -> None:
     streams = token_streams(*"aaa")
     order: list[int] = []
 
@@ -62,7 +62,7 @@ async def test_who_comes_back_for_more_waits_behind_the_others() -> None:
     assert order == 4 * [0, 1, 2]
 
 
-async def test_one_caller_waits_for_no_more_than_one_of_anothers() -> None:
+async def test_callers_alternate() -> None:
     streams = token_streams(*"aaaab")
     order: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Tokenizing, checked against transformers, and what it refuses."""
+"""Tokenizing, compared with transformers, and bad tokenizer files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,6 @@ from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 from shared.model_directory import MAX_TOKENIZER_BYTES
-
-CHAT: list[Any] = [
-    {"role": "system", "content": "You are kind."},
-    {"role": "user", "content": "What is 17 + 25? 你好 👍"},
-    {"role": "assistant", "content": "42"},
-    {"role": "user", "content": "And <|im_end|> in between?"},
-]
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +47,6 @@ async def test_text_is_tokenized_as_by_transformers(
     assert await tokenizer.encode_text(text) == hf(text).input_ids
 
 
-async def test_chat_is_rendered_as_by_transformers(tokenizer: Tokenizer, hf: Any) -> None:
-    expected = hf.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    assert await tokenizer.encode_chat(pb.Chat(messages=CHAT)) == expected
-
-
 async def test_decode_leaves_special_tokens_out(tokenizer: Tokenizer, hf: Any) -> None:
     ids = hf("<|im_start|>user\nnaïve 👍<|im_end|>").input_ids
     assert await tokenizer.decode(ids) == "user\nnaïve 👍"
@@ -73,13 +61,7 @@ async def test_event_loop_goes_on_while_a_long_text_is_tokenized(tokenizer: Toke
     assert turns > 10  # on the loop's own thread one or two would do
 
 
-async def test_several_threads_do_not_disturb_each_other(tokenizer: Tokenizer, hf: Any) -> None:
-    texts = [f"story {i} " * (i + 1) for i in range(64)]
-    encoded = await asyncio.gather(*(tokenizer.encode_text(text) for text in texts))
-    assert encoded == [hf(text).input_ids for text in texts]
-
-
-async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
+async def test_text_that_cannot_fit_is_rejected_before_it_is_tokenized(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable(*args: object, **kwargs: object) -> None:
@@ -93,7 +75,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(
         await tokenizer.encode_chat(pb.Chat(messages=[long]), max_tokens=100)
 
 
-async def test_text_that_just_fits_is_never_refused(tokenizer: Tokenizer, hf: Any) -> None:
+async def test_text_that_just_fits_is_never_rejected(tokenizer: Tokenizer, hf: Any) -> None:
     longest = max(hf.get_vocab(), key=len)
     word = hf.convert_tokens_to_string([longest])
     for text in (word * 50, "\u1fbe\u0308\u0301" * 50):  # the second shrinks when normalized
@@ -101,38 +83,28 @@ async def test_text_that_just_fits_is_never_refused(tokenizer: Tokenizer, hf: An
         assert await tokenizer.encode_text(text, max_tokens=len(expected)) == expected
 
 
-async def test_a_reason_that_the_template_spells_out_is_repeated(copy: Path) -> None:
-    edit(
-        copy / "tokenizer_config.json",
-        chat_template="{{ raise_exception('roles must alternate') }}",
-    )
-    tokenizer = Tokenizer(copy, threads=1)
-    with pytest.raises(InvalidArgumentError, match="roles must alternate"):
-        await tokenizer.encode_chat(pb.Chat(messages=CHAT))
-    tokenizer.close()
-
-
 @pytest.mark.parametrize(
-    "template", ["{{ raise_exception(messages[0].content) }}", "{{ messages[0].content / 0 }}"]
+    ("template", "message"),
+    [
+        (None, "chat: this model has no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "{}: roles must alternate"),
+        # Neither the chat nor the template's code is quoted.
+        ("{{ raise_exception(messages[0].content) }}", "{}"),
+        ("{{ messages[0].content / 0 }}", "{}"),
+    ],
 )
-async def test_a_failing_template_quotes_neither_chat_nor_code(copy: Path, template: str) -> None:
+async def test_a_chat_that_the_template_rejects(
+    copy: Path, template: str | None, message: str
+) -> None:
     edit(copy / "tokenizer_config.json", chat_template=template)
     tokenizer = Tokenizer(copy, threads=1)
     with pytest.raises(InvalidArgumentError) as caught:
-        await tokenizer.encode_chat(pb.Chat(messages=CHAT))
-    assert str(caught.value) == "chat: the model's template fails"
+        await tokenizer.encode_chat(pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
+    assert str(caught.value) == message.format("chat: the chat template failed")
     tokenizer.close()
 
 
-async def test_a_model_without_template_takes_no_chat(copy: Path) -> None:
-    edit(copy / "tokenizer_config.json", chat_template=None)
-    tokenizer = Tokenizer(copy, threads=1)
-    with pytest.raises(InvalidArgumentError, match="no chat template"):
-        await tokenizer.encode_chat(pb.Chat(messages=CHAT))
-    tokenizer.close()
-
-
-def test_a_decoder_that_is_not_byte_level_is_refused_by_name(copy: Path) -> None:
+def test_a_decoder_that_is_not_byte_level_is_rejected_by_name(copy: Path) -> None:
     edit(copy / "tokenizer.json", decoder={"type": "Fuse"})
     edit(copy / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     edit(copy / "config.json", model_type="unheard-of")
@@ -140,9 +112,9 @@ def test_a_decoder_that_is_not_byte_level_is_refused_by_name(copy: Path) -> None
         Tokenizer(copy, threads=1)
 
 
-def test_a_broken_tokenizer_file_is_refused(copy: Path) -> None:
+def test_a_broken_tokenizer_file_is_rejected(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelFilesError, match="no tokenizer can be loaded"):
+    with pytest.raises(ModelFilesError, match="the tokenizer cannot be loaded"):
         Tokenizer(copy, threads=1)
 
 
@@ -159,14 +131,14 @@ def test_code_beside_the_tokenizer_is_not_run(copy: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["../tokenizer.9.json", "/tmp/tokenizer.9.json", 9])
-def test_tokenizer_files_elsewhere_are_refused(name: object, copy: Path) -> None:
+def test_tokenizer_files_elsewhere_are_rejected(name: object, copy: Path) -> None:
     edit(copy / "tokenizer_config.json", fast_tokenizer_files=["tokenizer.json", name])
     named = f"tokenizer_config.json: fast_tokenizer_files: {name!r} is not the name of a file"
     with pytest.raises(ModelFilesError, match=re.escape(named)):
         Tokenizer(copy, threads=1)
 
 
-def test_a_tokenizer_file_that_is_too_large_or_none_is_refused(copy: Path) -> None:
+def test_a_tokenizer_file_that_is_too_large_or_none_is_rejected(copy: Path) -> None:
     with (copy / "tokenizer.json").open("ab") as file:
         file.truncate(MAX_TOKENIZER_BYTES + 1)
     with pytest.raises(ModelFilesError, match=r"tokenizer\.json: 134217729 bytes; the limit is"):

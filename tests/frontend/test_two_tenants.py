@@ -1,5 +1,4 @@
-"""Two clients with tokens, one frontend and the real scheduler, with a fake worker behind it: what
-one may do to the other."""
+"""Effects of one client on another, with a frontend, the real scheduler and a fake worker."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 from grpc import aio
 
 from deploy.ports import free_port
@@ -25,7 +24,7 @@ from scheduler_svc.settings import SchedulerSettings
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, start_worker
-from tests.frontend.conftest import DEMO
+from tests.frontend.conftest import DEMO, bearer, detail
 
 ACME, WEB, SMALL = "acme-token-0123456789", "web-token-01234567890", "small-token-0123456789"
 NEW_ACME, PUBLIC = "acme-token-new-0123456789", "public-token-0123456789"
@@ -49,8 +48,7 @@ class Stack:
         """Starts a stream."""
         sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=sampling, **fields)
-        metadata = (("authorization", f"Bearer {token}"),)
-        return self.stub.GenerateStream(request, metadata=metadata, timeout=TIMEOUT_S)
+        return self.stub.GenerateStream(request, metadata=bearer(token), timeout=TIMEOUT_S)
 
     async def usage(self, token: str, prompt: list[int], **fields: Any) -> pb.Usage:
         responses = [response async for response in self.ask(token, prompt, **fields)]
@@ -107,7 +105,7 @@ async def _answers(stack: Stack) -> bool:
     return True
 
 
-async def test_what_one_asked_does_not_show_in_what_another_is_told(stack: Stack) -> None:
+async def test_a_clients_prompts_do_not_show_in_another_clients_usage(stack: Stack) -> None:
     prompt = list(range(1, 41))
 
     async def cached(token: str, **fields: Any) -> int:
@@ -123,16 +121,16 @@ async def test_what_one_asked_does_not_show_in_what_another_is_told(stack: Stack
     assert await cached(PUBLIC, cache_salt="acme") == 0
 
 
-async def test_a_flood_does_not_keep_another_waiting_or_out(stack: Stack) -> None:
+async def test_a_flood_neither_delays_nor_excludes_another_client(stack: Stack) -> None:
     served: list[str] = []
-    refused: asyncio.Queue[str] = asyncio.Queue()
+    rejected: asyncio.Queue[str] = asyncio.Queue()
 
     async def run(token: str, number: int) -> None:
         try:
             await stack.usage(token, [number, 1, 2], max_tokens=50)
         except aio.AioRpcError as error:
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # noqa: PT017
-            refused.put_nowait(token)
+            rejected.put_nowait(token)
         else:
             served.append(token)
 
@@ -145,7 +143,7 @@ async def test_a_flood_does_not_keep_another_waiting_or_out(stack: Stack) -> Non
     stack.worker.gate.clear()
     flood = [asyncio.create_task(run(ACME, number)) for number in range(40)]
     # There is room for 16, of which it gets half, and two may run.
-    while await waiting() < 8 or refused.qsize() < 30:
+    while await waiting() < 8 or rejected.qsize() < 30:
         pass
     assert await waiting() == 8
     other = asyncio.create_task(run(WEB, 200))
@@ -155,19 +153,16 @@ async def test_a_flood_does_not_keep_another_waiting_or_out(stack: Stack) -> Non
     await asyncio.wait_for(asyncio.gather(other, *flood), TIMEOUT_S)
     # It came behind eight, waited for the two that ran, and then ran beside a third.
     assert served.index(WEB) <= 3
-    assert {refused.get_nowait() for _ in range(refused.qsize())} == {ACME}
+    assert {rejected.get_nowait() for _ in range(rejected.qsize())} == {ACME}
 
 
-async def test_who_has_spent_its_tokens_is_told_when_to_come_back(stack: Stack) -> None:
+async def test_a_client_without_tokens_left_learns_when_to_retry(stack: Stack) -> None:
     usage = await stack.usage(SMALL, [7] * 80)
     assert usage.prompt_tokens == 80
-    with pytest.raises(aio.AioRpcError) as refused:
+    with pytest.raises(aio.AioRpcError) as rejected:
         await stack.usage(SMALL, [7])
-    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "input_tokens_per_minute: 60 tokens" in str(refused.value.details())
-    trailers = dict(refused.value.trailing_metadata() or ())
-    (detail,) = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
-    retry = error_details_pb2.RetryInfo()
-    assert detail.Unpack(retry)
+    assert rejected.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "input_tokens_per_minute: 60 tokens" in str(rejected.value.details())
+    retry = detail(rejected.value, error_details_pb2.RetryInfo)
     assert 0 < retry.retry_delay.ToTimedelta().total_seconds() <= 20
     assert (await stack.usage(WEB, [7] * 80)).completion_tokens == 3

@@ -151,6 +151,7 @@ def test_another_limit_counts_from_then_on() -> None:
     more = dataclasses.replace(INPUT, input_tokens_per_minute=6000)
     budgets.charge_input(more, 20, now=0.0)
     assert budgets.refusal(more, now=0.0) == (
+        "input_tokens_per_minute",
         "input_tokens_per_minute: 6000 tokens, which are spent; more in 0.1 s",
         pytest.approx(0.1),
     )

@@ -30,7 +30,7 @@ _UNIT_TESTS = {
         *("test_fair_queueing", "test_budgets", "test_paused", "test_suspects"),
         *("forks/test_followers", "edge/test_step_features"),
     ],
-    "cluster": ["test_engines", "test_prefix_index", "test_scheduler_client"],
+    "cluster": ["test_engines", "test_placement", "test_prefix_index", "test_scheduler_client"],
 }
 _FOLDERS = {"engine": "tests/scheduler_svc", "cluster": "tests/frontend"}
 _MAX_SECONDS = 600

@@ -11,8 +11,14 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 from shared.pb import scheduler_pb2
 
-_OTHER_MODELS = ("mm_inputs", "extra_mm_inputs", "media_refs")
-_SHARED_REQUESTS = ("kv_transfer_params", "kv_transfer_params_json")
+_TEXT_ONLY, _ONE_ENGINE = "the model takes only text", "one engine runs the whole request"
+_UNSUPPORTED = {
+    "mm_inputs": _TEXT_ONLY,
+    "extra_mm_inputs": _TEXT_ONLY,
+    "media_refs": _TEXT_ONLY,
+    "kv_transfer_params": _ONE_ENGINE,
+    "kv_transfer_params_json": _ONE_ENGINE,
+}
 # For these fields, zero means that the field is unset.
 _UNSET_IS_ZERO = ("top_p", "repetition_penalty", "n")
 # For these fields, zero is a value, and an unset field means zero.
@@ -37,14 +43,6 @@ def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
     return request
 
 
-def truncation(message: vllm.GenerateRequest) -> int | None:
-    """The number of the prompt's last tokens to keep. None keeps all, -1 as many as fit."""
-    sampling = message.sampling_params
-    if sampling.HasField("truncate_prompt_tokens"):
-        return sampling.truncate_prompt_tokens
-    return None
-
-
 def profile_request(message: common.StartProfileRequest) -> scheduler_pb2.StartProfileRequest:
     """The scheduler's request for the profile that `message` asks for.
 
@@ -52,11 +50,11 @@ def profile_request(message: common.StartProfileRequest) -> scheduler_pb2.StartP
         InvalidArgumentError: `message` chooses a first step, a profile by stage or a directory.
     """
     if message.output_dir:
-        raise InvalidArgumentError("output_dir", "not supported: the workers' settings say where")
+        raise InvalidArgumentError("output_dir", "not supported: it is a setting of the workers")
     if message.HasField("start_step"):
-        raise InvalidArgumentError("start_step", "not supported: profiles start at once")
+        raise InvalidArgumentError("start_step", "not supported: profiles start immediately")
     if message.profile_by_stage:
-        raise InvalidArgumentError("profile_by_stage", "not supported: a step may have both stages")
+        raise InvalidArgumentError("profile_by_stage", "not supported: a step can have both stages")
     request = scheduler_pb2.StartProfileRequest(
         activities=message.activities,
         with_stack=message.with_stack,
@@ -68,11 +66,9 @@ def profile_request(message: common.StartProfileRequest) -> scheduler_pb2.StartP
 
 
 def _check_for_others(message: vllm.GenerateRequest) -> None:
-    given = {field.name for field, _ in message.ListFields()}
-    for name in (*_OTHER_MODELS, *_SHARED_REQUESTS):
-        if name in given:
-            reason = "the model reads text only" if name in _OTHER_MODELS else "one engine does all"
-            raise InvalidArgumentError(name, f"not supported: {reason}")
+    for field, _ in message.ListFields():
+        if reason := _UNSUPPORTED.get(field.name):
+            raise InvalidArgumentError(field.name, f"not supported: {reason}")
     if message.data_parallel_rank:
         raise InvalidArgumentError(
             "data_parallel_rank", f"{message.data_parallel_rank}; the only rank is 0"
@@ -98,7 +94,7 @@ def _set_sampling(given: vllm.SamplingParams, sampling: pb.SamplingParams) -> No
     sampling.skip_special_tokens = given.skip_special_tokens
     for token_id, bias in given.logit_bias.items():
         if token_id < 0:
-            raise InvalidArgumentError("sampling.logit_bias", f"{token_id} is no token's id")
+            raise InvalidArgumentError("sampling.logit_bias", f"{token_id} is not a token id")
         sampling.logit_bias[token_id] = bias
     _set_constraint(given, sampling)
 

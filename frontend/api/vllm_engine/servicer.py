@@ -6,12 +6,12 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
@@ -21,9 +21,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from frontend.api.generations import Generations
 from frontend.api.vllm_engine import responses
 from frontend.api.vllm_engine.kv_events import KvEventStream
-from frontend.api.vllm_engine.requests import generate_request, profile_request, truncation
+from frontend.api.vllm_engine.requests import generate_request, profile_request
 from frontend.api.vllm_engine.tokenizer_files import TokenizerArchive
 from frontend.callers.call import CALL, Call
+from frontend.engines.engine import Engine
 from frontend.generation import Generation
 from shared.errors import (
     FailedPreconditionError,
@@ -32,11 +33,13 @@ from shared.errors import (
     OutOfRangeError,
     UnimplementedError,
 )
+from shared.pb import scheduler_pb2
 from shared.rpc.reading import release_message
 from shared.rpc.turns import Turns
 from shared.sampling_params import DEFAULTS, NUMBERS
 
 Context = aio.ServicerContext[Any, Any]
+Response = TypeVar("Response")
 PROTOCOL = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
@@ -48,6 +51,7 @@ OPERATORS_METHODS = (
 )
 _ARCHIVE_BYTES_AT_ONCE = 64 << 10
 _MAX_FLUSH_S = 600
+_LOAD_TIMEOUT_S = 10.0
 _MAX_ABORTED = 4096  # requests per call
 
 
@@ -71,11 +75,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         self._received_at = datetime.now(UTC)
-        truncate, streamed = truncation(request), request.stream
+        sampling, streamed = request.sampling_params, request.stream
+        cut = sampling.HasField("truncate_prompt_tokens")
+        truncate = sampling.truncate_prompt_tokens if cut else None
         generation = await self._generations.start(
             generate_request(request), context, truncate=truncate, with_text=False
         )
-        del request
+        del request, sampling
         release_message()
         with self._listed(generation):
             try:
@@ -138,7 +144,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
-        raise UnimplementedError("the model generates text; it makes no embeddings")
+        raise UnimplementedError("the model generates text, not embeddings")
 
     async def HealthCheck(
         self, request: vllm.HealthCheckRequest, context: Context
@@ -193,13 +199,16 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: vllm.GetLoadsRequest, context: Context
     ) -> vllm.GetLoadsResponse:
         engines = self._generations.engines.connected()
-        loads = await asyncio.gather(*(calls.load() for _, calls in engines))
+        message = scheduler_pb2.GetLoadRequest()
+        loads = await _call_all(
+            engines, lambda stub: stub.GetLoad(message, timeout=_LOAD_TIMEOUT_S)
+        )
         return vllm.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             dp_rank_count=len(engines),
             loads=[
-                responses.engine_load(rank, load, info)
-                for rank, (load, (info, _)) in enumerate(zip(loads, engines, strict=True))
+                responses.engine_load(rank, load, engine.engine_info)
+                for rank, (load, engine) in enumerate(zip(loads, engines, strict=True))
             ],
         )
 
@@ -211,8 +220,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 "timeout_s", f"{request.timeout_s:g}; must be in [0, {_MAX_FLUSH_S}]"
             )
         engines = self._generations.engines.connected()
+        flush = scheduler_pb2.FlushCacheRequest(timeout_s=request.timeout_s)
         flushed = all(
-            await asyncio.gather(*(calls.flush_cache(request.timeout_s) for _, calls in engines))
+            each.flushed for each in await _call_all(engines, lambda s: s.FlushCache(flush))
         )
         message = "the prefix cache is empty" if flushed else "requests are in progress"
         return common.FlushCacheResponse(success=flushed, message=message)
@@ -220,39 +230,40 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def StartProfile(
         self, request: common.StartProfileRequest, context: Context
     ) -> common.ProfileResponse:
-        engines, wanted = self._generations.engines.connected(), profile_request(request)
-        found = await asyncio.gather(*(calls.start_profile(wanted) for _, calls in engines))
-        traces = [trace for each in found for trace in each]
-        return common.ProfileResponse(success=True, message=f"recording {', '.join(traces)}")
+        engines, start = self._generations.engines.connected(), profile_request(request)
+        started = await _call_all(engines, lambda stub: stub.StartProfile(start))
+        return _profile_response("recording", started)
 
     async def StopProfile(
         self, request: common.StopProfileRequest, context: Context
     ) -> common.ProfileResponse:
-        engines = self._generations.engines.connected()
-        found = await asyncio.gather(*(calls.stop_profile() for _, calls in engines))
-        traces = [trace for each in found for trace in each]
-        return common.ProfileResponse(success=True, message=f"wrote {', '.join(traces)}")
+        engines, stop = self._generations.engines.connected(), scheduler_pb2.StopProfileRequest()
+        stopped = await _call_all(engines, lambda stub: stub.StopProfile(stop))
+        return _profile_response("wrote", stopped)
 
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common.KvEventBatch]:
         if request.start_sequence_number:
             raise OutOfRangeError(
-                "start_sequence_number: what was sent is not kept; 0 begins with a snapshot"
+                "start_sequence_number: past events are not kept; give 0 to begin with a snapshot"
             )
         engines = self._generations.engines.connected()
         if len(engines) > 1:
             raise FailedPreconditionError(
-                f"this frontend sends requests to the one of {len(engines)} engines that has their "
-                "prefix by itself: there is no single cache to watch"
+                f"there is no single cache to watch: this frontend has {len(engines)} engines and "
+                "chooses the one that has a request's prefix"
             )
-        info, calls = engines[0]
-        stream = KvEventStream(info)
-        async with aclosing(calls.watch_blocks()) as messages:
-            async for message in messages:
-                async with self._event_turns.half_the_time(str(id(stream))):
-                    batch = stream.batch(message)
-                yield batch
+        stream = KvEventStream(engines[0].engine_info)
+        with engines[0].connection.stub() as stub:
+            call = stub.WatchBlocks(scheduler_pb2.WatchBlocksRequest())
+            try:
+                async for message in call:
+                    async with self._event_turns.half_the_time(str(id(stream))):
+                        batch = stream.batch(message)
+                    yield batch
+            finally:
+                call.cancel()
 
     async def GetTokenizer(
         self, request: common.GetTokenizerRequest, context: Context
@@ -261,6 +272,26 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         for start in range(0, len(archive), _ARCHIVE_BYTES_AT_ONCE):
             yield common.GetTokenizerChunk(data=archive[start : start + _ARCHIVE_BYTES_AT_ONCE])
         yield common.GetTokenizerChunk(sha256=sha256)
+
+
+async def _call_all(
+    engines: Sequence[Engine], make: Callable[[Any], Awaitable[Response]]
+) -> list[Response]:
+    """Calls all engines at once. `make`: makes the call with an engine's stub."""
+
+    async def call(engine: Engine) -> Response:
+        with engine.connection.stub() as stub:
+            return await make(stub)
+
+    return await asyncio.gather(*map(call, engines))
+
+
+def _profile_response(
+    verb: str,
+    answers: Sequence[scheduler_pb2.StartProfileResponse | scheduler_pb2.StopProfileResponse],
+) -> common.ProfileResponse:
+    traces = ", ".join(trace for answer in answers for trace in answer.traces)
+    return common.ProfileResponse(success=True, message=f"{verb} {traces}")
 
 
 def _call() -> Call:
