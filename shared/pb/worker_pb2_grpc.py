@@ -71,31 +71,32 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Configure(self, request, context):
-        """Joins the ranks' process group, allocates the KV cache and makes `epoch` the current one. Steps
-        of older epochs are refused from then on.
+        """Joins the ranks' process group, allocates the KV cache and begins `epoch`. The worker then rejects
+        steps of older epochs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
-        INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
+        """Runs the steps of one epoch and answers them in order. A step that cannot be run ends the stream
+        with INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Has torch's profiler record the next steps. FAILED_PRECONDITION if it does already, or may not.
+        """Has torch's profiler record the next steps. FAILED_PRECONDITION if a profile is in progress, or if
+        the worker has no directory for profiles.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Ends the profile, unless all of its steps have run, and waits until its trace is written.
-        FAILED_PRECONDITION if none was started since the last call.
+        """Ends the profile if it has not ended by itself, and waits until its trace is written.
+        FAILED_PRECONDITION if no profile was started since the last call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
