@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.client import Client
 
+INPUT, OUTPUT = "input_tokens_per_minute", "output_tokens_per_minute"  # fields of `Client`
 _MIN_RETRY_S = 0.01
 
 
@@ -47,28 +48,23 @@ class Budgets:
     def refusal(self, client: Client, now: float) -> tuple[str, float] | None:
         """The reason why a client may not begin a request now and the seconds until it may, or
         None."""
-        waits = []
-        for limit, per_minute in (
-            ("input_tokens_per_minute", client.input_tokens_per_minute),
-            ("output_tokens_per_minute", client.output_tokens_per_minute),
-        ):
-            if per_minute:
-                wait_s = self._bucket(client.name, limit, per_minute, now).wait_s()
-                waits.append((wait_s, f"{limit}: {per_minute} tokens, which are spent"))
-        wait_s, reason = max(waits, default=(0.0, ""))
-        return (f"{reason}; more in {wait_s:.1f} s", wait_s) if wait_s else None
+        reason, longest_s = "", 0.0
+        for limit in (INPUT, OUTPUT):
+            bucket = self._bucket(client, limit, now)
+            if bucket and (wait_s := bucket.wait_s()) > longest_s:
+                reason, longest_s = f"{limit}: {bucket.per_minute} tokens, which are spent", wait_s
+        return (f"{reason}; more in {longest_s:.1f} s", longest_s) if reason else None
 
-    def charge_input(self, client: Client, num_tokens: int, now: float) -> None:
-        if per_minute := client.input_tokens_per_minute:
-            bucket = self._bucket(client.name, "input_tokens_per_minute", per_minute, now)
+    def charge(self, client: Client, limit: str, num_tokens: int, now: float) -> None:
+        """Charges tokens to a client's INPUT or OUTPUT, if that has a limit."""
+        if bucket := self._bucket(client, limit, now):
             bucket.balance -= num_tokens
 
-    def charge_output(self, client: Client, num_tokens: int, now: float) -> None:
-        if per_minute := client.output_tokens_per_minute:
-            bucket = self._bucket(client.name, "output_tokens_per_minute", per_minute, now)
-            bucket.balance -= num_tokens
-
-    def _bucket(self, name: str, limit: str, per_minute: int, now: float) -> _Bucket:
-        bucket = self._buckets.setdefault((name, limit), _Bucket(per_minute, per_minute, now))
+    def _bucket(self, client: Client, limit: str, now: float) -> _Bucket | None:
+        per_minute = getattr(client, limit)
+        if not per_minute:
+            return None
+        full = _Bucket(per_minute, per_minute, now)
+        bucket = self._buckets.setdefault((client.name, limit), full)
         bucket.refill(per_minute, now)
         return bucket
