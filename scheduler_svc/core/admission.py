@@ -73,23 +73,23 @@ def _full(seq: Sequence, limits: Limits, waiting: WaitingQueue, *, shares: bool)
     Thresholds for Shared-Memory Packet Switches", 1998.) Callers without a name count as one
     client."""
     if len(waiting) >= limits.max_waiting:
-        return f"{len(waiting)} requests are waiting already"
+        return f"{len(waiting)} requests are waiting; the limit is {limits.max_waiting}"
     if waiting and waiting.num_tokens + seq.num_tokens > limits.max_waiting_tokens:
         return (
-            f"requests of {waiting.num_tokens} tokens are waiting already; {seq.num_tokens} "
-            f"more would exceed the limit of {limits.max_waiting_tokens}"
+            f"{waiting.num_tokens} tokens are waiting; {seq.num_tokens} more would exceed the "
+            f"limit of {limits.max_waiting_tokens}"
         )
     length, num_tokens = waiting.waiting_of(seq.request.client)
     if not (shares and length):
         return ""
     room = limits.max_waiting - len(waiting)
     if length >= room:
-        return f"{length} of this client's requests are waiting already; there is room for {room}"
+        return f"{length} of this client's requests are waiting; its share of the queue is {room}"
     room = limits.max_waiting_tokens - waiting.num_tokens
     if num_tokens + seq.num_tokens > room:
         return (
-            f"requests of {num_tokens} tokens of this client are waiting already; with "
-            f"{seq.num_tokens} more they would exceed the {room} that there is room for"
+            f"{num_tokens} of this client's tokens are waiting; {seq.num_tokens} more would exceed "
+            f"its share of the queue, {room}"
         )
     return ""
 
@@ -100,8 +100,8 @@ def _problem(seq: Sequence, limits: Limits) -> str:
     room = limits.max_model_len - seq.num_prompt_tokens
     if room < 1:
         return (
-            f"prompt: {seq.num_prompt_tokens} tokens; the limit is {limits.max_model_len - 1}: "
-            f"{limits.max_model_len} less one to generate"
+            f"prompt: {seq.num_prompt_tokens} tokens; the limit is {limits.max_model_len - 1}, "
+            "so that one token can be generated"
         )
     if not _in_vocabulary(seq.tokens, limits.vocab_size):
         return f"prompt: token ids must be below {limits.vocab_size}"
@@ -109,8 +109,8 @@ def _problem(seq: Sequence, limits: Limits) -> str:
         return "sampling.max_tokens: must be at least 1"
     if seq.params.max_tokens > room:
         return (
-            f"sampling.max_tokens: {seq.params.max_tokens}; after a prompt of "
-            f"{seq.num_prompt_tokens} tokens, {room} fit into {limits.max_model_len}"
+            f"sampling.max_tokens: {seq.params.max_tokens}; the limit is {room} after a prompt of "
+            f"{seq.num_prompt_tokens} tokens"
         )
     if seq.request.deadline is not None and isnan(seq.request.deadline):
         return "timeout_s: must be a number"

@@ -52,8 +52,8 @@ class Budgets:
         for limit in (INPUT, OUTPUT):
             bucket = self._bucket(client, limit, now)
             if bucket and (wait_s := bucket.wait_s()) > longest_s:
-                reason, longest_s = f"{limit}: {bucket.per_minute} tokens, which are spent", wait_s
-        return (f"{reason}; more in {longest_s:.1f} s", longest_s) if reason else None
+                reason, longest_s = f"{limit}: all {bucket.per_minute} tokens are spent", wait_s
+        return (f"{reason}; retry in {longest_s:.1f} s", longest_s) if reason else None
 
     def charge(self, client: Client, limit: str, num_tokens: int, now: float) -> None:
         """Charges tokens to a client's INPUT or OUTPUT, if that has a limit."""

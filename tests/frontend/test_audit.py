@@ -85,7 +85,7 @@ async def test_each_outcome_is_recorded(service: Service, lines: Lines) -> None:
     call = unreadable(b"\xff", metadata=mine)
     assert await outcome(call) == ("acme", "Generate", "INVALID_ARGUMENT", "message")
 
-    full, spent = "9 requests are waiting", "input_tokens_per_minute: 5 tokens, which are spent"
+    full, spent = "9 requests are waiting", "input_tokens_per_minute: all 5 tokens are spent"
     for cause, message, status, reason in (
         (pb2.FINISH_CAUSE_QUEUE_FULL, full, "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"),
         (pb2.FINISH_CAUSE_QUEUE_FULL, spent, "RESOURCE_EXHAUSTED", "input_tokens_per_minute"),

@@ -164,7 +164,7 @@ async def test_who_has_spent_its_tokens_is_told_when_to_come_back(stack: Stack) 
     with pytest.raises(aio.AioRpcError) as refused:
         await stack.usage(SMALL, [7])
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "input_tokens_per_minute: 60 tokens" in str(refused.value.details())
+    assert "input_tokens_per_minute: all 60 tokens are spent" in str(refused.value.details())
     trailers = dict(refused.value.trailing_metadata() or ())
     (detail,) = status_pb2.Status.FromString(trailers["grpc-status-details-bin"]).details
     retry = error_details_pb2.RetryInfo()

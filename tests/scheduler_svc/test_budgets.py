@@ -71,7 +71,7 @@ def test_input_is_charged_when_it_is_accepted(scheduler: Scheduler) -> None:
         assert submit(scheduler, INPUT, now=100.0, length=10) is None or _ == 6
     end = submit(scheduler, INPUT, now=100.0)
     assert end
-    assert "input_tokens_per_minute: 60 tokens, which are spent" in end.message
+    assert "input_tokens_per_minute: all 60 tokens are spent" in end.message
     # Nobody else is concerned.
     assert submit(scheduler, OUTPUT, now=100.0) is None
     assert submit(scheduler, ANONYMOUS, now=100.0) is None
@@ -152,7 +152,7 @@ def test_a_changed_limit_counts_from_then_on() -> None:
     more = dataclasses.replace(INPUT, input_tokens_per_minute=6000)
     budgets.charge(more, LIMIT, 20, now=0.0)
     assert budgets.refusal(more, now=0.0) == (
-        "input_tokens_per_minute: 6000 tokens, which are spent; more in 0.1 s",
+        "input_tokens_per_minute: all 6000 tokens are spent; retry in 0.1 s",
         pytest.approx(0.1),
     )
     assert budgets.refusal(more, now=0.2) is None

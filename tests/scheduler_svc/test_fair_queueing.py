@@ -221,8 +221,7 @@ def test_a_named_client_may_have_as_many_tokens_waiting_as_there_is_room_left() 
     refused = scheduler.add(make(A, length=100))
     assert refused
     assert refused.message == (
-        "requests of 500 tokens of this client are waiting already; with 100 more they would "
-        "exceed the 500 that there is room for"
+        "500 of this client's tokens are waiting; 100 more would exceed its share of the queue, 500"
     )
     assert scheduler.add(make(B, length=400)) is None
     again = make(A, length=100)

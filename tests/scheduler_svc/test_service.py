@@ -320,7 +320,7 @@ BEAMS = {"beam_width": 2}
 @pytest.mark.parametrize(
     ("number", "sampling", "fields", "message"),
     [
-        (1, {"max_tokens": 200}, {}, "sampling.max_tokens: 200; after a prompt of 2 tokens, 126 "),
+        (1, {"max_tokens": 200}, {}, "sampling.max_tokens: 200; the limit is 126 after a pro"),
         (1, {"top_p": float("nan")}, {}, "sampling.top_p: nan; must be in (0, 1]"),
         (1, {}, {"n": 65}, "sampling.n: 65"),
         (1, {}, {"timeout_s": float("nan")}, "timeout_s: must be a number"),
