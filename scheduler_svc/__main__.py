@@ -78,14 +78,7 @@ async def _run_engine(
     link: HostLink,
     metrics: EngineMetrics,
 ) -> None:
-    workers = WorkerClient(
-        settings.worker_addresses,
-        settings.max_num_seqs,
-        None if settings.max_num_batched_tokens == "auto" else settings.max_num_batched_tokens,
-        settings.hang_timeout_s,
-        settings.dialer,
-        metrics,
-    )
+    workers = WorkerClient(settings, metrics)
 
     async def on_serving(serving: bool) -> None:
         metrics.serving = serving
@@ -93,7 +86,7 @@ async def _run_engine(
         await server.set_serving(serving)
 
     try:
-        group = await workers.connect(None if settings.kv_blocks == "auto" else settings.kv_blocks)
+        group = await workers.connect()
         limits = _limits(settings, group)
         scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))
         engine = Engine(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -11,7 +10,6 @@ from typing import NamedTuple
 MAX_UNREAD = 1 << 18
 # Maximum of watches of a cache. Watchers are frontends that choose among engines, and operators.
 MAX_WATCHES = 16
-_MAX_CHAIN = 512  # blocks that are visited to yield one block
 
 
 class StoredBlock(NamedTuple):
@@ -34,33 +32,10 @@ class Cleared(NamedTuple):
 BlockEvent = StoredBlock | Removed | Cleared
 
 
-class Snapshot:
-    """The blocks stored at one time. Blocks stored or removed later do not change the snapshot.
-    Iterating consumes it, with a bounded amount of work per block."""
-
-    def __init__(self, contents: dict[bytes, StoredBlock]) -> None:
-        self._left = contents.copy()
-
-    def __len__(self) -> int:
-        return len(self._left)
-
-    def __iter__(self) -> Iterator[StoredBlock]:
-        """Yields each block after its parent, if the parent is stored. The exception is a chain
-        longer than `_MAX_CHAIN` in which each block was stored before its parent."""
-        for first in list(self._left):
-            name: bytes | None = first
-            chain: list[StoredBlock] = []
-            while name and name in self._left and len(chain) < _MAX_CHAIN:
-                chain.append(self._left.pop(name))
-                name = chain[-1].parent
-            yield from reversed(chain)
-
-
 class BlockWatch:
-    """A snapshot for one watcher, and the later events that the watcher has not read."""
+    """The events that one watcher has not read."""
 
-    def __init__(self, contents: dict[bytes, StoredBlock]) -> None:
-        self.snapshot = Snapshot(contents)
+    def __init__(self) -> None:
         self.fell_behind = False  # events were dropped, and none follow
         self._events: list[BlockEvent] = []
         self._news = asyncio.Event()

@@ -262,10 +262,10 @@ class Engine:
             for row in step.rows
             if row.seq.status is not Status.FINISHED
         }
-        log.warning("workers lost", reason=reason, sequences=len(in_flight))
+        log.warning("workers lost; recovering", reason=reason, sequences=len(in_flight))
         self._stop_watching()
         if culprit := self._suspects.lost(in_flight):
-            log.error("a request fails whenever it is computed", request=culprit.key)
+            log.error("a request makes the workers fail; ending it", request=culprit.key)
             self.emit(self.scheduler.fail(culprit, "internal error"))
         self._forget_steps()
         self._traces.lost(reason)

@@ -38,17 +38,17 @@ class EngineMetrics(ServiceMetrics):
         self._step_tokens.observe(step.num_tokens)
 
     def families(self) -> Iterator[Metric]:
-        yield self._gauge("engine_ready", "1 while workers run steps.", self.serving)
+        yield self._gauge("engine_ready", "1 while the workers can run steps.", self.serving)
         yield self._counter("epochs", "Times that the workers were configured.", self.epochs)
         if self.scheduler is not None:
             yield from self._scheduler_families(self.scheduler)
         for name, help_text, histogram in (
             ("step_time_seconds", "Time that the workers took for a step.", self._step_time),
-            ("step_gap_seconds", "Time that they waited for it, with work to do.", self._step_gap),
+            ("step_gap_seconds", "Time that the workers waited for a step.", self._step_gap),
             ("step_sequences", "Sequences in a step.", self._step_sequences),
             ("iteration_tokens_total", "Tokens in a step.", self._step_tokens),
-            ("grammar_compile_seconds", "Wait for a grammar.", self.grammar_compile),
-            ("grammar_mask_seconds", "Wait for a step's masks of a grammar.", self.grammar_mask),
+            ("grammar_compile_seconds", "Wait of a request for a grammar.", self.grammar_compile),
+            ("grammar_mask_seconds", "Wait for a grammar's masks of a step.", self.grammar_mask),
         ):
             yield self._histogram(name, help_text, histogram)
         yield self._recoveries("worker", self.recovery)
@@ -56,16 +56,16 @@ class EngineMetrics(ServiceMetrics):
     def _scheduler_families(self, scheduler: Scheduler) -> Iterator[Metric]:
         stats, blocks = scheduler.stats, scheduler.blocks
         usage = 1 - blocks.num_free_blocks / blocks.num_blocks
-        yield self._gauge("num_requests_running", "Sequences that run.", scheduler.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences that wait.", scheduler.num_waiting)
-        yield self._gauge("num_tokens_waiting", "Their tokens.", scheduler.num_waiting_tokens)
-        yield self._gauge("kv_cache_usage_perc", "Share of blocks in use, 1 is all.", usage)
+        yield self._gauge("num_requests_running", "Running sequences.", scheduler.num_running)
+        yield self._gauge("num_requests_waiting", "Waiting sequences.", scheduler.num_waiting)
+        yield self._gauge("num_tokens_waiting", "Waiting tokens.", scheduler.num_waiting_tokens)
+        yield self._gauge("kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", usage)
         for name, help_text, count in (
-            ("prefix_cache_queries", "Prompt tokens looked for.", stats.prompt_tokens),
-            ("prefix_cache_hits", "Prompt tokens found.", stats.cached_prompt_tokens),
-            ("prefix_cache_evictions", "Cached blocks taken for others.", blocks.num_evictions),
-            ("num_preemptions", "Sequences sent back to wait.", stats.preemptions),
-            ("prompt_tokens", "Tokens of prompts that began to run.", stats.prompt_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_prompt_tokens),
+            ("prefix_cache_evictions", "Cached blocks evicted to make room.", blocks.num_evictions),
+            ("num_preemptions", "Preempted sequences.", stats.preemptions),
+            ("prompt_tokens", "Tokens of prompts that started to run.", stats.prompt_tokens),
             ("generation_tokens", "Tokens sampled.", stats.sampled_tokens),
         ):
             yield self._counter(name, help_text, count)

@@ -26,8 +26,8 @@ class SchedulerSettings(ServiceSettings):
     # The drain need not wait: frontends hold the streams and resubmit their requests.
     drain_timeout_s: float = Field(0.0, ge=0)
     scheduler_address: str = "127.0.0.1:50052"
-    engine_name: EngineName = Field("0", description="what this engine is called among several")
-    index: int = Field(0, ge=0, description="of this scheduler among those of this host")
+    engine_name: EngineName = Field("0", description="name of this engine")
+    index: int = Field(0, ge=0, description="number of this scheduler on its host")
     worker_addresses: Addresses = ("127.0.0.1:50053",)
     model: str = Field("models/demo", description="model directory, for structured output")
     max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
@@ -35,13 +35,13 @@ class SchedulerSettings(ServiceSettings):
         "auto", description="tokens in a step (auto: as the workers report)"
     )
     max_num_prefill_tokens: AutoInt = Field(
-        "auto", description="prompt tokens in a step that also has decodes (auto: half a step)"
+        "auto", description="prompt tokens in a step with decodes (auto: half a step)"
     )
     max_waiting: int = Field(4096, gt=0, description="requests in the waiting queue")
     max_waiting_tokens: int = Field(1 << 20, gt=0, description="tokens in the waiting queue")
     kv_blocks: AutoInt = "auto"
     max_json_whitespace: int = Field(
-        20, ge=0, description="characters in a row in structured output's JSON (0: any)"
+        20, ge=0, description="spaces in a row in structured output's JSON (0: no limit)"
     )
     sync: bool = Field(False, description="plan a step only once the previous one is answered")
 

@@ -8,7 +8,7 @@ first steps after a loss of workers. After these, one step in `_EVERY` has a spa
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from scheduler_svc.core.sequence import Row, Sequence, Status
 from scheduler_svc.core.step import Step, StepTiming
@@ -27,16 +27,14 @@ class StepTraces:
 
     def __init__(self, tracing: Tracing | None) -> None:
         self._tracing = tracing
-        # The number of steps of each traced sequence since the last loss.
+        # The number of steps of each traced sequence, counted from 1 again after a loss.
         self._num_steps: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
-        self._waiting: WeakSet[Sequence] = WeakSet()  # traced, but never in a step
         self._spans: dict[Step, list[Span]] = {}  # of steps in flight
 
     def add(self, seq: Sequence) -> None:
         """Traces a sequence that has been queued, if it comes with a trace."""
         if self._tracing and seq.request.traceparent:
             self._num_steps[seq] = 0
-            self._waiting.add(seq)
 
     def begin(self, step: Step) -> None:
         """Begins the spans of a step that is about to be sent. The ranks add spans below them."""
@@ -49,15 +47,14 @@ class StepTraces:
 
     def _begin_row(self, step: Step, row: Row) -> Span | None:
         seq, request, tracing = row.seq, row.seq.request, self._tracing
-        num_steps = self._num_steps.get(seq)
-        if num_steps is None or tracing is None:
+        number = self._num_steps.get(seq)
+        if number is None or tracing is None:
             return None
-        if seq in self._waiting:
-            self._waiting.remove(seq)
+        if number == 0:
             resubmitted = request.resubmitted
             tracing.add("queue", request.traceparent, request.arrival, resubmitted=resubmitted)
-        self._num_steps[seq] = number = num_steps + 1
-        if number > _FIRST_STEPS and number % _EVERY:
+        self._num_steps[seq] = number + 1
+        if number >= _FIRST_STEPS and number % _EVERY:
             return None
         return tracing.begin(
             "step",
@@ -87,5 +84,5 @@ class StepTraces:
         if self._tracing:
             for seq in self._num_steps:
                 if seq.status is not Status.FINISHED:
-                    self._num_steps[seq] = 0
+                    self._num_steps[seq] = min(self._num_steps[seq], 1)
                     self._tracing.add("recovery", seq.request.traceparent, lost_at)

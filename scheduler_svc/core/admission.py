@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from math import isfinite, isnan
+from math import inf, isfinite, isnan
 
 from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.sampling import GrammarKind, SamplingParams
@@ -14,6 +15,7 @@ from shared.sampling_params import BOUNDS, NUMBERS, Range
 
 _MAX_REQUEST = (1 << 64) - 1
 _RANGES = {name: BOUNDS[name].engine for name in (*NUMBERS, "beam_width", "length_penalty")}
+_GRAMMAR_KINDS = frozenset(GrammarKind)
 # Limit on the tokens of all beams of a request. The step that ends the search outputs them all.
 MAX_BEAM_TOKENS = 1 << 17
 _MAX_LOGPROBS = BOUNDS["logprobs"].engine.high
@@ -48,73 +50,74 @@ def refusal(
     Args:
         shares: whether the sequence's client must leave room in the queue for others.
     """
-    if problem := _problem(seq, n, limits):
+    problem = (
+        _problem(seq, limits)
+        or _problem_of_many(seq, n)
+        or sampling_problem(seq.params, limits.vocab_size)
+    )
+    if problem:
         return End(FinishCause.INVALID, problem)
     if seq.request.resubmitted:
         return None  # it was waiting or running when the connection was lost
     if spent := budgets.refusal(seq.request.client, seq.request.arrival):
         limit, message, retry_after_s = spent
         return End(FinishCause.QUEUE_FULL, message, retry_after_s, limit=limit)
-    full = _full(seq, limits, waiting)
-    if full or (shares and (full := _full_for_client(seq, limits, waiting))):
-        return End(FinishCause.QUEUE_FULL, full)
-    return None
+    full = _full(seq, limits, waiting, shares=shares)
+    return End(FinishCause.QUEUE_FULL, full) if full else None
 
 
-def _full(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> str:
+def _full(seq: Sequence, limits: Limits, waiting: WaitingQueue, *, shares: bool) -> str:
+    """Names the limit of the queue, or the client's share of it, that a sequence would exceed;
+    empty if none. A share equals the room that is left, so that there is room for another client
+    however many flood the queue. (Dynamic thresholds: Choudhury and Hahne, "Dynamic Queue Length
+    Thresholds for Shared-Memory Packet Switches", 1998.) Callers without a name count as one
+    client."""
     if len(waiting) >= limits.max_waiting:
-        return f"{len(waiting)} requests are waiting already"
+        return f"{len(waiting)} requests are waiting; the limit is {limits.max_waiting}"
     if waiting and waiting.num_tokens + seq.num_tokens > limits.max_waiting_tokens:
         return (
-            f"requests of {waiting.num_tokens} tokens are waiting already; {seq.num_tokens} "
-            f"more would exceed the limit of {limits.max_waiting_tokens}"
+            f"{waiting.num_tokens} tokens are waiting; {seq.num_tokens} more would exceed the "
+            f"limit of {limits.max_waiting_tokens}"
         )
-    return ""
-
-
-def _full_for_client(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> str:
-    """Names the share of the queue that a client would exceed; empty if none. A share equals the
-    room that is left, so that there is room for another client however many flood the queue.
-    (Dynamic thresholds: Choudhury and Hahne, "Dynamic Queue Length Thresholds for Shared-Memory
-    Packet Switches", 1998.) Callers without a name count as one client."""
     length, num_tokens = waiting.waiting_of(seq.request.client)
-    if not length:
+    if not (shares and length):
         return ""
     room = limits.max_waiting - len(waiting)
     if length >= room:
-        return f"{length} of this client's requests are waiting already; there is room for {room}"
+        return f"{length} of this client's requests are waiting; its share of the queue is {room}"
     room = limits.max_waiting_tokens - waiting.num_tokens
     if num_tokens + seq.num_tokens > room:
         return (
-            f"requests of {num_tokens} tokens of this client are waiting already; with "
-            f"{seq.num_tokens} more they would exceed the {room} that there is room for"
+            f"{num_tokens} of this client's tokens are waiting; {seq.num_tokens} more would exceed "
+            f"its share of the queue, {room}"
         )
     return ""
 
 
-def _problem(seq: Sequence, n: int, limits: Limits) -> str:
+def _problem(seq: Sequence, limits: Limits) -> str:
     if seq.num_prompt_tokens == 0:
         return "prompt: must not be empty"
     room = limits.max_model_len - seq.num_prompt_tokens
     if room < 1:
         return (
-            f"prompt: {seq.num_prompt_tokens} tokens; the limit is {limits.max_model_len - 1}: "
-            f"{limits.max_model_len} less one to generate"
+            f"prompt: {seq.num_prompt_tokens} tokens; the limit is {limits.max_model_len - 1}, "
+            "so that one token can be generated"
         )
-    if not 0 <= min(seq.tokens) <= max(seq.tokens) < limits.vocab_size:
+    if not _in_vocabulary(seq.tokens, limits.vocab_size):
         return f"prompt: token ids must be below {limits.vocab_size}"
     if seq.params.max_tokens <= 0:
         return "sampling.max_tokens: must be at least 1"
     if seq.params.max_tokens > room:
         return (
-            f"sampling.max_tokens: {seq.params.max_tokens}; after a prompt of "
-            f"{seq.num_prompt_tokens} tokens, {room} fit into {limits.max_model_len}"
+            f"sampling.max_tokens: {seq.params.max_tokens}; the limit is {room} after a prompt of "
+            f"{seq.num_prompt_tokens} tokens"
         )
     if seq.request.deadline is not None and isnan(seq.request.deadline):
         return "timeout_s: must be a number"
-    if problem := seq.request.client.problem():
-        return problem
-    return _problem_of_many(seq, n) or sampling_problem(seq.params, limits.vocab_size)
+    weight = seq.request.client.weight
+    if not 0 < weight < inf:
+        return f"client.weight: {weight}; must be finite and above 0"
+    return ""
 
 
 def _problem_of_many(seq: Sequence, n: int) -> str:
@@ -134,53 +137,43 @@ def _problem_of_many(seq: Sequence, n: int) -> str:
 
 def sampling_problem(params: SamplingParams, vocab_size: int) -> str:
     """Names a sampling parameter that no worker can run, and its range; empty if none."""
-    if params.beam_width and (params.num_logprobs or 0) > vocab_size:
-        return (
-            f"sampling.beam_width: {params.beam_width}; needs {params.num_logprobs} candidates, "
-            f"but the vocabulary has {vocab_size} tokens"
-        )
-    if problem := _beam_problem(params):
+    if problem := _beam_problem(params, vocab_size):
         return problem
-    for name, valid in _RANGES.items():
-        if (value := getattr(params, name)) not in valid:
-            return _out_of(valid, name, value)
-    for name, value, high in (
-        ("min_tokens", params.min_tokens, params.max_tokens),
-        ("logprobs", params.logprobs or 0, min(_MAX_LOGPROBS, vocab_size)),
-        ("prompt_logprobs", params.prompt_logprobs or 0, min(_MAX_LOGPROBS, vocab_size)),
+    most = min(_MAX_LOGPROBS, vocab_size)
+    for name, value, valid in (
+        *((name, getattr(params, name), valid) for name, valid in _RANGES.items()),
+        ("min_tokens", params.min_tokens, Range(0, params.max_tokens)),
+        ("logprobs", params.logprobs or 0, Range(0, most)),
+        ("prompt_logprobs", params.prompt_logprobs or 0, Range(0, most)),
     ):
-        if not 0 <= value <= high:
-            return _out_of(Range(0, high), name, value)
-    return _grammar_problem(params) or _token_problem(params, vocab_size)
+        if value not in valid:
+            return _out_of(valid, name, value)
+    return _token_problem(params, vocab_size)
 
 
-def _beam_problem(params: SamplingParams) -> str:
-    """Names a reason why a beam search would take too long within one step; empty if none."""
-    if params.beam_width and (params.num_logprobs or 0) > _MAX_LOGPROBS:
+def _beam_problem(params: SamplingParams, vocab_size: int) -> str:
+    """Names what makes a beam search impossible, or too slow within one step; empty if nothing."""
+    if not params.beam_width:
+        return ""
+    beams, count = f"sampling.beam_width: {params.beam_width}", params.num_logprobs or 0
+    if count > vocab_size:
+        return f"{beams}; needs {count} candidates, but the vocabulary has {vocab_size} tokens"
+    if count > _MAX_LOGPROBS:
         return (
-            f"sampling.beam_width: {params.beam_width} beams with "
-            f"{len(params.end_token_ids)} tokens that end them need "
-            f"{params.num_logprobs} candidates; the limit is {_MAX_LOGPROBS}"
+            f"{beams} beams with {len(params.end_token_ids)} tokens that end them need "
+            f"{count} candidates; the limit is {_MAX_LOGPROBS}"
         )
     if params.beam_width * params.max_tokens > MAX_BEAM_TOKENS:
         return (
-            f"sampling.beam_width: {params.beam_width} beams of up to {params.max_tokens} tokens, "
-            f"sampling.max_tokens or what fits the model; the limit is {MAX_BEAM_TOKENS} tokens"
+            f"{beams} beams of up to {params.max_tokens} tokens, sampling.max_tokens or what fits "
+            f"the model; the limit is {MAX_BEAM_TOKENS} tokens"
         )
-    return ""
-
-
-def _grammar_problem(params: SamplingParams) -> str:
-    if params.grammar is None:
-        return ""
-    if params.grammar.kind not in set(GrammarKind):
-        return f"sampling.grammar: kind {params.grammar.kind} is unknown"
-    if params.beam_width:
-        return f"sampling.beam_width: {params.beam_width}; must be 0 with a grammar"
-    return ""
+    return f"{beams}; must be 0 with a grammar" if params.grammar else ""
 
 
 def _token_problem(params: SamplingParams, vocab_size: int) -> str:
+    if params.grammar and params.grammar.kind not in _GRAMMAR_KINDS:
+        return f"sampling.grammar: kind {params.grammar.kind} is unknown"
     if len(params.bias_ids) != len(params.bias_values):
         return (
             f"sampling.logit_bias: {len(params.bias_values)} values for "
@@ -188,17 +181,21 @@ def _token_problem(params: SamplingParams, vocab_size: int) -> str:
         )
     if len(set(params.bias_ids)) != len(params.bias_ids):
         return "sampling.logit_bias: a token id occurs twice"
+    if not all(map(isfinite, params.bias_values)):
+        return "sampling.logit_bias: values must be finite numbers"
     for name, ids in (
         ("logit_bias", params.bias_ids),
         # The workers receive these only to ban them before min_tokens.
         ("eos_token_ids", params.eos_token_ids if params.min_tokens else ()),
         ("stop_token_ids", params.stop_token_ids if params.min_tokens else ()),
     ):
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        if not _in_vocabulary(ids, vocab_size):
             return f"sampling.{name}: token ids must be below {vocab_size}"
-    if not all(map(isfinite, params.bias_values)):
-        return "sampling.logit_bias: values must be finite numbers"
     return ""
+
+
+def _in_vocabulary(ids: Collection[int], vocab_size: int) -> bool:
+    return not ids or 0 <= min(ids) <= max(ids) < vocab_size
 
 
 def _out_of(valid: Range, name: str, value: float) -> str:

@@ -73,10 +73,15 @@ class BlockManager:
         self.reset()
         return True
 
+    def stored_blocks(self) -> list[StoredBlock]:
+        """All published blocks. A block comes after the block before it, unless that was evicted
+        and published again."""
+        return list(self._contents.values())
+
     @contextmanager
     def watched(self) -> Iterator[BlockWatch]:
         """Opens a watch, which receives the blocks that are published and evicted meanwhile."""
-        watch = BlockWatch(self._contents)
+        watch = BlockWatch()
         self._watches.append(watch)
         try:
             yield watch

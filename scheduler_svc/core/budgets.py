@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.client import Client
 
+INPUT, OUTPUT = "input_tokens_per_minute", "output_tokens_per_minute"  # fields of `Client`
 _MIN_RETRY_S = 0.01
 
 
@@ -47,28 +48,24 @@ class Budgets:
     def refusal(self, client: Client, now: float) -> tuple[str, str, float] | None:
         """The limit that keeps a client from beginning a request now, the reason, and the seconds
         until the client may, or None."""
-        waits = []
-        for limit, per_minute in (
-            ("input_tokens_per_minute", client.input_tokens_per_minute),
-            ("output_tokens_per_minute", client.output_tokens_per_minute),
-        ):
-            if per_minute:
-                wait_s = self._bucket(client.name, limit, per_minute, now).wait_s()
-                waits.append((wait_s, limit, f"{limit}: {per_minute} tokens, which are spent"))
-        wait_s, limit, reason = max(waits, default=(0.0, "", ""))
-        return (limit, f"{reason}; more in {wait_s:.1f} s", wait_s) if wait_s else None
+        found, reason, longest_s = "", "", 0.0
+        for limit in (INPUT, OUTPUT):
+            bucket = self._bucket(client, limit, now)
+            if bucket and (wait_s := bucket.wait_s()) > longest_s:
+                reason = f"{limit}: all {bucket.per_minute} tokens are spent"
+                found, longest_s = limit, wait_s
+        return (found, f"{reason}; retry in {longest_s:.1f} s", longest_s) if found else None
 
-    def charge_input(self, client: Client, num_tokens: int, now: float) -> None:
-        if per_minute := client.input_tokens_per_minute:
-            bucket = self._bucket(client.name, "input_tokens_per_minute", per_minute, now)
+    def charge(self, client: Client, limit: str, num_tokens: int, now: float) -> None:
+        """Charges tokens to a client's INPUT or OUTPUT, if that has a limit."""
+        if bucket := self._bucket(client, limit, now):
             bucket.balance -= num_tokens
 
-    def charge_output(self, client: Client, num_tokens: int, now: float) -> None:
-        if per_minute := client.output_tokens_per_minute:
-            bucket = self._bucket(client.name, "output_tokens_per_minute", per_minute, now)
-            bucket.balance -= num_tokens
-
-    def _bucket(self, name: str, limit: str, per_minute: int, now: float) -> _Bucket:
-        bucket = self._buckets.setdefault((name, limit), _Bucket(per_minute, per_minute, now))
+    def _bucket(self, client: Client, limit: str, now: float) -> _Bucket | None:
+        per_minute = getattr(client, limit)
+        if not per_minute:
+            return None
+        full = _Bucket(per_minute, per_minute, now)
+        bucket = self._buckets.setdefault((client.name, limit), full)
         bucket.refill(per_minute, now)
         return bucket

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +13,6 @@ class Client:
     weight: float = 1.0
     input_tokens_per_minute: int = 0
     output_tokens_per_minute: int = 0
-
-    def problem(self) -> str:
-        """Names an invalid value; empty if none."""
-        if not (isfinite(self.weight) and self.weight > 0):
-            return f"client.weight: {self.weight}; must be finite and above 0"
-        return ""
 
 
 ANONYMOUS = Client()

@@ -25,13 +25,9 @@ class ClientUsage:
     `num_tokens` is in prompt tokens, divided by the client's weight.
     """
 
-    __slots__ = ("client", "key", "num_open", "num_tokens", "num_waiting")
-
-    def __init__(self, key: str | int, client: Client) -> None:
-        self.key = key
+    def __init__(self, client: Client) -> None:
         self.client = client
         self.num_tokens = 0.0
-        self.num_open = 0  # sequences that have not ended
         self.num_waiting = 0  # open sequences that wait and have never run
 
     def add_input(self, num_tokens: int) -> None:
@@ -47,42 +43,37 @@ class ClientUsages:
 
     def __init__(self) -> None:
         self._usages: dict[str | int, ClientUsage] = {}  # by name, or by connection if anonymous
-        self._num_open: Counter[str] = Counter()  # open sequences, by client name
+        self._num_open: Counter[str | int] = Counter()  # sequences that have not ended; no zeros
         self._last_tokens = 0.0  # the usage of the client that waited last
 
     def __len__(self) -> int:
         return len(self._usages)
 
     @property
-    def num_clients(self) -> int:
-        """The number of clients with open sequences. Anonymous clients count as one."""
-        return len(self._num_open)
+    def several_are_open(self) -> bool:
+        """Whether several clients have open sequences. Anonymous clients count as one."""
+        return len({isinstance(key, str) and key for key in self._num_open}) > 1
 
     def of(self, client: Client, connection: int) -> ClientUsage:
         """The usage that a new sequence from `client` on `connection` adds to."""
-        key = client.name or connection
-        usage = self._usages.get(key)
-        if usage is None:
-            usage = self._usages[key] = ClientUsage(key, client)
+        usage = self._usages.setdefault(client.name or connection, ClientUsage(client))
         usage.client = client  # its weight may have changed
         return usage
 
-    def open(self, usage: ClientUsage) -> None:
+    def open(self, client: Client, connection: int) -> None:
         """Notes that a sequence has been accepted."""
-        usage.num_open += 1
-        self._num_open[usage.client.name] += 1
+        self._num_open[client.name or connection] += 1
 
-    def close(self, usage: ClientUsage) -> None:
+    def close(self, client: Client, connection: int) -> None:
         """Notes that a sequence has ended, and forgets usages that no longer matter."""
-        name = usage.client.name
-        usage.num_open -= 1
-        self._num_open[name] -= 1
-        if not self._num_open[name]:
-            del self._num_open[name]
-        if not self._num_open:
-            self._usages.clear()
-        elif not usage.num_open and not name:
-            del self._usages[usage.key]
+        key = client.name or connection
+        self._num_open[key] -= 1
+        if not self._num_open[key]:
+            del self._num_open[key]
+            if not client.name:
+                del self._usages[key]
+            if not self._num_open:
+                self._usages.clear()
 
     def join(self, usage: ClientUsage) -> None:
         """Notes that a sequence of a client waits for the first time."""
@@ -97,11 +88,10 @@ class ClientUsages:
         if not usage.num_waiting:
             self._last_tokens = usage.num_tokens
 
-    def check_integrity(self, open_usages: Iterable[ClientUsage]) -> None:
-        """Raises AssertionError unless these are the usages of the open sequences. For tests."""
-        num_open = Counter(open_usages)
-        assert all(usage.num_open == n for usage, n in num_open.items()), "a usage's sequences"
-        clients = Counter(usage.client.name for usage in num_open.elements())
-        assert clients == self._num_open, "a client's sequences"
-        for usage in self._usages.values():
-            assert usage.num_open or usage.client.name, "an anonymous usage is kept"
+    def check_integrity(self, open_sequences: Iterable[tuple[Client, int]]) -> None:
+        """Raises AssertionError unless these are the open sequences, each with its client and
+        connection. For tests."""
+        found = Counter(client.name or connection for client, connection in open_sequences)
+        assert found == self._num_open, "open sequences"
+        anonymous = {key for key in self._usages if isinstance(key, int)}
+        assert anonymous <= found.keys() <= self._usages.keys(), "usages"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from typing import Generic, TypeVar
 
-Key = TypeVar("Key", float, tuple[float, float])
+Key = TypeVar("Key", float, tuple[int, float, float])
 Item = TypeVar("Item")
 
 _MIN_ENTRIES = 64  # below which the heap is not rebuilt
@@ -25,11 +25,6 @@ class Heap(Generic[Key, Item]):
 
     def __len__(self) -> int:
         return len(self._numbers)
-
-    @property
-    def num_entries(self) -> int:
-        """The number of entries, including outdated ones."""
-        return len(self._entries)
 
     def put(self, item: Item, key: Key) -> None:
         """Adds an item, or changes its key."""

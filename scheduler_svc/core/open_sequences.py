@@ -164,7 +164,7 @@ class OpenSequences:
                 self._fenced.setdefault(seq.last_step, []).append(seq)
             else:
                 self._blocks.free(seq)
-        self.waiting.usages.close(seq.usage)
+        self.waiting.usages.close(seq.request.client, seq.key.connection)
         self._deadlines.discard(seq)
         seq.status = Status.FINISHED
         del self.by_key[seq.key]
@@ -185,7 +185,9 @@ class OpenSequences:
         """Raises AssertionError if blocks or queues contradict each other. For tests."""
         self._blocks.check_integrity([*self.running, *chain(*self._fenced.values())])
         self.waiting.check_integrity()
-        self.waiting.usages.check_integrity(seq.usage for seq in self.by_key.values())
+        open_sequences = self.by_key.values()
+        clients = ((seq.request.client, seq.key.connection) for seq in open_sequences)
+        self.waiting.usages.check_integrity(clients)
         assert all(s.status is Status.RUNNING for s in self.running), "status of the running"
         featured = sum(s.features is not None for s in self.running)
         assert featured == self.num_featured, "rows with features"
@@ -196,7 +198,7 @@ class OpenSequences:
 
     def _open(self, seq: Sequence) -> None:
         self.by_key[seq.key] = seq
-        self.waiting.usages.open(seq.usage)
+        self.waiting.usages.open(seq.request.client, seq.key.connection)
         if seq.request.deadline is not None:
             self._deadlines.put(seq, seq.request.deadline)
 

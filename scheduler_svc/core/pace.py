@@ -59,9 +59,9 @@ class Pace:
             value = each[size] * seconds / prompts_s if prompts_s else seconds / tokens.total()
             _learn(self._tokens, size, value)
 
-    def begin_step(self, num_clients: int, now: float) -> None:
+    def begin_step(self, now: float, *, shared: bool) -> None:
         """Notes whether several clients have sequences, or had a moment ago and may soon again."""
-        if num_clients > 1:
+        if shared:
             self._shared_until = now + _SHARED_S
         self._is_shared = now < self._shared_until
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from scheduler_svc.core.admission import Limits, refusal
 from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.budgets import Budgets
+from scheduler_svc.core.budgets import INPUT, OUTPUT, Budgets
 from scheduler_svc.core.client import Client
 from scheduler_svc.core.open_sequences import OpenSequences
 from scheduler_svc.core.pace import Pace, PromptBudget
@@ -78,7 +78,7 @@ class Scheduler:
             return end
         request = seq.request
         if not request.resubmitted:
-            self._budgets.charge_input(request.client, seq.num_tokens, request.arrival)
+            self._budgets.charge(request.client, INPUT, seq.num_tokens, request.arrival)
         self._open.add(seq, n)
         return None
 
@@ -132,7 +132,7 @@ class Scheduler:
         """
         self._now = now
         sequences = self._open
-        self.pace.begin_step(self._waiting.usages.num_clients, now)
+        self.pace.begin_step(now, shared=self._waiting.usages.several_are_open)
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self._running:
@@ -251,7 +251,7 @@ class Scheduler:
             sampled.update(row.seq.usage for row in step.rows if row.samples and row.seq in beams)
         for usage, num_tokens in sampled.items():
             usage.add_output(num_tokens)
-            self._budgets.charge_output(usage.client, num_tokens, self._now)
+            self._budgets.charge(usage.client, OUTPUT, num_tokens, self._now)
 
     def _schedule_prompts(
         self, budget: PromptBudget, prompts: list[Sequence], now: float, *, may_admit: bool

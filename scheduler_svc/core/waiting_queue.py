@@ -23,6 +23,7 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.client_usage import ClientUsage, ClientUsages
@@ -39,61 +40,52 @@ class FairOrder:
     here."""
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[int, ClientUsage], Heap[float, Sequence]] = {}  # by arrival
-        # By priority: clients, by usage, then by arrival.
-        self._levels: dict[int, Heap[tuple[float, float], ClientUsage]] = {}
-        self._priorities: Heap[float, int] = Heap()
+        # By priority and client: sequences by arrival.
+        self._queues: dict[tuple[int, ClientUsage], Heap[float, Sequence]] = {}
+        self._order: Heap[tuple[int, float, float], tuple[int, ClientUsage]] = Heap()
 
     def push(self, seq: Sequence, usage: ClientUsage) -> None:
         """Adds a sequence at the place of the client with this usage."""
-        level, arrival = seq.rank
-        if level not in self._levels:
-            self._levels[level] = Heap()
-            self._priorities.put(level, level)
-        self._queues.setdefault((level, usage), Heap()).put(seq, arrival)
-        _, place = self._place(level, usage)
-        self._levels[level].put(usage, place)
+        key = seq.rank.level, usage
+        self._queues.setdefault(key, Heap()).put(seq, seq.rank.arrival)
+        place, _ = self._first(*key)
+        self._order.put(key, place)
 
     def remove(self, seq: Sequence, usage: ClientUsage) -> None:
         """Removes a sequence that was pushed with this usage."""
-        level = seq.rank.level
-        queue, clients = self._queues[level, usage], self._levels[level]
-        queue.discard(seq)
-        if not queue:
-            del self._queues[level, usage]
-            clients.discard(usage)
-        if not clients:
-            del self._levels[level]
-            self._priorities.discard(level)
+        key = seq.rank.level, usage
+        self._queues[key].discard(seq)
+        if not self._queues[key]:
+            del self._queues[key]
+            self._order.discard(key)
 
     def peek(self) -> Sequence | None:
         """The next sequence, or None."""
-        first = self._priorities.peek()
-        return self.peek_at(first[1]) if first else None
+        while first := self._order.peek():
+            known, key = first
+            place, seq = self._first(*key)
+            if place == known:
+                return seq
+            self._order.put(key, place)
+        return None
 
     def peek_at(self, level: int) -> Sequence:
-        """The next sequence of a priority that has sequences."""
-        while first := self._levels[level].peek():
-            key, usage = first
-            head, place = self._place(level, usage)
-            if key == place:
-                return head
-            self._levels[level].put(usage, place)
-        raise AssertionError("a priority without sequences")
+        """The next sequence of a priority that has sequences. Looks at every client that waits."""
+        found = (self._first(*key) for key in self._queues if key[0] == level)
+        _, seq = min(found, key=itemgetter(0))
+        return seq
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the heaps contradict each other. For tests."""
         assert all(self._queues.values()), "an empty queue"
-        assert len(self._queues) == sum(map(len, self._levels.values())), "clients"
-        assert all(self._levels.values()), "an empty level"
-        assert len(self._levels) == len(self._priorities), "priorities"
+        assert len(self._queues) == len(self._order), "clients"
 
-    def _place(self, level: int, usage: ClientUsage) -> tuple[Sequence, tuple[float, float]]:
-        """A client's first sequence of a priority, and the client's place in the order."""
+    def _first(self, level: int, usage: ClientUsage) -> tuple[tuple[int, float, float], Sequence]:
+        """A client's first sequence of a priority, and its place in the order."""
         first = self._queues[level, usage].peek()
         assert first is not None, "an empty queue"
-        arrival, head = first
-        return head, (usage.num_tokens, arrival)
+        arrival, seq = first
+        return (level, usage.num_tokens, arrival), seq
 
 
 @dataclass(slots=True)
@@ -115,7 +107,7 @@ class WaitingQueue:
         self._max_short_tokens = max_short_tokens
         self._sequences: dict[Sequence, ClientUsage] = {}  # the usage by which each is ordered
         # The usage of sequences that count as preempted, which go ahead of all others.
-        self._preempted = ClientUsage(-1, ANONYMOUS)
+        self._preempted = ClientUsage(ANONYMOUS)
         self._preempted.num_tokens = -1.0
         self._arrivals = itertools.count()
         self._order, self._short_order = FairOrder(), FairOrder()

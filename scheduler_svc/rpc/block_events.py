@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from itertools import islice
 
-from scheduler_svc.block_watch import BlockEvent, Removed, Snapshot, StoredBlock
+from scheduler_svc.block_watch import BlockEvent, Removed, StoredBlock
 from shared.pb import scheduler_pb2 as pb
 
 _EVENTS_AT_ONCE = 512  # in a message
 
 
-def snapshot_parts(snapshot: Snapshot) -> Iterator[pb.BlockEvents]:
-    """Yields the messages, at least one, that hold a snapshot. Each is made when it is needed."""
-    total, blocks = len(snapshot), iter(snapshot)
-    count = max(-(-total // _EVENTS_AT_ONCE), 1)
-    for index in range(count):
-        yield pb.BlockEvents(
-            events=map(_message, islice(blocks, _EVENTS_AT_ONCE)),
-            snapshot=pb.SnapshotPart(index=index, count=count, blocks=total),
-        )
+def snapshot_parts(blocks: Seq[StoredBlock]) -> Iterator[pb.BlockEvents]:
+    """Yields the messages, at least one, that hold all stored blocks. Each is made when it is
+    needed."""
+    count = max(-(-len(blocks) // _EVENTS_AT_ONCE), 1)
+    for index, message in enumerate(event_messages(blocks)):
+        part = pb.SnapshotPart(index=index, count=count, blocks=len(blocks))
+        message.snapshot.CopyFrom(part)
+        yield message
 
 
 def event_messages(events: Seq[BlockEvent]) -> Iterator[pb.BlockEvents]:

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from grpc import aio
 
 from scheduler_svc.core.step import Output
 from scheduler_svc.rpc.frontend_messages import step_output
-from shared.pb import scheduler_pb2
+from shared.pb import scheduler_pb2 as pb
 
 # Maximum of unread outputs of a frontend: about five seconds of a busy engine, or 50 MB.
 _MAX_UNREAD = 1 << 18
 _OUTPUTS_AT_ONCE = 4096  # in one turn of the event loop
 
-Context = aio.ServicerContext[scheduler_pb2.FrontendMessage, scheduler_pb2.SchedulerMessage]
-
-
-class State(NamedTuple):
-    """The state of the engine."""
-
-    serving: bool = True
-    draining: bool = False
+Context = aio.ServicerContext[pb.FrontendMessage, pb.SchedulerMessage]
 
 
 class Connection:
@@ -37,15 +29,13 @@ class Connection:
         # withdrawn everything and submits nothing.
         self.suspects: dict[int, int] = {}
         self.holding = False
+        self._messages: list[pb.SchedulerMessage] = []  # these go ahead of the outputs
         self._outputs: list[Output] = []
-        self._state = self._sent_state = State()
-        self._trials: list[scheduler_pb2.Trial] = []
         self._news = asyncio.Event()
         self.cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def set_state(self, state: State) -> None:
-        self._state = state
-        self._news.set()
+    def send_state(self, state: pb.EngineState) -> None:
+        self._send(pb.SchedulerMessage(engine_state=state))
 
     def send_trial(
         self, requests: Iterable[int] = (), *, withdraw: bool = False, alone: bool = False
@@ -53,9 +43,8 @@ class Connection:
         """Tells the frontend which of its suspects to submit, beside all requests that are not
         suspects. With `withdraw`, it withdraws everything, confirms that and submits nothing. With
         `alone`, it learns that all frontends have done so, and submits only these suspects."""
-        trial = scheduler_pb2.Trial(requests=requests, withdraw=withdraw, alone=alone)
-        self._trials.append(trial)
-        self._news.set()
+        trial = pb.Trial(requests=requests, withdraw=withdraw, alone=alone)
+        self._send(pb.SchedulerMessage(trial=trial))
 
     def add(self, output: Output) -> None:
         if self.cut.done():
@@ -73,21 +62,20 @@ class Connection:
             self.cut.set_result(reason)
 
     async def write_to(self, context: Context) -> None:
-        """Writes states, trials and outputs as they arrive, for ever."""
+        """Writes states, trials and outputs as they arrive, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()
-            if self._sent_state != self._state:
-                self._sent_state = self._state
-                state = scheduler_pb2.EngineState(**self._sent_state._asdict())
-                await context.write(scheduler_pb2.SchedulerMessage(engine_state=state))
-            while self._trials:
-                trial = self._trials.pop(0)
-                await context.write(scheduler_pb2.SchedulerMessage(trial=trial))
+            messages, self._messages = self._messages, []
             if self._outputs:
                 outputs = self._outputs[:_OUTPUTS_AT_ONCE]
                 del self._outputs[:_OUTPUTS_AT_ONCE]
                 if self._outputs:
                     self._news.set()
-                message = scheduler_pb2.SchedulerMessage(step_output=step_output(outputs))
+                messages.append(pb.SchedulerMessage(step_output=step_output(outputs)))
+            for message in messages:
                 await context.write(message)
+
+    def _send(self, message: pb.SchedulerMessage) -> None:
+        self._messages.append(message)
+        self._news.set()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, TypeVar
 
 from grpc import aio
 
@@ -13,9 +14,12 @@ from shared.pb import worker_pb2
 if TYPE_CHECKING:
     from shared.pb.worker_pb2_grpc import WorkerServiceAsyncStub
 
+Result = TypeVar("Result")
+
 
 class ExecuteStream:
-    """Carries one epoch's steps to one rank and brings their answers back, in order."""
+    """Carries one epoch's steps to one rank and brings their answers back, in order. `write` and
+    `read` raise WorkersLostError once the stream has ended or was cancelled."""
 
     def __init__(self, stub: WorkerServiceAsyncStub) -> None:
         self._call: aio.StreamStreamCall[worker_pb2.StepRequest, worker_pb2.StepResponse] = (
@@ -30,30 +34,12 @@ class ExecuteStream:
         self._call.cancel()
 
     async def write(self, request: worker_pb2.StepRequest) -> None:
-        """Sends a step.
-
-        Raises:
-            WorkersLostError: the stream has ended or was cancelled.
-        """
-        try:
-            await self._call.write(request)
-        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise WorkersLostError(await self.end_reason()) from error
-        except asyncio.CancelledError as error:
-            raise _lost_or_cancelled(error) from None
+        """Sends a step."""
+        await self._or_lost(self._call.write(request))
 
     async def read(self) -> worker_pb2.StepResponse:
-        """Receives the next answer.
-
-        Raises:
-            WorkersLostError: the stream has ended or was cancelled.
-        """
-        try:
-            response = await self._call.read()
-        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise WorkersLostError(await self.end_reason()) from error
-        except asyncio.CancelledError as error:
-            raise _lost_or_cancelled(error) from None
+        """Receives the next answer."""
+        response = await self._or_lost(self._call.read())
         if not isinstance(response, worker_pb2.StepResponse):
             raise WorkersLostError(await self.end_reason())
         return response
@@ -62,10 +48,14 @@ class ExecuteStream:
         """Waits until the stream has ended, and returns its status."""
         return f"{(await self._call.code()).name}: {await self._call.details()}"
 
-
-def _lost_or_cancelled(error: asyncio.CancelledError) -> BaseException:
-    """Tells a cancelled call from a cancelled task, because grpc.aio raises one error for both."""
-    task = asyncio.current_task()
-    if task is None or task.cancelling():
-        return error
-    return WorkersLostError("the steps in flight were given up")
+    async def _or_lost(self, operation: Awaitable[Result]) -> Result:
+        try:
+            return await operation
+        except (aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise WorkersLostError(await self.end_reason()) from error
+        except asyncio.CancelledError as error:
+            # grpc.aio raises this error for a cancelled call, too.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise WorkersLostError("the scheduler gave up the steps in flight") from error

@@ -24,8 +24,8 @@ def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> 
     Raises:
         InvalidArgumentError: a column is not an array of its type.
     """
-    prompt_ids = _ids(submit.prompt_ids, "submit.prompt_ids")
-    generated_ids = _ids(submit.generated_ids, "submit.generated_ids")
+    prompt_ids = _array("i", submit.prompt_ids, "submit.prompt_ids")
+    generated_ids = _array("i", submit.generated_ids, "submit.generated_ids")
     request = Request(
         arrival=now,
         deadline=now + submit.timeout_s if submit.timeout_s else None,
@@ -51,7 +51,8 @@ def _client(client: scheduler_pb2.Client) -> Client:
 
 def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
     grammar = sampling.grammar if sampling.HasField("grammar") else None
-    ids, values = sampling.bias_ids, sampling.bias_values
+    bias_ids = _array("i", sampling.bias_ids, "submit.sampling.bias_ids")
+    bias_values = _array("f", sampling.bias_values, "submit.sampling.bias_values")
     numbers: dict[str, Any] = {name: getattr(sampling, name) or zero for name, zero in _ZEROS}
     return SamplingParams(
         max_tokens=sampling.max_tokens,
@@ -59,8 +60,8 @@ def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
         eos_token_ids=frozenset(sampling.eos_token_ids),
         stop_token_ids=frozenset(sampling.stop_token_ids),
         min_tokens=sampling.min_tokens,
-        bias_ids=tuple(_ids(ids, "submit.sampling.bias_ids")) if ids else (),
-        bias_values=tuple(_floats(values, "submit.sampling.bias_values")) if values else (),
+        bias_ids=tuple(bias_ids),
+        bias_values=tuple(bias_values),
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         prompt_logprobs=(
             sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
@@ -72,16 +73,12 @@ def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
     )
 
 
-def _ids(column: bytes, field: str) -> array[int]:
+def _array(code: str, column: bytes, field: str) -> array[Any]:
+    """The values of a column, of the type that `array` calls `code`."""
     if len(column) % 4:
-        raise InvalidArgumentError(field, f"{len(column)} bytes are not an int32 array")
-    return array("i", column)
-
-
-def _floats(column: bytes, field: str) -> array[float]:
-    if len(column) % 4:
-        raise InvalidArgumentError(field, f"{len(column)} bytes are not a float32 array")
-    return array("f", column)
+        kind = {"i": "int32", "f": "float32"}[code]
+        raise InvalidArgumentError(field, f"{len(column)} bytes are not an array of {kind}")
+    return array(code, column)
 
 
 def step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:

@@ -26,14 +26,11 @@ async def start_profile(
     Raises:
         ServiceError: a rank rejects the call, or is lost.
     """
-    answers = await _ask_all(stub.StartProfile(request) for stub in stubs)
-    refusals = [answer for answer in answers if isinstance(answer, ServiceError)]
-    if refusals:
-        pairs = zip(stubs, answers, strict=True)
-        started = [stub for stub, answer in pairs if not isinstance(answer, ServiceError)]
-        await _ask_all(stub.StopProfile(worker_pb2.StopProfileRequest()) for stub in started)
-        raise refusals[0]
-    return _traces(answers)
+    traces, errors = await _call_all(stub.StartProfile(request) for stub in stubs)
+    if errors:
+        await _call_all(stubs[rank].StopProfile(worker_pb2.StopProfileRequest()) for rank in traces)
+        raise errors[0]
+    return list(traces.values())
 
 
 async def stop_profile(stubs: Seq[WorkerServiceAsyncStub]) -> list[str]:
@@ -42,23 +39,23 @@ async def stop_profile(stubs: Seq[WorkerServiceAsyncStub]) -> list[str]:
     Raises:
         ServiceError: no rank has a trace.
     """
-    answers = await _ask_all(stub.StopProfile(worker_pb2.StopProfileRequest()) for stub in stubs)
-    traces = _traces(answers)
+    request = worker_pb2.StopProfileRequest()
+    traces, errors = await _call_all(stub.StopProfile(request) for stub in stubs)
     if not traces:
-        raise next(answer for answer in answers if isinstance(answer, ServiceError))
-    return traces
+        raise errors[0]
+    return list(traces.values())
 
 
-async def _ask_all(calls: Iterable[Awaitable[_Answer]]) -> list[_Answer | ServiceError]:
-    return await asyncio.gather(*map(_ask, calls))
-
-
-async def _ask(call: Awaitable[_Answer]) -> _Answer | ServiceError:
-    try:
-        return await call
-    except aio.AioRpcError as error:
-        return passed_on(error, UnavailableError("a worker was lost"))
-
-
-def _traces(answers: Iterable[_Answer | ServiceError]) -> list[str]:
-    return [answer.trace for answer in answers if not isinstance(answer, ServiceError)]
+async def _call_all(
+    calls: Iterable[Awaitable[_Answer]],
+) -> tuple[dict[int, str], list[ServiceError]]:
+    """Waits for a call to each rank. Returns the paths in the answers, by rank, and the errors."""
+    traces, errors = {}, []
+    for rank, answer in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+        if isinstance(answer, aio.AioRpcError):
+            errors.append(passed_on(answer, UnavailableError("a worker was lost")))
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            traces[rank] = answer.trace
+    return traces, errors

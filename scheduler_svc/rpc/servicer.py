@@ -7,7 +7,8 @@ import dataclasses
 import itertools
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from grpc import aio
@@ -16,8 +17,9 @@ from scheduler_svc.block_watch import MAX_WATCHES
 from scheduler_svc.core.sequence import SequenceKey
 from scheduler_svc.core.step import Output
 from scheduler_svc.engine import Engine
+from scheduler_svc.rpc import profiles
 from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
-from scheduler_svc.rpc.connection import Connection, Context, State
+from scheduler_svc.rpc.connection import Connection, Context
 from scheduler_svc.rpc.frontend_messages import read_sequence
 from scheduler_svc.rpc.trials import Trials
 from scheduler_svc.rpc.worker_client import WorkerClient
@@ -32,6 +34,9 @@ from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
 from shared.rpc.turns import Turns
 
+if TYPE_CHECKING:
+    from shared.pb.worker_pb2_grpc import WorkerServiceAsyncStub
+
 log = structlog.get_logger(__name__)
 
 _ABORTS_AT_ONCE = 64  # in one turn of the event loop
@@ -45,13 +50,13 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
-        self._trials: Trials | None = None
         self._workers: WorkerClient | None = None
         self._failed = False
         self._info = scheduler_pb2.EngineInfo()
         self._ready = asyncio.Event()
-        self._state = State()
+        self._state = scheduler_pb2.EngineState(serving=True)
         self._connections: dict[int, Connection] = {}
+        self._trials = Trials(self._connections)
         # A message about the cache has up to 512 events, so each turn of the loop makes one.
         self._watch_turns = Turns(1)
         self._numbers = itertools.count()
@@ -64,11 +69,9 @@ class SchedulerServicer(SchedulerServiceServicer):
     ) -> None:
         """Answers frontends, whose streams wait for this call, and tries their suspects. Runs until
         cancelled. Without `workers`, nothing can be profiled."""
-        self._engine, self._info = engine, info
-        self._trials = Trials(engine, self._connections)
-        self._workers = workers
+        self._engine, self._info, self._workers = engine, info, workers
         self._ready.set()
-        await self._trials.run()
+        await self._trials.run(engine.rest)
 
     def fail(self) -> None:
         """Makes streams end as if the process had died. It does end, because its engine failed."""
@@ -76,16 +79,17 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     def set_serving(self, serving: bool) -> None:
         """Tells all frontends whether requests wait for workers."""
-        self._send_state(self._state._replace(serving=serving))
+        self._state.serving = serving
+        self._send_state()
 
     def drain(self) -> None:
         """Tells all frontends that this scheduler is about to stop, and ends its other streams."""
-        self._send_state(self._state._replace(draining=True))
+        self._state.draining = True
+        self._send_state()
 
-    def _send_state(self, state: State) -> None:
-        self._state = state
+    def _send_state(self) -> None:
         for connection in self._connections.values():
-            connection.set_state(state)
+            connection.send_state(self._state)
 
     def emit(self, outputs: list[Output]) -> None:
         """Hands outputs to the connections that their sequences came from."""
@@ -99,17 +103,17 @@ class SchedulerServicer(SchedulerServiceServicer):
         request_iterator: AsyncIterator[scheduler_pb2.FrontendMessage],
         context: Context,
     ) -> None:
-        engine, trials = await self._started_engine()
+        engine = await self._started_engine()
         connection = Connection(next(self._numbers))
-        await trials.opened()
+        await self._trials.opened()
         number = connection.number
         self._connections[number] = connection
-        connection.set_state(self._state)
+        connection.send_state(self._state)
         tasks: list[asyncio.Task[None]] = []
         log.info("frontend connected", connection=number)
         try:
             await context.write(scheduler_pb2.SchedulerMessage(engine_info=self._info))
-            reader = asyncio.create_task(_read(connection, request_iterator, engine, trials))
+            reader = asyncio.create_task(self._read(connection, request_iterator, engine))
             tasks += reader, asyncio.create_task(connection.write_to(context))
             ends: tuple[asyncio.Future[Any], ...] = (*tasks, connection.cut)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -121,23 +125,46 @@ class SchedulerServicer(SchedulerServiceServicer):
             for task in tasks:  # first: nothing may be submitted after the aborts below
                 task.cancel()
             del self._connections[number]
-            trials.wake()
+            self._trials.wake()
             more = True
             while more:
                 more = engine.abort_connection(number, _ABORTS_AT_ONCE)
                 await asyncio.sleep(0)  # steps of other requests continue
-            log.info("frontend gone", connection=number)
+            log.info("frontend disconnected", connection=number)
             await asyncio.gather(*tasks, return_exceptions=True)
         if connection.cut.done():
             raise StreamEndedError(f"{connection.cut.result()}: connect again")
         if not reader.cancelled():
             reader.result()
 
+    async def _read(
+        self,
+        connection: Connection,
+        messages: AsyncIterator[scheduler_pb2.FrontendMessage],
+        engine: Engine,
+    ) -> None:
+        """Handles a frontend's messages until it sends no more."""
+        number, trials = connection.number, self._trials
+        async for message in messages:
+            if message.HasField("submit"):
+                seq = read_sequence(number, message.submit, engine.clock())
+                engine.submit(seq, message.submit.n or 1)
+            elif message.HasField("abort"):
+                engine.abort(SequenceKey(number, message.abort.request))
+                trials.receive(connection, {}, [message.abort.request])
+            elif message.HasField("suspects"):
+                news = message.suspects
+                if news.holding:
+                    engine.abort_connection(number)
+                losses = {each.request: each.losses for each in news.suspects}
+                trials.receive(connection, losses, news.cleared, holding=news.holding)
+            elif message.HasField("names_clients"):
+                engine.scheduler.clients_have_names |= message.names_clients
+
     async def GetLoad(
         self, request: scheduler_pb2.GetLoadRequest, context: object
     ) -> scheduler_pb2.GetLoadResponse:
-        engine, _ = await self._started_engine()
-        return self._load(engine)
+        return self._load(await self._started_engine())
 
     def _load(self, engine: Engine) -> scheduler_pb2.GetLoadResponse:
         scheduler, blocks, now = engine.scheduler, engine.scheduler.blocks, engine.clock()
@@ -150,7 +177,7 @@ class SchedulerServicer(SchedulerServiceServicer):
             blocks_cached=blocks.num_cached_blocks,
             blocks_used=blocks.num_blocks - blocks.num_free_blocks,
             tokens_per_s=engine.load.tokens_per_s(now),
-            step_time_s=engine.load.step_time_s(now),
+            step_time_s=engine.load.step_time_s,
             waiting_uncached_tokens=scheduler.num_uncached_tokens,
             prompt_token_s=engine.load.prompt_token_s(),
             queue_s=engine.load.queue_s(now),
@@ -164,7 +191,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         request: scheduler_pb2.WatchBlocksRequest,
         context: aio.ServicerContext[scheduler_pb2.WatchBlocksRequest, scheduler_pb2.BlockEvents],
     ) -> None:
-        engine, _ = await self._started_engine()
+        engine = await self._started_engine()
         caller, blocks = str(next(self._numbers)), engine.scheduler.blocks
 
         async def send(messages: Iterator[scheduler_pb2.BlockEvents]) -> None:
@@ -182,7 +209,7 @@ class SchedulerServicer(SchedulerServiceServicer):
                 f"{MAX_WATCHES} callers watch the prefix cache, and no more may", RETRY_AFTER_S
             )
         with blocks.watched() as watch:
-            await send(snapshot_parts(watch.snapshot))
+            await send(snapshot_parts(blocks.stored_blocks()))
             while not (watch.fell_behind or self._state.draining):
                 await send(event_messages(await watch.read(_LOAD_EVERY_S)))
         if self._state.draining:
@@ -192,62 +219,33 @@ class SchedulerServicer(SchedulerServiceServicer):
     async def FlushCache(
         self, request: scheduler_pb2.FlushCacheRequest, context: object
     ) -> scheduler_pb2.FlushCacheResponse:
-        engine, _ = await self._started_engine()
+        blocks = (await self._started_engine()).scheduler.blocks
         deadline = time.monotonic() + min(request.timeout_s, _MAX_FLUSH_S)
-        flushed = engine.scheduler.blocks.flush()
+        flushed = blocks.flush()
         while not flushed and time.monotonic() < deadline:
             await asyncio.sleep(_FLUSH_POLL_S)
-            flushed = engine.scheduler.blocks.flush()
+            flushed = blocks.flush()
         return scheduler_pb2.FlushCacheResponse(flushed=flushed)
 
     async def StartProfile(
         self, request: scheduler_pb2.StartProfileRequest, context: object
     ) -> scheduler_pb2.StartProfileResponse:
-        passed_on = worker_pb2.StartProfileRequest(
-            activities=request.activities,
-            with_stack=request.with_stack,
-            record_shapes=request.record_shapes,
-        )
-        if request.HasField("num_steps"):
-            passed_on.num_steps = request.num_steps
-        traces = await (await self._profiled_workers()).start_profile(passed_on)
+        same = worker_pb2.StartProfileRequest.FromString(request.SerializeToString())
+        traces = await profiles.start_profile(await self._stubs(), same)
         return scheduler_pb2.StartProfileResponse(traces=traces)
 
     async def StopProfile(
         self, request: scheduler_pb2.StopProfileRequest, context: object
     ) -> scheduler_pb2.StopProfileResponse:
-        traces = await (await self._profiled_workers()).stop_profile()
+        traces = await profiles.stop_profile(await self._stubs())
         return scheduler_pb2.StopProfileResponse(traces=traces)
 
-    async def _profiled_workers(self) -> WorkerClient:
+    async def _stubs(self) -> Seq[WorkerServiceAsyncStub]:
         await self._ready.wait()
         assert self._workers is not None
-        return self._workers
+        return self._workers.stubs
 
-    async def _started_engine(self) -> tuple[Engine, Trials]:
+    async def _started_engine(self) -> Engine:
         await self._ready.wait()
         assert self._engine is not None
-        assert self._trials is not None
-        return self._engine, self._trials
-
-
-async def _read(
-    connection: Connection,
-    messages: AsyncIterator[scheduler_pb2.FrontendMessage],
-    engine: Engine,
-    trials: Trials,
-) -> None:
-    """Handles a frontend's messages until it sends no more."""
-    async for message in messages:
-        if message.HasField("submit"):
-            seq = read_sequence(connection.number, message.submit, engine.clock())
-            engine.submit(seq, message.submit.n or 1)
-        elif message.HasField("abort"):
-            engine.abort(SequenceKey(connection.number, message.abort.request))
-            trials.receive(connection, {}, [message.abort.request])
-        elif message.HasField("suspects"):
-            news = message.suspects
-            losses = {each.request: each.losses for each in news.suspects}
-            trials.receive(connection, losses, news.cleared, holding=news.holding)
-        elif message.HasField("names_clients"):
-            engine.scheduler.clients_have_names |= message.names_clients
+        return self._engine

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
 from operator import attrgetter
 from struct import pack
 
 import numpy as np
+import numpy.typing as npt
 
-from scheduler_svc.core.sequence import Row, Sequence
+from scheduler_svc.core.sequence import Row
 from scheduler_svc.core.step import Logprobs
 from shared.pb import worker_pb2
 from shared.sampling_params import COLUMNS
@@ -28,17 +29,17 @@ class MalformedAnswerError(Exception):
 
 def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
     """Adds columns for the rows that have features or targets to score."""
-    asking = [
-        i
+    asking = {
+        i: row
         for i, row in enumerate(rows)
         if row.seq.features is not None and row.start < row.seq.features.end
-    ]
-    sampling = [i for i in asking if rows[i].samples and _has_features(rows[i])]
+    }
+    sampling = {i: row for i, row in asking.items() if row.samples and _has_features(row)}
     if sampling:
-        request.features.CopyFrom(_features(rows, sampling))
-    scored = [i for i in asking if _num_targets(rows[i])]
+        request.features.CopyFrom(_features(sampling))
+    scored = {i: row for i, row in asking.items() if _targets(row)}
     if scored:
-        request.prompt_logprobs.CopyFrom(_prompt_logprobs(rows, scored))
+        request.prompt_logprobs.CopyFrom(_prompt_logprobs(scored))
 
 
 def read_logprobs(
@@ -52,33 +53,28 @@ def read_logprobs(
     ids = np.frombuffer(response.logprob_ids, "<i4")
     values = np.frombuffer(response.logprob_values, "<f4")
     features, prompts = request.features, request.prompt_logprobs
-    offsets = np.frombuffer(prompts.target_offsets, "<i4").tolist()
-    sampled = [
-        (row, 1, k + 1)
-        for row, k in zip(_ints(features.rows), _ints(features.num_logprobs), strict=True)
-        if k >= 0
-    ]
-    targets = [
-        (row, offsets[i + 1] - offsets[i], k + 1)
-        for i, (row, k) in enumerate(
-            zip(_ints(prompts.rows), _ints(prompts.num_logprobs), strict=True)
-        )
-    ]
-    expected = sum(count * width for _, count, width in sampled + targets)
+    rows, ks = _ints(features.rows), _ints(features.num_logprobs)
+    sampled = {row: (1, k + 1) for row, k in zip(rows, ks, strict=True) if k >= 0}
+    counts = np.diff(np.frombuffer(prompts.target_offsets, "<i4")).tolist()
+    rows, ks = _ints(prompts.rows), _ints(prompts.num_logprobs)
+    scored = {row: (n, k + 1) for row, n, k in zip(rows, counts, ks, strict=True)}
+    shapes = [*sampled.values(), *scored.values()]
+    expected = sum(count * width for count, width in shapes)
     if not len(ids) == len(values) == expected:
         raise MalformedAnswerError(
             f"{len(ids)} ids and {len(values)} values of log-probabilities, expected {expected}"
         )
-    found, end = [], 0
-    for _, count, width in sampled + targets:
-        start, end = end, end + count * width
-        shape = (count, width)
-        found.append(Logprobs(ids[start:end].reshape(shape), values[start:end].reshape(shape)))
-    split = len(sampled)
-    return (
-        {row: f for (row, _, _), f in zip(sampled, found[:split], strict=True)},
-        {row: f for (row, _, _), f in zip(targets, found[split:], strict=True)},
-    )
+    parts = _split(ids, values, shapes)
+    return {row: next(parts) for row in sampled}, {row: next(parts) for row in scored}
+
+
+def _split(
+    ids: npt.NDArray[np.int32], values: npt.NDArray[np.float32], shapes: Iterable[tuple[int, int]]
+) -> Iterator[Logprobs]:
+    end = 0
+    for shape in shapes:
+        start, end = end, end + shape[0] * shape[1]
+        yield Logprobs(ids[start:end].reshape(shape), values[start:end].reshape(shape))
 
 
 def _has_features(row: Row) -> bool:
@@ -87,74 +83,64 @@ def _has_features(row: Row) -> bool:
     return features.always or features.mask is not None or bool(_banned(row))
 
 
-def _mask(seq: Sequence) -> bytes | None:
-    return None if seq.features is None else seq.features.mask
-
-
 def _banned(row: Row) -> frozenset[int]:
     """Tokens that would end the sequence too early. A mask excludes them by itself."""
     seq = row.seq
-    if _mask(seq) is not None:
+    if seq.features is None or seq.features.mask is not None:
         return frozenset()
     index = row.start + row.num_tokens - seq.num_prompt_tokens  # of the sampled token
     return seq.params.end_token_ids if index < seq.params.min_tokens else frozenset()
 
 
-def _features(rows: list[Row], places: list[int]) -> worker_pb2.SamplingFeatures:
-    seqs = [rows[i].seq for i in places]
+def _features(rows: dict[int, Row]) -> worker_pb2.SamplingFeatures:
+    """The columns of these rows, which are given with their index in the step."""
+    seqs = [row.seq for row in rows.values()]
     params = [seq.params for seq in seqs]
     bias_ids, bias_values, bias_offsets = array("i"), array("f"), array("i", [0])
-    for place, p in zip(places, params, strict=True):
+    for row, p in zip(rows.values(), params, strict=True):
         if p.bias_ids:
             bias_ids.extend(p.bias_ids)
             bias_values.extend(p.bias_values)
         if p.min_tokens:
-            banned = sorted(_banned(rows[place]))
+            banned = sorted(_banned(row))
             bias_ids.extend(banned)
             bias_values.extend([_NEVER] * len(banned))
         bias_offsets.append(len(bias_ids))
     num_logprobs = [-1 if (k := p.num_logprobs) is None else k for p in params]
-    masks = {i: mask for i, seq in enumerate(seqs) if (mask := _mask(seq)) is not None}
+    masks = {i: seq.features.mask for i, seq in enumerate(seqs) if seq.features}
+    masked = {i: mask for i, mask in masks.items() if mask is not None}
     return worker_pb2.SamplingFeatures(
-        rows=_column("i", places),
+        rows=_column("i", rows),
         prompt_lens=_column("i", [seq.num_prompt_tokens for seq in seqs]),
         num_logprobs=_column("i", num_logprobs),
         bias_offsets=bias_offsets.tobytes(),
         bias_ids=bias_ids.tobytes(),
         bias_values=bias_values.tobytes(),
-        masked=_column("i", masks),
-        masks=b"".join(masks.values()),
+        masked=_column("i", masked),
+        masks=b"".join(masked.values()),
         **{name: _column(code, [*map(of, params)]) for name, code, of in _COLUMNS},
     )
 
 
-def _num_targets(row: Row) -> int:
-    """The number of the row's tokens whose successor in the prompt must be scored. It is 0 if all
-    of those scores were delivered before a recomputation."""
+def _targets(row: Row) -> array[int]:
+    """The successors in the prompt of the row's tokens, if they must be scored. Empty if all of
+    these scores were delivered before a recomputation."""
     features = row.seq.features
     assert features is not None
-    if row.start >= features.num_to_score:
-        return 0
     end = min(row.start + row.num_tokens, features.num_to_score)
-    return end - row.start if end > features.num_scored else 0
+    if end <= features.num_scored:
+        return array("i")
+    return row.seq.tokens[row.start + 1 : end + 1]
 
 
-def _prompt_logprobs(rows: list[Row], places: list[int]) -> worker_pb2.PromptLogprobs:
-    targets, lens = array("i"), []
-    for row in (rows[i] for i in places):
-        lens.append(_num_targets(row))
-        targets.extend(row.seq.tokens[row.start + 1 : row.start + 1 + lens[-1]])
+def _prompt_logprobs(rows: dict[int, Row]) -> worker_pb2.PromptLogprobs:
+    targets = [_targets(row) for row in rows.values()]
     return worker_pb2.PromptLogprobs(
-        rows=_column("i", places),
-        num_logprobs=_column("i", [_num_prompt_logprobs(rows[i].seq) for i in places]),
-        target_offsets=_column("i", list(accumulate(lens, initial=0))),
-        targets=targets.tobytes(),
+        rows=_column("i", rows),
+        num_logprobs=_column("i", [row.seq.params.prompt_logprobs or 0 for row in rows.values()]),
+        target_offsets=_column("i", [*accumulate(map(len, targets), initial=0)]),
+        targets=b"".join(each.tobytes() for each in targets),
     )
-
-
-def _num_prompt_logprobs(seq: Sequence) -> int:
-    assert seq.params.prompt_logprobs is not None
-    return seq.params.prompt_logprobs
 
 
 def _column(code: str, values: Collection[float]) -> bytes:

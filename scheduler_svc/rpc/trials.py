@@ -17,14 +17,13 @@ guilty suspects later.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 
 import structlog
 
 from scheduler_svc.core.sequence import SequenceKey
-from scheduler_svc.engine import Engine
 from scheduler_svc.rpc.connection import Connection
 from shared.suspects import next_groups
 
@@ -38,9 +37,8 @@ _CONFIRMATION_S = 3.0
 class Trials:
     """Tries the suspects of all connected frontends. Use it only from the engine's event loop."""
 
-    def __init__(self, engine: Engine, connections: Mapping[int, Connection]) -> None:
+    def __init__(self, connections: Mapping[int, Connection]) -> None:
         """`connections` are the accepted connections, by number."""
-        self._engine = engine
         self._connections = connections
         self._news = asyncio.Event()
         self._open = asyncio.Event()  # set unless a suspect is tried alone
@@ -68,13 +66,12 @@ class Trials:
         connection.suspects.update(suspects)
         for request in cleared:
             connection.suspects.pop(request, None)
-        if holding:
-            self._engine.abort_connection(connection.number)
-            connection.holding = True
+        connection.holding |= holding
         self._news.set()
 
-    async def run(self) -> None:
-        """Runs until cancelled."""
+    async def run(self, engine_at_rest: Callable[[], Awaitable[None]]) -> None:
+        """Runs until cancelled. `engine_at_rest` waits until the engine computes nothing."""
+        self._engine_at_rest = engine_at_rest
         while True:
             await self._until(lambda: bool(self._suspects()))
             suspects = self._suspects()
@@ -86,7 +83,7 @@ class Trials:
                 self._release()
 
     async def _try(self, group: Seq[SequenceKey], timeout_s: float) -> None:
-        log.warning("trying requests that schedulers died with", requests=len(group))
+        log.warning("trying requests that earlier schedulers died with", requests=len(group))
         alone = len(group) == 1
         if alone:
             await self._isolate()
@@ -120,9 +117,9 @@ class Trials:
                 await self._until(self._all_hold)
         for connection in self._connections.values():
             if not connection.holding:
-                connection.cut_off("a request to withdraw everything was not confirmed")
+                connection.cut_off("the frontend did not confirm that it had withdrawn everything")
         await self._until(self._all_hold)
-        await self._engine.rest()
+        await self._engine_at_rest()
 
     def _all_hold(self) -> bool:
         return all(connection.holding for connection in self._connections.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,12 +20,11 @@ from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import Answer, Step
 from scheduler_svc.engine import WorkersLostError
 from scheduler_svc.metrics import EngineMetrics
-from scheduler_svc.rpc import profiles
 from scheduler_svc.rpc.execute_stream import ExecuteStream
 from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
 from scheduler_svc.rpc.worker_group import WorkerGroup, WorkerMismatchError, agree
+from scheduler_svc.settings import SchedulerSettings
 from shared.backoff import Backoff
-from shared.channels import PLAINTEXT, Dialer
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 
@@ -49,52 +48,29 @@ _POLL_SHARE, _ANSWER_SHARE = 0.12, 0.7
 
 
 class WorkerClient:
-    """Connects to all ranks, configures them and runs steps on them.
-
-    Args:
-        addresses: gRPC addresses in order of rank.
-        max_num_seqs: of a step, sent to the workers.
-        max_num_batched_tokens: of a step, sent to the workers; None: as the workers report.
-        hang_timeout_s: a rank that stays silent this long is lost.
-        dialer: opens the channels.
-        metrics: the metrics that count epochs.
+    """Connects to all ranks, configures them and runs steps on them. `stubs` call the ranks.
 
     Raises:
         FileError: a certificate file cannot be used.
     """
 
-    def __init__(
-        self,
-        addresses: Seq[str],
-        max_num_seqs: int,
-        max_num_batched_tokens: int | None,
-        hang_timeout_s: float,
-        dialer: Dialer = PLAINTEXT,
-        metrics: EngineMetrics | None = None,
-    ) -> None:
-        self._addresses = addresses
-        self._dialer = dialer
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._hang_timeout_s = hang_timeout_s
-        self._stamp = dialer.stamp()
-        self._channels = [dialer.open(address) for address in addresses]
-        self._stubs: list[WorkerServiceAsyncStub] = [WorkerServiceStub(c) for c in self._channels]
+    def __init__(self, settings: SchedulerSettings, metrics: EngineMetrics) -> None:
+        self._settings = settings
+        self._metrics = metrics  # counts the epochs
+        self._dialer = settings.dialer
+        self._stamp = self._dialer.stamp()
+        self._channels = [self._dialer.open(address) for address in settings.worker_addresses]
+        self.stubs: list[WorkerServiceAsyncStub] = [WorkerServiceStub(c) for c in self._channels]
         self._opened = time.monotonic()
         self._streams: list[ExecuteStream] = []
-        self._num_blocks = 0
-        self._block_size = 0
-        self._epoch = 0
-        self._step_id = 0
+        self._group: WorkerGroup | None = None  # as configured last
+        self._epoch = self._step_id = 0
         self._num_answers = 0
-        self._metrics = metrics or EngineMetrics()
         self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered yet
 
-    async def connect(self, num_blocks: int | None = None) -> WorkerGroup:
-        """Waits for every rank, however long it loads, then configures all ranks for one epoch.
-
-        Args:
-            num_blocks: size of the cache; None: as large as fits.
+    async def connect(self) -> WorkerGroup:
+        """Waits for every rank, however long it loads, then configures all ranks for one epoch. The
+        size of the cache never changes.
 
         Raises:
             WorkerMismatchError: the ranks contradict each other or the settings.
@@ -102,7 +78,7 @@ class WorkerClient:
         reason = None
         while True:
             try:
-                group = await self._configure(num_blocks)
+                group = await self._configure()
             except aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                     raise WorkerMismatchError(error.details()) from error
@@ -116,16 +92,16 @@ class WorkerClient:
                 return group
 
     async def recover(self) -> None:
-        """Starts a new epoch with a cache of the same size as before, and waits until all ranks
-        have run a step in it. That step contains no request, so no request is blamed for it."""
+        """Starts a new epoch, and waits until all ranks have run a step in it. The step contains no
+        request, so no request is blamed for it."""
         backoff = Backoff(_MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S)
         while True:
             self._hang_up()
-            await self.connect(self._num_blocks)
+            await self.connect()
             try:
                 await self._prove()
             except WorkersLostError as error:
-                log.error("workers fail whatever they are asked", reason=str(error))
+                log.error("workers fail at every step; configuring them again", reason=str(error))
                 await asyncio.sleep(backoff.next_s())
             else:
                 return
@@ -136,7 +112,7 @@ class WorkerClient:
         """
         while True:
             before = self._num_answers
-            await asyncio.sleep(_POLL_SHARE * self._hang_timeout_s)
+            await asyncio.sleep(_POLL_SHARE * self._settings.hang_timeout_s)
             for stream in self._streams:
                 if stream.done():
                     return await stream.end_reason()
@@ -145,8 +121,9 @@ class WorkerClient:
                 return reason
 
     async def send(self, step: Step) -> None:
+        assert self._group is not None
         self._step_id += 1
-        request = encode_step(step, self._block_size, self._epoch, self._step_id)
+        request = encode_step(step, self._group.block_size, self._epoch, self._step_id)
         await _together([stream.write(request) for stream in self._streams])
         self._sent.append(request)
 
@@ -162,12 +139,6 @@ class WorkerClient:
         except MalformedAnswerError as error:
             raise WorkersLostError(str(error)) from error
 
-    async def start_profile(self, request: worker_pb2.StartProfileRequest) -> list[str]:
-        return await profiles.start_profile(self._stubs, request)
-
-    async def stop_profile(self) -> list[str]:
-        return await profiles.stop_profile(self._stubs)
-
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
@@ -175,20 +146,22 @@ class WorkerClient:
     async def _reopen_channels(self) -> None:
         """Reopens all channels if the certificates have changed since they were opened. Otherwise
         reopens the channels that cannot connect, every `_REOPEN_S`."""
-        stamp, replaced = self._dialer.stamp(), [*range(len(self._channels))]
+        stamp, ranks = self._dialer.stamp(), [*range(len(self._channels))]
         if stamp == self._stamp:
             if time.monotonic() - self._opened < _REOPEN_S:
                 return
-            replaced = [rank for rank in replaced if _cannot_connect(self._channels[rank])]
+            failed = grpc.ChannelConnectivity.TRANSIENT_FAILURE
+            ranks = [rank for rank in ranks if self._channels[rank].get_state() is failed]
         try:
-            channels = {rank: self._dialer.open(self._addresses[rank]) for rank in replaced}
+            addresses = self._settings.worker_addresses
+            channels = {rank: self._dialer.open(addresses[rank]) for rank in ranks}
         except FileError as error:  # perhaps only some are replaced yet; the next call retries
-            log.warning("certificates not reloaded", reason=str(error))
+            log.warning("certificates not reloaded; retrying", reason=str(error))
             return
         self._stamp, self._opened = stamp, time.monotonic()
         for rank, channel in channels.items():
             await self._channels[rank].close()
-            self._channels[rank], self._stubs[rank] = channel, WorkerServiceStub(channel)
+            self._channels[rank], self.stubs[rank] = channel, WorkerServiceStub(channel)
 
     def _hang_up(self) -> None:
         for stream in self._streams:
@@ -196,19 +169,17 @@ class WorkerClient:
 
     async def _silent_rank(self) -> str | None:
         """Names a rank that accepts calls but does not answer them, if there is one."""
-        timeout_s = _ANSWER_SHARE * self._hang_timeout_s
-        request = worker_pb2.GetInfoRequest()
-        answers = await asyncio.gather(
-            *(stub.GetInfo(request, timeout=timeout_s) for stub in self._stubs),
-            return_exceptions=True,
-        )
+        timeout_s = _ANSWER_SHARE * self._settings.hang_timeout_s
+        answers = await asyncio.gather(*self._ask_info(timeout_s), return_exceptions=True)
+        late = grpc.StatusCode.DEADLINE_EXCEEDED
         for rank, answer in enumerate(answers):
-            late = isinstance(answer, aio.AioRpcError) and (
-                answer.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            )
-            if late:
-                return f"rank {rank} answers nothing for {timeout_s:g} s"
+            if isinstance(answer, aio.AioRpcError) and answer.code() is late:
+                return f"rank {rank} has not answered for {timeout_s:g} s"
         return None
+
+    def _ask_info(self, timeout_s: float) -> list[Awaitable[worker_pb2.GetInfoResponse]]:
+        request = worker_pb2.GetInfoRequest()
+        return [stub.GetInfo(request, timeout=timeout_s) for stub in self.stubs]
 
     async def _prove(self) -> None:
         """Makes all ranks run a step of one token, in a block that no sequence uses yet.
@@ -227,38 +198,29 @@ class WorkerClient:
         finally:
             watching.cancel()
 
-    async def _configure(self, num_blocks: int | None) -> WorkerGroup:
-        request_info = worker_pb2.GetInfoRequest()
-        infos = await asyncio.gather(
-            *(stub.GetInfo(request_info, timeout=_INFO_TIMEOUT_S) for stub in self._stubs)
-        )
-        group = agree(infos)
+    async def _configure(self) -> WorkerGroup:
+        settings = self._settings
+        group = agree(await asyncio.gather(*self._ask_info(_INFO_TIMEOUT_S)))
+        num_blocks, num_tokens = settings.kv_blocks, settings.max_num_batched_tokens
+        if num_blocks == "auto":
+            num_blocks = (self._group or group).num_blocks
+        if num_tokens == "auto":
+            num_tokens = group.max_num_batched_tokens
         self._epoch = max(self._epoch, group.epoch) + 1
-        self._num_blocks = num_blocks or group.num_blocks
-        self._block_size = group.block_size
         self._step_id = 0
         self._sent.clear()
-        max_num_batched_tokens = self._max_num_batched_tokens or group.max_num_batched_tokens
         request = worker_pb2.ConfigureRequest(
             epoch=self._epoch,
-            num_blocks=self._num_blocks,
-            max_num_seqs=self._max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            num_blocks=num_blocks,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=num_tokens,
         )
         # At the same time, because the ranks meet each other in this call.
-        await asyncio.gather(*(stub.Configure(request) for stub in self._stubs))
-        self._streams = [ExecuteStream(stub) for stub in self._stubs]
+        await asyncio.gather(*(stub.Configure(request) for stub in self.stubs))
+        self._streams = [ExecuteStream(stub) for stub in self.stubs]
         self._metrics.epochs += 1
-        return replace(
-            group,
-            num_blocks=self._num_blocks,
-            max_num_batched_tokens=max_num_batched_tokens,
-            epoch=self._epoch,
-        )
-
-
-def _cannot_connect(channel: aio.Channel) -> bool:
-    return channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+        self._group = replace(group, num_blocks=num_blocks, max_num_batched_tokens=num_tokens)
+        return self._group
 
 
 async def _together(calls: Seq[Coroutine[Any, Any, Result]]) -> Seq[Result]:

@@ -80,8 +80,8 @@ class FrontendMessage(_message.Message):
     SUSPECTS_FIELD_NUMBER: _builtins.int
     NAMES_CLIENTS_FIELD_NUMBER: _builtins.int
     names_clients: _builtins.bool
-    """Sent first by a frontend whose callers have names (`Client`). From then on callers without a
-    name, whichever frontend they come through, leave room in the queue for those with one.
+    """A frontend whose callers have names (`Client`) sends this first. From then on, anonymous
+    callers of every frontend leave room in the queue for callers with a name.
     """
     @_builtins.property
     def submit(self) -> Global___Submit: ...
@@ -127,31 +127,32 @@ class Submit(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
-    """Chosen by the frontend, and never used twice on a stream unless a Trial withdraws it in between."""
+    """The frontend chooses the number. It uses a number again on a stream only after a Trial has
+    withdrawn the request.
+    """
     request_id: _builtins.str
     """for logs only"""
     prompt_ids: _builtins.bytes
     """int32[]"""
     generated_ids: _builtins.bytes
-    """int32[], tokens that the completion already has"""
+    """int32[], tokens of the completion that the client has"""
     priority: _builtins.int
     timeout_s: _builtins.float
     """seconds left until the client's deadline, 0: none"""
     traceparent: _builtins.str
     """W3C trace context, empty: none"""
     cache_salt: _builtins.str
-    """cached prefixes are shared only among equal salts; it names the client"""
+    """requests share cached prefixes only if they have the same salt"""
     resubmitted: _builtins.bool
-    """too, unless that shares its own with everybody
-    accepted before a connection was lost: a full queue takes it, and
+    """The request was accepted before a connection was lost. A full queue accepts it, and its client is
+    not charged again.
     """
     n: _builtins.int
-    """its client is not charged again
-    The number of completions of the prompt, which are numbered request, request + 1, ... and
-    sampled with seed, seed + 1, ...; 0 means 1. In beam search there is one per beam, best first.
+    """The number of completions; 0 means 1. Their numbers are request, request + 1, ..., and their
+    seeds are seed, seed + 1, .... A beam search has a completion per beam, best first.
     """
     expected_cached_tokens: _builtins.int
-    """The prompt's tokens that this engine has cached, as far as the frontend knows."""
+    """The number of the prompt's tokens that the frontend expects in this engine's cache."""
     @_builtins.property
     def sampling(self) -> Global___TokenSampling: ...
     @_builtins.property
@@ -183,9 +184,8 @@ Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
 @_typing.final
 class Client(_message.Message):
-    """The client that a request came from. Clients share the engine by weight, however many frontends
-    their requests come through; anonymous ones share as their frontends do. Frontends are trusted
-    with this: they know the token that a client showed.
+    """The client that a request came from. Clients share the engine by weight, whichever frontends their
+    requests come through. The anonymous requests of a frontend count as one client.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -199,7 +199,7 @@ class Client(_message.Message):
     weight: _builtins.float
     """0: 1"""
     input_tokens_per_minute: _builtins.int
-    """Beyond these, new requests are refused. 0: no limit."""
+    """A client that exceeds a limit has new requests rejected. 0: no limit."""
     output_tokens_per_minute: _builtins.int
     def __init__(
         self,
@@ -246,7 +246,7 @@ class TokenSampling(_message.Message):
     max_tokens: _builtins.int
     """of the whole completion, generated_ids included"""
     min_tokens: _builtins.int
-    """until then, neither kind of token above can be sampled"""
+    """before that, no EOS or stop token can be sampled"""
     top_k: _builtins.int
     """0: off"""
     top_p: _builtins.float
@@ -268,7 +268,7 @@ class TokenSampling(_message.Message):
     length_penalty: _builtins.float
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """empty when the request ignores them"""
+        """empty if the request ignores EOS"""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -314,7 +314,7 @@ Global___TokenSampling: _TypeAlias = TokenSampling  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """A constraint that the completion must match. Tokens that cannot follow are masked."""
+    """A language that the completion must belong to."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -357,9 +357,10 @@ Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
 class Suspects(_message.Message):
-    """Suspects were with at least two schedulers that died, and made no progress in between. A frontend
-    names its own at the start of a stream, and submits none before a Trial says so. Later it sends
-    those `cleared` by some tokens, their end, or a Trial without them; an Abort clears, too.
+    """Suspects are requests that were with at least two schedulers when these died, and made no progress
+    in between. A frontend names its suspects at the start of a stream, and submits a suspect only when
+    a Trial names it. A suspect is cleared when it has some tokens, when it ends or is aborted, and when
+    a Trial does not name it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -368,7 +369,7 @@ class Suspects(_message.Message):
     CLEARED_FIELD_NUMBER: _builtins.int
     HOLDING_FIELD_NUMBER: _builtins.int
     holding: _builtins.bool
-    """the answer to each Trial that withdraws everything"""
+    """the frontend has withdrawn everything, as a Trial asked"""
     @_builtins.property
     def suspects(self) -> _containers.RepeatedCompositeFieldContainer[Global___Suspect]: ...
     @_builtins.property
@@ -396,7 +397,7 @@ class Suspect(_message.Message):
     LOSSES_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     losses: _builtins.int
-    """schedulers that died with it"""
+    """the number of schedulers that died with it"""
     def __init__(
         self,
         *,
@@ -447,7 +448,7 @@ Global___SchedulerMessage: _TypeAlias = SchedulerMessage  # noqa: Y015
 
 @_typing.final
 class Trial(_message.Message):
-    """The suspects to submit now. Those of an earlier Trial that have not been cleared are so by this."""
+    """The suspects to submit now. All other suspects of an earlier Trial are cleared."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -455,11 +456,11 @@ class Trial(_message.Message):
     WITHDRAW_FIELD_NUMBER: _builtins.int
     ALONE_FIELD_NUMBER: _builtins.int
     withdraw: _builtins.bool
-    """Everything that was submitted is withdrawn, and nothing is submitted until the next Trial.
-    Until then what was withdrawn may still be there when the scheduler dies.
+    """The frontend withdraws all requests, and submits nothing until the next Trial. The withdrawn
+    requests may still be running until then.
     """
     alone: _builtins.bool
-    """All frontends have withdrawn everything: but for one request, some frontend's, nothing is there."""
+    """All frontends have withdrawn everything. The scheduler has no request but the one on trial."""
     @_builtins.property
     def requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -479,17 +480,16 @@ Global___Trial: _TypeAlias = Trial  # noqa: Y015
 
 @_typing.final
 class EngineState(_message.Message):
-    """Sent at each change; true after the EngineInfo. While it is false, requests are accepted but
-    wait: workers were lost and are not back yet.
-    """
+    """Follows the EngineInfo, and is sent at each change."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SERVING_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     serving: _builtins.bool
+    """false while requests wait for lost workers"""
     draining: _builtins.bool
-    """The scheduler is about to stop, and stays for what cannot go on at another engine."""
+    """The scheduler stops soon. Until then it runs the requests that no other engine can continue."""
     def __init__(
         self,
         *,
@@ -519,7 +519,7 @@ class EngineInfo(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
-    """prompt and completion together: the model's limit or the cache's, tokens"""
+    """limit on prompt and completion together, tokens"""
     vocab_size: _builtins.int
     num_blocks: _builtins.int
     block_size: _builtins.int
@@ -528,9 +528,9 @@ class EngineInfo(_message.Message):
     max_waiting: _builtins.int
     tensor_parallel_size: _builtins.int
     name: _builtins.str
-    """the engine's, among several"""
+    """of the engine"""
     model_fingerprint: _builtins.str
-    """engines with the same one give the same tokens"""
+    """engines with the same fingerprint generate the same tokens"""
     def __init__(
         self,
         *,
@@ -555,7 +555,9 @@ Global___EngineInfo: _TypeAlias = EngineInfo  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
-    """Requests that began, new tokens as parallel columns, one row per token, and requests that ended."""
+    """The new tokens of a frontend's requests, as parallel columns with a row per token, and the requests
+    that started or ended.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -597,9 +599,8 @@ Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
 
 @_typing.final
 class LogprobRows(_message.Message):
-    """Log-probabilities of consecutive tokens of one request: per row the token itself, then the most
-    likely ones. `prompt` rows belong to the prompt's tokens first, first + 1, ..., other rows to the
-    completion's, with which they come.
+    """Log-probabilities of consecutive tokens of one request. A row has the token itself, then the most
+    likely tokens. Rows of a completion's tokens come with the tokens.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -612,7 +613,9 @@ class LogprobRows(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     prompt: _builtins.bool
+    """whether the rows belong to the prompt's tokens"""
     first: _builtins.int
+    """index of the first row's token in the prompt or the completion"""
     width: _builtins.int
     """entries per row"""
     token_ids: _builtins.bytes
@@ -649,7 +652,7 @@ class Started(_message.Message):
     request: _builtins.int
     cached_prompt_tokens: _builtins.int
     queue_s: _builtins.float
-    """from Submit to the first step, seconds"""
+    """seconds from Submit to the first step"""
     def __init__(
         self,
         *,
@@ -678,14 +681,14 @@ class Finished(_message.Message):
     request: _builtins.int
     cause: Global___FinishCause.ValueType
     message: _builtins.str
-    """for the last three causes: what is wrong"""
+    """with the last three causes: the reason"""
     retry_after_s: _builtins.float
     """with QUEUE_FULL"""
     score: _builtins.float
-    """for beam search"""
+    """of a beam search's completion"""
     field: _builtins.str
-    """With INVALID: the path of the client's field that is wrong. With QUEUE_FULL: the name of the
-    client's limit that was reached, if it has one.
+    """With INVALID: the path of the client's invalid field. With QUEUE_FULL: the name of the client's
+    limit that was reached, if it has one.
     """
     def __init__(
         self,
@@ -722,8 +725,8 @@ Global___WatchBlocksRequest: _TypeAlias = WatchBlocksRequest  # noqa: Y015
 
 @_typing.final
 class BlockEvents(_message.Message):
-    """The first messages of a stream tell what there is, at once; those that follow, what happens, in
-    order. Without events, a message every now and then brings the load.
+    """The first messages of a stream have a `snapshot` part, and hold all stored blocks. The messages that
+    follow hold later events, in order. A message without events brings the load if nothing happens.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -761,9 +764,9 @@ class SnapshotPart(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     count: _builtins.int
-    """of such messages"""
+    """of the snapshot's parts"""
     blocks: _builtins.int
-    """in all of them"""
+    """in all parts"""
     def __init__(
         self,
         *,
@@ -818,7 +821,7 @@ class StoredBlock(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     name: _builtins.bytes
-    """stands for its tokens and all before them"""
+    """identifies its tokens and all tokens before them"""
     parent: _builtins.bytes
     """the name of the block before it, empty: none"""
     token_ids: _builtins.bytes
@@ -846,7 +849,7 @@ class FlushCacheRequest(_message.Message):
 
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     timeout_s: _builtins.float
-    """to wait for until nothing is in use"""
+    """limit on the wait until no block is in use"""
     def __init__(
         self,
         *,
@@ -927,9 +930,9 @@ class GetLoadResponse(_message.Message):
     running: _builtins.int
     blocks: _builtins.int
     blocks_free: _builtins.int
-    """holding nothing"""
+    """empty"""
     blocks_cached: _builtins.int
-    """free, holding a prefix that may be reused"""
+    """in use by no sequence, with a prefix that may be reused"""
     steps: _builtins.int
     """Since the start of the engine:"""
     step_sequences: _builtins.int
@@ -942,22 +945,22 @@ class GetLoadResponse(_message.Message):
     admissions: _builtins.int
     """from waiting to running; preempted sequences count each time"""
     evicted_blocks: _builtins.int
-    """cached blocks that were needed for something else"""
+    """cached blocks that were given to other sequences"""
     waiting_tokens: _builtins.int
     """Now:"""
     blocks_used: _builtins.int
     frontends: _builtins.int
     """connected"""
     tokens_per_s: _builtins.float
-    """sampled, over the last ten seconds or so"""
+    """sampled, over about the last ten seconds"""
     step_time_s: _builtins.float
-    """from one answer to the next while there is work, averaged likewise"""
+    """mean time of a step, over about the last ten seconds"""
     waiting_uncached_tokens: _builtins.int
-    """of waiting_tokens, as far as frontends knew"""
+    """of waiting_tokens, as frontends expected"""
     prompt_token_s: _builtins.float
-    """seconds that a prompt's token takes, 0: not known yet"""
+    """seconds per token of a prompt, 0: not known yet"""
     queue_s: _builtins.float
-    """until a sequence that came now would be admitted, for want of room"""
+    """seconds that a sequence arriving now would wait for room"""
     def __init__(
         self,
         *,
@@ -994,7 +997,7 @@ Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
 
 @_typing.final
 class StartProfileRequest(_message.Message):
-    """Has all workers record their next steps; the fields are those of worker.proto."""
+    """Has all workers record their next steps. The fields are the same as in worker.proto."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1032,7 +1035,7 @@ class StartProfileResponse(_message.Message):
     TRACES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def traces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """paths of the files to come, by rank"""
+        """paths of the future files, by rank"""
 
     def __init__(
         self,
@@ -1069,7 +1072,7 @@ class StopProfileResponse(_message.Message):
     TRACES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def traces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """of the ranks that have one: those that died meanwhile have none"""
+        """of the ranks that have one; a rank that has restarted has none"""
 
     def __init__(
         self,

@@ -70,10 +70,10 @@ class SchedulerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Connect(self, request_iterator, context):
-        """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
-        step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
-        Ends with ABORTED, which gRPC itself never uses, if the scheduler lives and wants the frontend to
-        connect again: no request is to blame for such an end.
+        """The scheduler sends an EngineInfo first, once the engine is ready. Then it sends a StepOutput
+        after each engine step that has tokens for this frontend. When the stream ends, the requests
+        submitted on it are aborted. The status ABORTED, which gRPC itself never uses, means that the
+        scheduler has not died and that the frontend should connect again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,22 +87,22 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchBlocks(self, request, context):
-        """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
-        with DATA_LOSS if the caller falls behind. RESOURCE_EXHAUSTED if 16 others watch.
+        """Sends the blocks that the prefix cache holds, then each block that it stores or evicts. Ends with
+        DATA_LOSS if the caller falls behind, and with RESOURCE_EXHAUSTED if 16 others watch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Empties the prefix cache, once no block of it is in use.
+        """Empties the prefix cache once none of its blocks is in use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Start and end a profile of the next steps on all ranks, with the workers' methods.
+        """Start and end a profile of the next steps on all ranks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,42 +32,42 @@ class SchedulerServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerServiceAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_scheduler_pb2.FrontendMessage, _scheduler_pb2.SchedulerMessage]
-    """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
-    step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
-    Ends with ABORTED, which gRPC itself never uses, if the scheduler lives and wants the frontend to
-    connect again: no request is to blame for such an end.
+    """The scheduler sends an EngineInfo first, once the engine is ready. Then it sends a StepOutput
+    after each engine step that has tokens for this frontend. When the stream ends, the requests
+    submitted on it are aborted. The status ABORTED, which gRPC itself never uses, means that the
+    scheduler has not died and that the frontend should connect again.
     """
     GetLoad: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]
     """Reports what the engine holds now and has done since its start."""
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchBlocksRequest, _scheduler_pb2.BlockEvents]
-    """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
-    with DATA_LOSS if the caller falls behind. RESOURCE_EXHAUSTED if 16 others watch.
+    """Sends the blocks that the prefix cache holds, then each block that it stores or evicts. Ends with
+    DATA_LOSS if the caller falls behind, and with RESOURCE_EXHAUSTED if 16 others watch.
     """
     FlushCache: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]
-    """Empties the prefix cache, once no block of it is in use."""
+    """Empties the prefix cache once none of its blocks is in use."""
     StartProfile: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.StartProfileRequest, _scheduler_pb2.StartProfileResponse]
-    """Start and end a profile of the next steps on all ranks, with the workers' methods."""
+    """Start and end a profile of the next steps on all ranks."""
     StopProfile: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.StopProfileRequest, _scheduler_pb2.StopProfileResponse]
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_scheduler_pb2.FrontendMessage, _scheduler_pb2.SchedulerMessage]  # type: ignore[assignment]
-    """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
-    step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
-    Ends with ABORTED, which gRPC itself never uses, if the scheduler lives and wants the frontend to
-    connect again: no request is to blame for such an end.
+    """The scheduler sends an EngineInfo first, once the engine is ready. Then it sends a StepOutput
+    after each engine step that has tokens for this frontend. When the stream ends, the requests
+    submitted on it are aborted. The status ABORTED, which gRPC itself never uses, means that the
+    scheduler has not died and that the frontend should connect again.
     """
     GetLoad: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]  # type: ignore[assignment]
     """Reports what the engine holds now and has done since its start."""
     WatchBlocks: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchBlocksRequest, _scheduler_pb2.BlockEvents]  # type: ignore[assignment]
-    """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
-    with DATA_LOSS if the caller falls behind. RESOURCE_EXHAUSTED if 16 others watch.
+    """Sends the blocks that the prefix cache holds, then each block that it stores or evicts. Ends with
+    DATA_LOSS if the caller falls behind, and with RESOURCE_EXHAUSTED if 16 others watch.
     """
     FlushCache: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]  # type: ignore[assignment]
-    """Empties the prefix cache, once no block of it is in use."""
+    """Empties the prefix cache once none of its blocks is in use."""
     StartProfile: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.StartProfileRequest, _scheduler_pb2.StartProfileResponse]  # type: ignore[assignment]
-    """Start and end a profile of the next steps on all ranks, with the workers' methods."""
+    """Start and end a profile of the next steps on all ranks."""
     StopProfile: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.StopProfileRequest, _scheduler_pb2.StopProfileResponse]  # type: ignore[assignment]
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -77,10 +77,10 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_scheduler_pb2.FrontendMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.SchedulerMessage], _abc.AsyncIterator[_scheduler_pb2.SchedulerMessage]]:
-        """The scheduler sends an EngineInfo first, once the engine is ready, then one StepOutput per engine
-        step that concerns this frontend. When the stream ends, requests submitted on it are aborted.
-        Ends with ABORTED, which gRPC itself never uses, if the scheduler lives and wants the frontend to
-        connect again: no request is to blame for such an end.
+        """The scheduler sends an EngineInfo first, once the engine is ready. Then it sends a StepOutput
+        after each engine step that has tokens for this frontend. When the stream ends, the requests
+        submitted on it are aborted. The status ABORTED, which gRPC itself never uses, means that the
+        scheduler has not died and that the frontend should connect again.
         """
 
     @_abc_1.abstractmethod
@@ -97,8 +97,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.WatchBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.BlockEvents], _abc.AsyncIterator[_scheduler_pb2.BlockEvents]]:
-        """Tells which blocks the prefix cache holds, then what is stored in it and evicted from it. Ends
-        with DATA_LOSS if the caller falls behind. RESOURCE_EXHAUSTED if 16 others watch.
+        """Sends the blocks that the prefix cache holds, then each block that it stores or evicts. Ends with
+        DATA_LOSS if the caller falls behind, and with RESOURCE_EXHAUSTED if 16 others watch.
         """
 
     @_abc_1.abstractmethod
@@ -107,7 +107,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.FlushCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.FlushCacheResponse, _abc.Awaitable[_scheduler_pb2.FlushCacheResponse]]:
-        """Empties the prefix cache, once no block of it is in use."""
+        """Empties the prefix cache once none of its blocks is in use."""
 
     @_abc_1.abstractmethod
     def StartProfile(
@@ -115,7 +115,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.StartProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.StartProfileResponse, _abc.Awaitable[_scheduler_pb2.StartProfileResponse]]:
-        """Start and end a profile of the next steps on all ranks, with the workers' methods."""
+        """Start and end a profile of the next steps on all ranks."""
 
     @_abc_1.abstractmethod
     def StopProfile(

@@ -71,16 +71,16 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Configure(self, request, context):
-        """Joins the ranks' process group, allocates the KV cache and makes `epoch` the current one. Steps
-        of older epochs are rejected from then on.
+        """Joins the ranks' process group, allocates the KV cache and begins `epoch`. The worker then rejects
+        steps of older epochs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Execute(self, request_iterator, context):
-        """Runs the steps of one epoch, answered in order. A step that cannot be run ends the stream with
-        INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
+        """Runs the steps of one epoch and answers them in order. A step that cannot be run ends the stream
+        with INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

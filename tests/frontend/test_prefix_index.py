@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -57,14 +56,6 @@ def sequence(prompt: list[int], salt: str) -> Sequence:
     return Sequence((0, 0), prompt, SamplingParams(max_tokens=1), Request(cache_salt=salt))
 
 
-def news(watch: BlockWatch) -> Iterator[pb.BlockEvents]:
-    """A watcher's messages, the snapshot first."""
-    if watch.snapshot is not None:
-        yield from snapshot_parts(watch.snapshot)
-        watch.snapshot = None  # type: ignore[assignment]  # it has been told
-    yield from event_messages(watch.take())
-
-
 @pytest.mark.parametrize("seed", range(20))
 async def test_the_index_finds_what_the_engines_find(seed: int) -> None:
     rng = random.Random(seed)
@@ -80,7 +71,9 @@ async def test_the_index_finds_what_the_engines_find(seed: int) -> None:
                 if rng.random() < 0.5:
                     continue  # what happens before it is watched is in the snapshot
                 watches[number] = stack.enter_context(caches[number].blocks.watched())
-            for message in news(watches[number]):
+                for message in snapshot_parts(caches[number].blocks.stored_blocks()):
+                    await index.apply(number, message)
+            for message in event_messages(watches[number].take()):
                 await index.apply(number, message)
         for _ in range(100):
             prompt, salt = random_prompt(rng)

@@ -162,7 +162,7 @@ async def test_a_client_without_tokens_left_learns_when_to_retry(stack: Stack) -
     with pytest.raises(aio.AioRpcError) as rejected:
         await stack.usage(SMALL, [7])
     assert rejected.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "input_tokens_per_minute: 60 tokens" in str(rejected.value.details())
+    assert "input_tokens_per_minute: all 60 tokens are spent" in str(rejected.value.details())
     retry = detail(rejected.value, error_details_pb2.RetryInfo)
     assert 0 < retry.retry_delay.ToTimedelta().total_seconds() <= 20
     assert (await stack.usage(WEB, [7] * 80)).completion_tokens == 3

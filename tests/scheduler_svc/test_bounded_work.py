@@ -20,7 +20,7 @@ from scheduler_svc.rpc import servicer
 from scheduler_svc.rpc.connection import Connection
 from shared.pb import scheduler_pb2
 from tests.fake_worker import FakeWorker
-from tests.scheduler_svc.test_service import stack_of
+from tests.scheduler_svc.stacks import stack_of
 from tests.turns import counting_turns
 
 

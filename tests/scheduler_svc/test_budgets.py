@@ -9,6 +9,7 @@ import pytest
 
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.budgets import INPUT as LIMIT
 from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.sampling import SamplingParams
@@ -70,7 +71,7 @@ def test_input_is_charged_when_it_is_accepted(scheduler: Scheduler) -> None:
         assert submit(scheduler, INPUT, now=100.0, length=10) is None or _ == 6
     end = submit(scheduler, INPUT, now=100.0)
     assert end
-    assert "input_tokens_per_minute: 60 tokens, which are spent" in end.message
+    assert "input_tokens_per_minute: all 60 tokens are spent" in end.message
     # Nobody else is concerned.
     assert submit(scheduler, OUTPUT, now=100.0) is None
     assert submit(scheduler, ANONYMOUS, now=100.0) is None
@@ -83,7 +84,7 @@ def test_a_debt_is_paid_off_first(scheduler: Scheduler) -> None:
     assert submit(scheduler, INPUT, now=340.1) is None
 
 
-def test_it_refills_up_to_a_minutes_worth(scheduler: Scheduler) -> None:
+def test_a_bucket_refills_up_to_a_minutes_tokens(scheduler: Scheduler) -> None:
     assert submit(scheduler, INPUT, now=0.0, length=60) is None
     assert submit(scheduler, INPUT, now=3600.0, length=59) is None
     assert submit(scheduler, INPUT, now=3600.0, length=2) is None
@@ -110,7 +111,7 @@ def test_output_long_after_the_last_request_is_charged_in_full(scheduler: Schedu
     assert refused_for_s(submit(scheduler, OUTPUT, now=1000.0)) == pytest.approx(19)
 
 
-def test_what_was_accepted_once_is_neither_refused_nor_charged_again(
+def test_a_resubmitted_request_is_neither_rejected_nor_charged_again(
     scheduler: Scheduler,
 ) -> None:
     assert submit(scheduler, INPUT, now=0.0, length=59) is None
@@ -137,7 +138,7 @@ def test_completions_of_one_prompt_are_charged_for_it_once(scheduler: Scheduler)
     assert submit(scheduler, INPUT, now=0.0) is None
 
 
-def test_what_is_refused_costs_nothing(scheduler: Scheduler) -> None:
+def test_a_rejected_request_costs_nothing(scheduler: Scheduler) -> None:
     for _ in range(10):
         end = submit(scheduler, INPUT, now=0.0, length=600)  # too long for the model
         assert end
@@ -145,19 +146,19 @@ def test_what_is_refused_costs_nothing(scheduler: Scheduler) -> None:
     assert submit(scheduler, INPUT, now=0.0) is None
 
 
-def test_another_limit_counts_from_then_on() -> None:
+def test_a_changed_limit_counts_from_then_on() -> None:
     budgets = Budgets()
-    budgets.charge_input(INPUT, 50, now=0.0)
+    budgets.charge(INPUT, LIMIT, 50, now=0.0)
     more = dataclasses.replace(INPUT, input_tokens_per_minute=6000)
-    budgets.charge_input(more, 20, now=0.0)
+    budgets.charge(more, LIMIT, 20, now=0.0)
     assert budgets.refusal(more, now=0.0) == (
         "input_tokens_per_minute",
-        "input_tokens_per_minute: 6000 tokens, which are spent; more in 0.1 s",
+        "input_tokens_per_minute: all 6000 tokens are spent; retry in 0.1 s",
         pytest.approx(0.1),
     )
     assert budgets.refusal(more, now=0.2) is None
     less = dataclasses.replace(INPUT, input_tokens_per_minute=6)
     assert budgets.refusal(less, now=3600.0) is None
-    budgets.charge_input(less, 12, now=3600.0)
+    budgets.charge(less, LIMIT, 12, now=3600.0)
     assert budgets.refusal(less, now=3600.0)
     assert budgets.refusal(INPUT, now=3660.1) is None

@@ -84,7 +84,7 @@ async def test_steps_gaps_and_a_recovery_are_measured() -> None:
     } == {"tiny"}
 
 
-def test_what_waits_is_counted_in_sequences_and_in_tokens() -> None:
+def test_waiting_sequences_and_their_tokens_are_counted() -> None:
     metrics = EngineMetrics()
     metrics.scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, 4))
     for index, tokens in enumerate((9, 5)):

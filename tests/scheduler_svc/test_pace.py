@@ -80,7 +80,7 @@ def test_another_clients_prompts_take_no_more_of_a_step_than_streams_do(machine:
     assert sorted(times)[len(times) * 95 // 100] < 2.5 * machine.step_s
 
 
-def test_what_decodes_take_is_known_while_prompts_never_end(machine: Machine) -> None:
+def test_the_time_of_decodes_is_known_while_prompts_never_end(machine: Machine) -> None:
     machine.token_s = 3e-5
     machine.step_s *= 4
     for _ in range(50):
@@ -94,7 +94,7 @@ def test_what_decodes_take_is_known_while_prompts_never_end(machine: Machine) ->
     assert sorted(times[400:500])[95] < 3 * machine.step_s
 
 
-def test_ones_own_prompts_are_limited_in_tokens_only(machine: Machine) -> None:
+def test_a_lone_clients_prompts_are_limited_in_tokens_only(machine: Machine) -> None:
     long = machine.add(STREAMS, _LONG, 1)
     steps = 0
     while len(long.tokens) == _LONG:
@@ -147,7 +147,7 @@ def test_another_clients_decodes_take_turns_where_steps_would_take_long(machine:
     assert sum(grown) / sum(times) > 0.6 * 204 / (0.005 + 204 * 0.0005)  # of what was
 
 
-def test_where_a_step_takes_long_anyway_nobody_waits_for_a_turn(machine: Machine) -> None:
+def test_decodes_take_no_turns_if_smaller_steps_would_take_as_long(machine: Machine) -> None:
     machine.step_s, machine.row_s = 0.1, 0.0005
     many = [machine.add(PROMPTS, 4, 30_000) for _ in range(100)]
     while not all(len(seq.tokens) > 50 for seq in many):

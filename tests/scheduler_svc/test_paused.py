@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 
 from scheduler_svc.core.sampling import Grammar, SamplingParams
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, Status
-from scheduler_svc.core.step import Step
 from scheduler_svc.rpc.step_encoding import encode_step
 from tests.oracle import completion
-from tests.scheduler_svc.test_scheduler import generated, make, make_scheduler, run, sample
+from tests.scheduler_svc.schedulers import (
+    answered,
+    generated,
+    make,
+    make_scheduler,
+    run,
+    sample,
+)
 
 GRAMMAR = Grammar(2, "[a-z]+")
 MASK = b"\xff" * 128
@@ -18,14 +23,6 @@ MASK = b"\xff" * 128
 
 def paused(number: int, prompt: list[int], max_tokens: int = 5) -> Sequence:
     return Sequence((0, number), prompt, SamplingParams(max_tokens, grammar=GRAMMAR))
-
-
-def answered(scheduler: Scheduler) -> Step | None:
-    step = scheduler.schedule()
-    if step is not None:
-        scheduler.apply(step, sample(step))
-    scheduler.check_integrity()
-    return step
 
 
 @pytest.mark.parametrize("prompt_len", [1, 2, 5, 9, 20])
@@ -49,7 +46,7 @@ def test_all_but_the_last_token_is_computed_before_it_goes_on(prompt_len: int) -
     assert scheduler.schedule() is None
 
 
-def test_others_go_on_meanwhile() -> None:
+def test_other_sequences_continue_while_one_is_paused() -> None:
     scheduler = make_scheduler()
     first, second = paused(1, [1, 2, 3]), make(2, [4, 5], 4)
     scheduler.add(first)
@@ -80,7 +77,7 @@ def test_a_lost_step_is_computed_again_without_another_mask() -> None:
     assert seq.features.mask == MASK
 
 
-def test_one_that_is_paused_when_the_cache_is_lost_stays_paused() -> None:
+def test_a_paused_sequence_stays_paused_when_the_cache_is_lost() -> None:
     scheduler = make_scheduler()
     seq = paused(1, [1, 2, 3])
     scheduler.add(seq)
@@ -96,7 +93,7 @@ def test_one_that_is_paused_when_the_cache_is_lost_stays_paused() -> None:
     assert generated(seq) == completion([1, 2, 3], 2)
 
 
-def test_it_can_be_unpaused_and_aborted_in_any_state() -> None:
+def test_a_sequence_can_be_unpaused_and_aborted_in_any_state() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     runs, waits = paused(1, [1, 2]), paused(2, [1, 2, 3, 4, 5], 1)
     scheduler.add(runs)
@@ -112,7 +109,7 @@ def test_it_can_be_unpaused_and_aborted_in_any_state() -> None:
     assert not scheduler.open_sequences()
 
 
-def test_the_preempted_and_paused_give_their_blocks_to_others() -> None:
+def test_preempted_and_paused_sequences_give_their_blocks_to_others() -> None:
     scheduler = make_scheduler(num_blocks=4)
     first, second = make(1, [1] * 7, 8), paused(2, [2] * 7, 2)
     scheduler.add(first)
@@ -129,7 +126,7 @@ def test_the_preempted_and_paused_give_their_blocks_to_others() -> None:
     assert generated(second) == completion([2] * 7, 2)
 
 
-def test_siblings_are_paused_each_for_itself() -> None:
+def test_each_sibling_is_paused_by_itself() -> None:
     scheduler = make_scheduler()
     first = paused(1, [1, 2, 3, 4, 5, 6])
     scheduler.add(first, n=2)

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence, Status
-from scheduler_svc.core.step import Answer, Step, StepTiming
-from scheduler_svc.load import Load, Rate
+from scheduler_svc.core.step import Step, StepTiming
+from scheduler_svc.load import Load
+from tests.scheduler_svc import schedulers
+from tests.scheduler_svc.schedulers import answered
 
 
 def make_scheduler(num_blocks: int = 1000, **limits: int) -> Scheduler:
-    values = {
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 64,
-        "max_model_len": num_blocks * 4,
-        "max_waiting": 100,
-        "vocab_size": 1000,
-        "max_num_prefill_tokens": 16,
-    }
-    return Scheduler(Limits(**values | limits), BlockManager(num_blocks, 4))
+    usual = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_num_prefill_tokens": 16}
+    return schedulers.make_scheduler(num_blocks, max_model_len=4 * num_blocks, **(usual | limits))
 
 
 def add(
@@ -47,10 +40,8 @@ def add(
 
 def step(scheduler: Scheduler) -> dict[int, int]:
     """Plans and applies a step; returns the tokens per sequence, in order."""
-    planned = scheduler.schedule()
+    planned = answered(scheduler)
     assert planned
-    scheduler.apply(planned, Answer([7] * len(planned.rows)))
-    scheduler.check_integrity()
     return {row.seq.key.number: row.num_tokens for row in planned.rows}
 
 
@@ -105,15 +96,6 @@ def test_a_short_prompt_leaves_a_slot_for_the_next_one() -> None:
         assert 3 not in shares
 
 
-def test_a_higher_priority_is_admitted_first() -> None:
-    scheduler = make_scheduler(max_num_seqs=1)
-    add(scheduler, 1, 5, max_tokens=1)
-    add(scheduler, 2, 5, max_tokens=1, priority=1)
-    add(scheduler, 3, 5, max_tokens=1)
-    add(scheduler, 4, 5, max_tokens=1, priority=-1)
-    assert [list(step(scheduler)) for _ in range(4)] == [[4], [1], [3], [2]]
-
-
 def test_the_lowest_priority_is_preempted_then_the_latest_arrival() -> None:
     scheduler = make_scheduler(num_blocks=8)
     seqs = [
@@ -129,18 +111,6 @@ def test_the_lowest_priority_is_preempted_then_the_latest_arrival() -> None:
         Status.RUNNING,
         Status.WAITING,
     ]
-
-
-def test_no_work_is_spent_on_what_is_past_its_deadline() -> None:
-    scheduler = make_scheduler(max_num_seqs=1)
-    add(scheduler, 1, 5, max_tokens=3)
-    late = Sequence((0, 2), [1] * 5, SamplingParams(5), Request(deadline=10.0))
-    scheduler.add(late)
-    step(scheduler)
-    assert [(o.seq, o.finished) for o in scheduler.expire(10.0)] == [(late, FinishCause.DEADLINE)]
-    while scheduler.num_running:
-        assert 2 not in step(scheduler)
-    assert scheduler.schedule() is None
 
 
 def test_the_queue_is_limited_in_tokens_too() -> None:
@@ -159,7 +129,7 @@ def test_the_queue_is_limited_in_tokens_too() -> None:
     assert refused.cause is FinishCause.QUEUE_FULL
 
 
-def test_what_was_accepted_once_is_not_refused_after_a_lost_connection() -> None:
+def test_a_full_queue_accepts_a_resubmitted_request() -> None:
     scheduler = make_scheduler(max_waiting=1)
     add(scheduler, 1, 5)
     again = Sequence((0, 2), [1] * 3, SamplingParams(5), Request(resubmitted=True))
@@ -167,16 +137,6 @@ def test_what_was_accepted_once_is_not_refused_after_a_lost_connection() -> None
     refused = scheduler.add(Sequence((0, 3), [1], SamplingParams(5)))
     assert refused
     assert "2 requests are waiting" in refused.message
-
-
-@pytest.mark.parametrize(("salts", "cached"), [(("a", "a"), 8), (("", "a"), 0), (("a", "b"), 0)])
-def test_a_prefix_is_shared_only_under_the_same_salt(salts: tuple[str, str], cached: int) -> None:
-    scheduler = make_scheduler()
-    for number, salt in enumerate(salts):
-        seq = Sequence((0, number), [5] * 10, SamplingParams(1), Request(cache_salt=salt))
-        scheduler.add(seq)
-        step(scheduler)
-    assert seq.started.num_cached_tokens == cached
 
 
 def test_the_head_of_the_queue_is_not_matched_again_until_it_may_fit() -> None:
@@ -197,27 +157,20 @@ def test_the_head_of_the_queue_is_not_matched_again_until_it_may_fit() -> None:
     assert matched == 2
 
 
-def test_rates_follow_what_happens() -> None:
-    rate = Rate(100.0, window_s=10.0)
-    assert rate.per_second(100.0) == 0
-    for second in range(101, 131):
-        rate.add(5, float(second))
-    assert rate.per_second(130.0) == pytest.approx(5, rel=0.1)
-    assert rate.per_second(140.0) == pytest.approx(5 / 2.718, rel=0.1)
-    assert rate.per_second(300.0) < 0.001
-
-
-def test_retry_after_is_shorter_where_the_queue_moves_faster() -> None:
-    def retry_after(admissions_per_s: int) -> float:
-        scheduler = make_scheduler()
-        for number in range(50):
-            add(scheduler, number, 5)
-        load = Load(scheduler, 0.0)
-        assert load.retry_after_s(0.0) == 1.0  # nothing is known yet
-        for second in range(1, 21):
-            scheduler.stats.admissions += admissions_per_s
-            load.step_answered(Step(second, []), StepTiming(0.1, 0.0, float(second)))
-        return load.retry_after_s(20.0)
-
-    assert retry_after(10) == pytest.approx(0.5, rel=0.2)  # one tenth of the 50 waiting
-    assert retry_after(1) == pytest.approx(5, rel=0.2)
+def test_rates_and_the_time_to_retry_follow_recent_steps() -> None:
+    """A rejected request returns when a tenth of the 50 waiting requests have been admitted."""
+    scheduler = make_scheduler()
+    for number in range(50):
+        add(scheduler, number, 5)
+    load = Load(scheduler, 0.0)
+    assert load.retry_after_s(0.0) == 1.0  # nothing is known yet
+    for start, per_s in ((20, 10), (60, 1)):
+        for now in range(start, start + 20):
+            scheduler.stats.admissions += per_s
+            scheduler.stats.sampled_tokens += 3 * per_s
+            load.step_answered(Step(1, []), StepTiming(0.1, 0.0, now))
+        assert load.tokens_per_s(now) == pytest.approx(3 * per_s, rel=0.2)
+        assert load.retry_after_s(now) == pytest.approx(5 / per_s, rel=0.2)
+        assert load.step_time_s == pytest.approx(0.1)
+    assert load.tokens_per_s(now + 10) == pytest.approx(3 / 2.718, rel=0.2)
+    assert load.tokens_per_s(now + 200) < 0.001

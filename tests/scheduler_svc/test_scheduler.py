@@ -1,97 +1,27 @@
-from __future__ import annotations
+"""The scheduler: steps, outputs, preemption, and steps one ahead."""
 
-import random
-from collections import deque
+from __future__ import annotations
 
 import pytest
 
-from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Request, Sequence, Status
-from scheduler_svc.core.step import Answer, Output, Step
-from tests.fake_worker import VOCAB_SIZE, completion, next_token
-
-
-def make_scheduler(
-    num_blocks: int = 64,
-    block_size: int = 4,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 32,
-    max_model_len: int = 128,
-    max_waiting: int = 100,
-) -> Scheduler:
-    limits = Limits(
-        max_num_seqs,
-        max_num_batched_tokens,
-        min(max_model_len, num_blocks * block_size),
-        max_waiting,
-        VOCAB_SIZE,
-    )
-    return Scheduler(limits, BlockManager(num_blocks, block_size))
-
-
-def make(
-    number: int,
-    prompt: list[int],
-    max_tokens: int = 5,
-    eos: frozenset[int] = frozenset(),
-    stop: frozenset[int] = frozenset(),
-    deadline: float | None = None,
-    generated: tuple[int, ...] = (),
-) -> Sequence:
-    params = SamplingParams(max_tokens, eos_token_ids=eos, stop_token_ids=stop)
-    return Sequence(
-        (0, number), prompt, params, Request(deadline=deadline), generated_ids=generated
-    )
-
-
-def sample(step: Step) -> Answer:
-    """The answer to the oldest step in flight, whose inputs are all known."""
-    return Answer(
-        [next_token(r.seq.tokens[: r.start + r.num_tokens]) if r.samples else -1 for r in step.rows]
-    )
-
-
-def run(scheduler: Scheduler, max_steps: int = 10_000, ahead: int = 0) -> list[Output]:
-    """Runs until nothing is left to do, with up to `ahead` steps sent before an answer arrives."""
-    outputs: list[Output] = []
-    in_flight: deque[Step] = deque()
-    for _ in range(max_steps):
-        while len(in_flight) <= ahead and (step := scheduler.schedule()):
-            check_limits(scheduler, step)
-            in_flight.append(step)
-        if not in_flight:
-            scheduler.check_integrity()
-            assert scheduler.num_waiting == scheduler.num_running == 0
-            assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
-            return outputs
-        step = in_flight.popleft()
-        outputs += scheduler.apply(step, sample(step))
-        scheduler.check_integrity()
-    raise AssertionError("does not finish")
-
-
-def check_limits(scheduler: Scheduler, step: Step) -> None:
-    assert 0 < len(step.rows) <= scheduler.limits.max_num_seqs
-    assert sum(r.num_tokens for r in step.rows) <= scheduler.limits.max_num_batched_tokens
-    assert len({r.seq.key for r in step.rows}) == len(step.rows)
-    for row in step.rows:
-        held = len(row.seq.block_table) * scheduler.blocks.block_size
-        assert row.num_tokens > 0
-        assert row.start + row.num_tokens <= held
-
-
-def generated(seq: Sequence) -> list[int]:
-    return seq.tokens[seq.num_prompt_tokens :].tolist()
+from scheduler_svc.core.sequence import FinishCause, Status
+from scheduler_svc.core.step import Answer
+from tests.fake_worker import VOCAB_SIZE, completion
+from tests.scheduler_svc.schedulers import (
+    answered,
+    generated,
+    make,
+    make_scheduler,
+    run,
+    sample,
+)
 
 
 def test_decodes_and_prompt_chunks_share_a_step_within_the_budget() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     first, second = make(1, [1] * 4), make(2, list(range(20)))
     scheduler.add(first)
-    scheduler.apply(step := scheduler.schedule(), sample(step))
+    answered(scheduler)
     scheduler.add(second)
     shapes = []
     for _ in range(3):
@@ -104,14 +34,6 @@ def test_decodes_and_prompt_chunks_share_a_step_within_the_budget() -> None:
         [(1, 1, True), (2, 9, False)],
         [(1, 1, True), (2, 2, True)],
     ]
-
-
-def test_first_come_first_served_up_to_max_num_seqs() -> None:
-    scheduler = make_scheduler(max_num_seqs=2)
-    for number in range(4):
-        scheduler.add(make(number, [number], max_tokens=2))
-    outputs = run(scheduler)
-    assert [o.seq.key.number for o in outputs if o.finished] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 7, 8, 9, 16])
@@ -140,24 +62,11 @@ def test_eos_and_stop_tokens_end_a_sequence_with_the_token_included() -> None:
     assert generated(stops) == tokens[:4]
 
 
-def test_a_prompt_that_can_never_fit_is_refused_and_the_next_one_served() -> None:
-    scheduler = make_scheduler(num_blocks=4)  # 16 tokens
-    output = scheduler.add(make(1, [1] * 14, max_tokens=3))
-    assert output is not None
-    assert output.cause is FinishCause.INVALID
-    assert "16" in output.message
-    assert "sampling.max_tokens" in output.message
-    fits = make(2, [1] * 14, max_tokens=2)
-    assert scheduler.add(fits) is None
-    run(scheduler)
-    assert generated(fits) == completion([1] * 14, 2)
-
-
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "word"),
     [([], 5, "prompt"), ([VOCAB_SIZE], 5, "below 1000"), ([-1], 5, "prompt"), ([1], 0, "max_tok")],
 )
-def test_bad_submissions_are_refused(prompt: list[int], max_tokens: int, word: str) -> None:
+def test_an_invalid_request_is_rejected(prompt: list[int], max_tokens: int, word: str) -> None:
     output = make_scheduler().add(make(1, prompt, max_tokens))
     assert output is not None
     assert output.cause is FinishCause.INVALID
@@ -181,15 +90,6 @@ def test_preemption_recomputes_and_changes_no_token() -> None:
     for seq in seqs:
         assert generated(seq) == completion([seq.key.number] * 5, 14)
         assert [o.offset for o in outputs if o.seq is seq] == list(range(14))
-
-
-def test_the_latest_arrival_is_preempted() -> None:
-    scheduler = make_scheduler(num_blocks=4)
-    first, second = make(1, [1] * 7, 8), make(2, [2] * 7, 8)
-    scheduler.add(first)
-    scheduler.add(second)
-    outputs = run(scheduler)
-    assert [o.seq.key.number for o in outputs if o.finished] == [1, 2]
 
 
 def test_a_preempted_sequence_counts_its_prompt_once() -> None:
@@ -236,7 +136,7 @@ def test_deadlines_end_waiting_and_running_sequences() -> None:
     scheduler = make_scheduler(max_num_seqs=1)
     scheduler.add(make(1, [1], 50, deadline=10.0))
     scheduler.add(make(2, [2], 50, deadline=5.0))
-    scheduler.apply(step := scheduler.schedule(), sample(step))
+    answered(scheduler)
     assert scheduler.expire(4.9) == []
     assert [o.seq.key.number for o in scheduler.expire(5.0)] == [2]
     assert [(o.seq.key.number, o.finished) for o in scheduler.expire(20.0)] == [
@@ -256,22 +156,6 @@ def test_resumed_sequences_go_on_after_their_tokens() -> None:
     ended = scheduler.add(whole)
     assert ended is not None
     assert ended.cause is FinishCause.LENGTH
-
-
-def test_a_lost_cache_is_computed_again() -> None:
-    scheduler = make_scheduler()
-    seqs = [make(n, [n] * 6, 10) for n in range(4)]
-    for seq in seqs:
-        scheduler.add(seq)
-    for _ in range(4):
-        scheduler.apply(step := scheduler.schedule(), sample(step))
-    scheduler.schedule()
-    scheduler.abort(seqs[3].key)
-    scheduler.requeue_all()
-    scheduler.check_integrity()
-    run(scheduler)
-    for seq in seqs[:3]:
-        assert generated(seq) == completion([seq.key.number] * 6, 10)
 
 
 def test_a_step_ahead_names_the_rows_of_tokens_that_are_not_known() -> None:
@@ -373,55 +257,3 @@ def test_one_ahead_gives_the_same_outputs(num_blocks: int) -> None:
         return found
 
     assert outputs(1) == outputs(0)
-
-
-def test_random_traffic_gives_every_sequence_its_tokens(seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(30):
-        scheduler = make_scheduler(
-            num_blocks=rng.randint(8, 30),
-            block_size=rng.choice([1, 2, 4, 8]),
-            max_num_seqs=rng.randint(1, 6),
-            max_num_batched_tokens=rng.randint(6, 20),
-        )
-        limit = scheduler.limits.max_model_len
-        accepted: dict[int, Sequence] = {}
-        aborted: set[int] = set()
-        ended: list[int] = []
-        in_flight: deque[Step] = deque()
-        ahead = rng.randint(0, 1)
-        number = 0
-        for _ in range(300):
-            if number < 40 and rng.random() < 0.3:
-                number += 1
-                length = rng.randint(1, max(1, limit // 2))
-                prompt = [rng.randrange(2) for _ in range(length)]
-                seq = make(number, prompt, rng.randint(1, max(1, limit - length)))
-                if scheduler.add(seq) is None:
-                    accepted[number] = seq
-            step = scheduler.schedule() if len(in_flight) <= ahead else None
-            if step is not None:
-                check_limits(scheduler, step)
-                in_flight.append(step)
-            if accepted and rng.random() < 0.1:
-                victim = rng.choice(list(accepted))
-                if victim not in ended:
-                    aborted.add(victim)
-                    scheduler.abort((0, victim))
-            if rng.random() < 0.02:
-                scheduler.requeue_all()
-                in_flight.clear()
-            elif len(in_flight) > ahead or (step is None and in_flight):
-                oldest = in_flight.popleft()
-                outputs = scheduler.apply(oldest, sample(oldest))
-                ended += [o.seq.key.number for o in outputs if o.finished]
-            scheduler.check_integrity()
-        for step in in_flight:
-            ended += [o.seq.key.number for o in scheduler.apply(step, sample(step)) if o.finished]
-        ended += [o.seq.key.number for o in run(scheduler, ahead=ahead) if o.finished]
-        assert sorted(ended) == sorted(accepted.keys() - aborted)
-        for key in ended:
-            seq = accepted[key]
-            assert seq.status is Status.FINISHED
-            prompt = seq.tokens[: seq.num_prompt_tokens].tolist()
-            assert generated(seq) == completion(prompt, seq.params.max_tokens)

@@ -85,19 +85,19 @@ def test_losses_for_other_reasons_convict_nobody(seed: int) -> None:
         assert Trial(12, fails).run(list(range(rng.randint(1, 8))))[0] == []
 
 
-def test_two_that_only_fail_together_both_get_through() -> None:
+def test_two_sequences_that_fail_only_together_both_finish() -> None:
     trial = Trial(5, lambda step: {(1, 3), (2, 3)} <= set(step))
     assert trial.run([0, 1, 2, 3]) == ([], 2)
 
 
-def test_nothing_in_flight_makes_nobody_a_suspect() -> None:
+def test_a_loss_with_nothing_in_flight_makes_no_suspect() -> None:
     suspects: Suspects[int] = Suspects()
     for _ in range(5):
         assert suspects.lost({}) is None
     assert not suspects
 
 
-def test_one_that_ends_on_trial_ends_its_trial() -> None:
+def test_a_suspect_that_ends_ends_its_trial() -> None:
     suspects: Suspects[int] = Suspects()
     for _ in range(2):
         suspects.lost({1: 5, 2: 5})

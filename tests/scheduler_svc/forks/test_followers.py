@@ -12,29 +12,15 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence, Status
 from scheduler_svc.core.step import Step
 from tests.oracle import completion
-from tests.scheduler_svc.test_scheduler import generated, make, make_scheduler, sample
+from tests.scheduler_svc.schedulers import answered, generated, make, make_scheduler, run, sample
 
 BLOCK = 4
 
 
-def answered(scheduler: Scheduler) -> Step:
-    """Plans a step, applies its answer, and returns it."""
-    step = scheduler.schedule()
+def next_step(scheduler: Scheduler) -> Step:
+    step = answered(scheduler)
     assert step is not None
-    scheduler.apply(step, sample(step))
-    scheduler.check_integrity()
     return step
-
-
-def run_to_the_end(scheduler: Scheduler) -> None:
-    for _ in range(1000):
-        step = scheduler.schedule()
-        if step is None:
-            break
-        scheduler.apply(step, sample(step))
-        scheduler.check_integrity()
-    assert not scheduler.open_sequences()
-    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
 
 
 def sequences(scheduler: Scheduler) -> dict[int, Sequence]:
@@ -49,9 +35,11 @@ def test_a_prompt_is_computed_once(prompt_len: int) -> None:
     seqs = sequences(scheduler)
     assert list(seqs) == [5, 6, 7]
     assert [seq.status for seq in seqs.values()] == [Status.WAITING] + [Status.FOLLOWING] * 2
-    assert [(r.seq.key.number, r.num_tokens) for r in answered(scheduler).rows] == [(5, prompt_len)]
+    assert [(r.seq.key.number, r.num_tokens) for r in next_step(scheduler).rows] == [
+        (5, prompt_len)
+    ]
 
-    second = answered(scheduler)
+    second = next_step(scheduler)
     assert [(r.seq.key.number, r.start, r.num_tokens) for r in second.rows] == [
         (5, prompt_len, 1),
         (6, prompt_len - 1, 1),
@@ -65,7 +53,7 @@ def test_a_prompt_is_computed_once(prompt_len: int) -> None:
     assert second.copies == (copies if (prompt_len - 1) % BLOCK else [])
     assert [seqs[n].started.num_cached_tokens for n in (5, 6, 7)] == [0] + [prompt_len - 1] * 2
 
-    run_to_the_end(scheduler)
+    run(scheduler)
     assert all(generated(seq) == completion(prompt, 7) for seq in seqs.values())
 
 
@@ -81,7 +69,7 @@ def test_siblings_are_the_request_with_another_number_and_seed() -> None:
     assert not scheduler.open_sequences()
 
 
-def test_many_count_as_one_in_the_queue_and_are_refused_together() -> None:
+def test_completions_count_as_one_in_the_queue_and_are_rejected_together() -> None:
     scheduler = make_scheduler(max_waiting=2)
     assert scheduler.add(make(1, [1]), n=8) is None
     assert scheduler.num_waiting == 1
@@ -123,23 +111,13 @@ def test_without_a_slot_a_sibling_waits_before_new_ones_and_finds_the_prompt_cac
     scheduler.add(make(3, [3], max_tokens=1))
     answered(scheduler)
     assert second.status is Status.WAITING
-    order = [answered(scheduler).rows[0].seq.key.number for _ in range(4)]
+    order = [next_step(scheduler).rows[0].seq.key.number for _ in range(4)]
     assert order == [1, 2, 2, 3]
     assert second.started.num_cached_tokens == 8
     assert generated(second) == completion(prompt, 2)
 
 
-def test_without_a_block_a_sibling_waits() -> None:
-    scheduler = make_scheduler(num_blocks=2)
-    scheduler.add(make(1, list(range(6)), max_tokens=2), n=2)
-    second = sequences(scheduler)[2]
-    answered(scheduler)
-    assert second.status is Status.WAITING
-    run_to_the_end(scheduler)
-    assert generated(second) == completion(range(6), 2)
-
-
-def test_the_first_to_follow_succeeds_one_that_ends_too_early() -> None:
+def test_the_first_follower_leads_when_the_leader_ends_too_early() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=8)
     prompt = list(range(12))
     scheduler.add(make(1, prompt, max_tokens=2), n=3)
@@ -152,16 +130,8 @@ def test_the_first_to_follow_succeeds_one_that_ends_too_early() -> None:
     scheduler.apply(step, sample(step))
     scheduler.abort((0, 2))
     assert seqs[3].status is Status.WAITING
-    run_to_the_end(scheduler)
+    run(scheduler)
     assert generated(seqs[3]) == completion(prompt, 2)
-
-
-def test_one_that_follows_can_be_aborted() -> None:
-    scheduler = make_scheduler()
-    scheduler.add(make(1, [1, 2], max_tokens=2), n=3)
-    scheduler.abort((0, 2))
-    answered(scheduler)
-    assert [row.seq.key.number for row in answered(scheduler).rows] == [1, 3]
 
 
 def test_a_sibling_whose_leader_ends_with_its_first_token_has_its_blocks() -> None:
@@ -173,35 +143,18 @@ def test_a_sibling_whose_leader_ends_with_its_first_token_has_its_blocks() -> No
     assert scheduler.open_sequences() == [(0, 2)]
     # The block to be copied is held, although it is in no table.
     assert scheduler.blocks.num_free_blocks == 4 - 2 - 1
-    run_to_the_end(scheduler)
+    run(scheduler)
     assert generated(second) == completion(prompt, 1)
 
 
-def test_a_copy_for_one_that_ended_is_not_sent() -> None:
+def test_a_copy_for_an_ended_sequence_is_not_sent() -> None:
     scheduler = make_scheduler()
     scheduler.add(make(1, list(range(6)), max_tokens=5), n=3)
     answered(scheduler)
     scheduler.abort((0, 2))
     scheduler.check_integrity()
     third = sequences(scheduler)[3]
-    assert [to for _, to in answered(scheduler).copies] == [third.block_table[1]]
-
-
-def test_siblings_survive_a_lost_cache() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=8)
-    prompt = list(range(12))
-    scheduler.add(make(1, prompt, max_tokens=3), n=3)
-    seqs = sequences(scheduler)
-    answered(scheduler)
-    scheduler.requeue_all()  # while they follow
-    scheduler.check_integrity()
-    answered(scheduler)
-    answered(scheduler)
-    assert all(seq.status is Status.RUNNING for seq in seqs.values())
-    scheduler.requeue_all()  # before the copies are sent
-    assert not answered(scheduler).copies
-    run_to_the_end(scheduler)
-    assert all(generated(seq) == completion(prompt, 3) for seq in seqs.values())
+    assert [to for _, to in next_step(scheduler).copies] == [third.block_table[1]]
 
 
 def test_a_prompt_that_fails_for_good_ends_those_that_follow_too() -> None:
@@ -228,26 +181,3 @@ def test_a_fork_of_a_fork_copies_what_the_first_would_have_copied() -> None:
     assert blocks.take_copies() == [(source, second.block_table[1]), (source, third.block_table[1])]
     assert blocks.take_copies() == []
     blocks.check_integrity([first, second, third])
-
-
-@pytest.mark.parametrize("computed", [0, 3, 4, 6])
-def test_a_fork_shares_what_its_parent_has_computed(computed: int) -> None:
-    blocks = BlockManager(8, BLOCK)
-    parent, child = make(1, list(range(9))), make(2, [*range(9), 7])
-    blocks.allocate_prompt(parent)
-    parent.begin_at(computed)
-    assert blocks.fork(parent, child)
-    blocks.check_integrity([parent, child])
-    assert (child.num_computed_tokens, child.num_unscheduled_tokens) == (computed, 10 - computed)
-    assert len(child.block_table) == 3
-    assert len(blocks.take_copies()) == (computed % BLOCK > 0)
-
-
-def test_too_few_blocks_for_a_fork_change_nothing() -> None:
-    blocks = BlockManager(3, BLOCK)
-    parent, child = make(1, list(range(8))), make(2, [*range(8), 7])
-    blocks.allocate_prompt(parent)
-    parent.begin_at(6)
-    assert not blocks.fork(parent, child)
-    assert not child.block_table
-    blocks.check_integrity([parent])

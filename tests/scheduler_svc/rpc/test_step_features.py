@@ -14,7 +14,7 @@ from scheduler_svc.core.step import Answer, Logprobs, Step
 from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
 from shared.pb import worker_pb2
 from tests.oracle import completion, logprobs, next_token, states
-from tests.scheduler_svc.test_scheduler import make_scheduler
+from tests.scheduler_svc.schedulers import make_scheduler
 
 BLOCK = 4
 
@@ -53,7 +53,7 @@ def test_rows_without_features_have_no_columns() -> None:
     assert not request.copies
 
 
-def test_what_a_row_asks_for_is_in_its_columns() -> None:
+def test_a_rows_features_are_in_its_columns() -> None:
     first = sequence([1, 2, 3], (7,), top_k=5, top_p=0.5, min_p=0.25, repetition_penalty=1.5)
     second = sequence(
         [4], presence_penalty=0.5, frequency_penalty=-0.5, bias_ids=(9, 8), bias_values=(1.0, -2.0)
