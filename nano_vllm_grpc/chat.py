@@ -16,7 +16,7 @@ from nano_vllm_grpc.llm import LLM
 from nano_vllm_grpc.types import Message, SamplingParams
 
 HELP = """\
-/reset   forget the conversation
+/reset   clear the history
 /help    this list
 /exit    leave (also Ctrl-D)
 Ctrl-C   stop the answer
@@ -50,7 +50,7 @@ class Chat:
 
     def reset(self) -> None:
         self._turns.clear()
-        self._notice("the conversation is forgotten")
+        self._notice("the history is cleared")
 
     def ask(self, text: str) -> None:
         """Streams the answer. Ctrl-C or an error stops it. A partial answer stays in the history,
@@ -101,7 +101,7 @@ class Chat:
             del self._turns[:2]
             dropped += 1
         if dropped:
-            self._notice(f"the conversation got too long: forgot the first {dropped} exchange(s)")
+            self._notice(f"the conversation got too long; dropped the first {dropped} exchange(s)")
 
     def _write(self, text: str) -> None:
         self._out.write(text)
