@@ -24,6 +24,7 @@ from rich.console import Console
 
 from bench.completions import over_grpc, over_http
 from bench.errors import BenchError
+from bench.machine import cpu_s
 from bench.report import check_minimum, mode_parser
 from bench.stack import private_stack
 from deploy.ports import free_port
@@ -144,6 +145,5 @@ def _cpu_s(http_port: int) -> float:
     for each in psutil.net_connections("tcp"):
         ours = each.status == psutil.CONN_LISTEN and tuple(each.laddr)[1:] == (http_port,)
         if ours and each.pid:
-            times = psutil.Process(each.pid).cpu_times()
-            return float(times.user + times.system)
-    raise BenchError("no gateway listens")
+            return cpu_s(each.pid)
+    raise BenchError(f"no process listens on the gateway's port {http_port}")

@@ -184,7 +184,7 @@ def load_engine(directory: str, model: ModelInfo) -> RunnerEngine:
     """
     capacity = model.capacity
     if capacity.tensor_parallel_size > 1:
-        raise BenchError("--in-process: runs one rank; compare it with a stack with TP=1")
+        raise BenchError("--in-process: runs one rank; start the server with TP=1")
     flags = {
         "--model": directory,
         "--max-num-seqs": capacity.max_num_seqs,

@@ -101,7 +101,7 @@ class Engines:
         for each in self._schedulers:
             request = scheduler_pb2.FlushCacheRequest(timeout_s=60)
             if not (await each.stub.FlushCache(request)).flushed:
-                raise BenchError("an engine does not come to rest")
+                raise BenchError("an engine was still busy after 60 s; its cache was not emptied")
 
     async def counters(self) -> list[tuple[int, int, int]]:
         """For each engine: admissions, prompt tokens, and cached prompt tokens."""

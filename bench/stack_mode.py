@@ -174,7 +174,7 @@ async def _measure_stack(
 
 def _check_same_model(directory: str, served: ModelInfo) -> None:
     if Path(directory).resolve().name != served.model:
-        raise BenchError(f"--model: is {directory}, the server has {served.model}")
+        raise BenchError(f"--model: {directory} is not the server's model, {served.model}")
 
 
 def _measure_in_process(directory: str, shape: Shape, model: ModelInfo, console: Console) -> Run:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.http2 import Connection
+from bench.http2 import connect
 from bench.step_clock import StepClock
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 
@@ -70,12 +70,7 @@ async def receive(options: argparse.Namespace) -> Received:
         token_ids=pb.TokenIds(ids=range(PROMPT_TOKENS)),
         sampling=pb.SamplingParams(max_tokens=options.tokens, ignore_eos=True),
     ).SerializeToString()
-    host, _, port = options.address.rpartition(":")
-    loop = asyncio.get_running_loop()
-    connections = [
-        (await loop.create_connection(lambda: Connection(options.address, METHOD), host, port))[1]
-        for _ in range(options.channels)
-    ]
+    connections = [await connect(options.address, METHOD) for _ in range(options.channels)]
     start = os.times()
     calls = [
         connections[number % options.channels].call(request, receiver.on_message)
