@@ -67,7 +67,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rate", type=int, default=20_000, help="tokens/s of the paced run, %(default)s"
     )
-    parser.add_argument("--tokens", type=int, default=400, help="per call, %(default)s")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens per stream, %(default)s")
     options = parser.parse_args(args)
     check_minimum(parser, options, 1, ["calls", "rate", "tokens"])
     return options

@@ -55,7 +55,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser = mode_parser("http", __doc__)
     parser.add_argument("--model", type=Path, default=Path("models/demo"), help="%(default)s")
     parser.add_argument("--streams", type=int, default=64, help="%(default)s")
-    parser.add_argument("--tokens", type=int, default=128, help="per stream, %(default)s")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per stream, %(default)s")
     parser.add_argument("--pairs", type=int, default=5, help="%(default)s")
     options = parser.parse_args(args)
     check_minimum(parser, options, 1, ["streams", "tokens", "pairs"])

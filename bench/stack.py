@@ -29,7 +29,7 @@ from nano_vllm_grpc import AsyncLLM, ModelInfo, PrivateStack, SamplingParams
 
 # Parameters without effect, which replace a model's own defaults. Only the temperature remains.
 PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-Received = Callable[[int], None]
+Received = Callable[[int], object]
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,8 @@ def main() -> None:
     parser.add_argument("--threads", default="auto")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--parts", action="store_true", help="the time of each part, too")
-    parser.add_argument("--out", type=Path, help="for the JSON")
+    parser.add_argument("--parts", action="store_true", help="also show the time of each part")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     flags = ["--device", "cpu", "--max-num-seqs", "256", "--model", args.model]
     for name in ("threads", "quantization", "kv_dtype"):

@@ -54,12 +54,14 @@ class Receiver:
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.stream_client", description=__doc__)
-    parser.add_argument("--address", required=True, help="the frontends', host:port")
+    parser.add_argument("--address", required=True, help="host:port of the frontends")
     parser.add_argument("--clock", type=Path, required=True)
-    parser.add_argument("--slots", type=int, required=True, help="in the clock")
+    parser.add_argument("--slots", type=int, required=True, help="slots of the clock")
     parser.add_argument("--calls", type=int, required=True)
-    parser.add_argument("--channels", type=int, required=True, help="shared by the calls")
-    parser.add_argument("--tokens", type=int, required=True, help="per call")
+    parser.add_argument(
+        "--channels", type=int, required=True, help="connections that the calls share"
+    )
+    parser.add_argument("--tokens", type=int, required=True, help="tokens per call")
     return parser.parse_args(args)
 
 

@@ -202,11 +202,11 @@ def main() -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="of the weights in --start-from, in the average that is written",
+        help="weight of --start-from in the written average",
     )
     parser.add_argument("--steps", type=int, help=f"optimizer steps, default {Recipe.steps}")
-    parser.add_argument("--minutes", type=float, help="stop after this many, default 60")
-    parser.add_argument("--learning-rate", type=float, help="at first, default 0.003")
+    parser.add_argument("--minutes", type=float, help="maximum minutes, default 60")
+    parser.add_argument("--learning-rate", type=float, help="initial learning rate, default 0.003")
     parser.add_argument("--quick", action="store_true", help="a smoke test that learns nothing")
     args = parser.parse_args()
     recipe = QUICK if args.quick else Recipe()

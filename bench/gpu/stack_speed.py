@@ -101,4 +101,4 @@ def _client(setup: Setup, serving: dict[str, Any]) -> Iterator[dict[str, Any]]:
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
                 assert client.stdout is not None
                 yield from map(json.loads, client.stdout)
-            assert client.returncode == 0, "the client failed: see the log"
+            assert client.returncode == 0, "the client failed; its error is printed above"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench.gpu import __main__ as program
@@ -160,14 +161,8 @@ def test_the_time_limit_leaves_a_list_of_what_was_not_run(
 
 
 def processes_of(text: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if text.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+    found = psutil.process_iter(["cmdline"])
+    return [each.pid for each in found if text in " ".join(each.info["cmdline"] or ())]
 
 
 STOPPED = """
