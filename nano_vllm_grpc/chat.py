@@ -16,7 +16,7 @@ from nano_vllm_grpc.llm import LLM
 from nano_vllm_grpc.types import Message, SamplingParams
 
 HELP = """\
-/reset   clear the history
+/reset   forget the conversation
 /help    this list
 /exit    leave (also Ctrl-D)
 Ctrl-C   stop the answer
@@ -50,7 +50,7 @@ class Chat:
 
     def reset(self) -> None:
         self._turns.clear()
-        self._notice("the history is cleared")
+        self._notice("the conversation is forgotten")
 
     def ask(self, text: str) -> None:
         """Streams the answer. Ctrl-C or an error stops it. A partial answer stays in the history,
