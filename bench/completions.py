@@ -11,7 +11,7 @@ import json
 import time
 
 from bench.errors import BenchError
-from bench.http2 import Connection
+from bench.http2 import connect
 from bench.stream_client import METHOD
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 
@@ -38,11 +38,7 @@ async def over_grpc(address: str, prompt: str, tokens: int, engine: str = "") ->
         first_at = first_at or time.perf_counter()
         last = data
 
-    host, _, port = address.rpartition(":")
-    loop = asyncio.get_running_loop()
-    _, connection = await loop.create_connection(
-        lambda: Connection(address, METHOD), host, int(port)
-    )
+    connection = await connect(address, METHOD)
     await connection.call(request.SerializeToString(), on_message)
     connection.close()
     _check(pb.GenerateStreamResponse.FromString(last).usage.completion_tokens, tokens)
@@ -87,4 +83,4 @@ async def over_http(address: str, model: str, prompt: str, tokens: int) -> float
 
 def _check(made: int, asked: int) -> None:
     if made != asked:
-        raise BenchError(f"a stream had {made} tokens where {asked} were asked for")
+        raise BenchError(f"a completion has {made} tokens instead of {asked}")

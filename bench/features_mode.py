@@ -50,7 +50,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser = mode_parser("features", __doc__)
     parser.add_argument("--model", default="models/demo", help="%(default)s")
     parser.add_argument("--streams", type=int, default=32, help="%(default)s")
-    parser.add_argument("--tokens", type=int, default=96, help="per stream, %(default)s")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens per stream, %(default)s")
     parser.add_argument("--pairs", type=int, default=3, help="%(default)s")
     options = parser.parse_args(args)
     check_minimum(parser, options, 1, ["tokens", "pairs"])

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
 from bench.errors import BenchError
@@ -68,7 +67,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rate", type=int, default=20_000, help="tokens/s of the paced run, %(default)s"
     )
-    parser.add_argument("--tokens", type=int, default=400, help="per call, %(default)s")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens per stream, %(default)s")
     options = parser.parse_args(args)
     check_minimum(parser, options, 1, ["calls", "rate", "tokens"])
     return options
@@ -143,21 +142,20 @@ class Rig:
         Raises:
             BenchError: tokens are missing, or the run takes too long.
         """
-        frontend = psutil.Process(self.frontend_pid)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 clients = [await self._start_client(n, tokens_per_call) for n in range(CLIENTS)]
                 await self.scheduler.wait_for_requests(self.calls)
-                before = cpu_s(frontend)
+                before = cpu_s(self.frontend_pid)
                 self.scheduler.go(step_s=self.calls / rate if rate else 0.0)
                 outputs = [(await client.communicate())[0] for client in clients]
-                frontend_cpu_s = cpu_s(frontend) - before
+                frontend_cpu_s = cpu_s(self.frontend_pid) - before
         except TimeoutError:
-            raise BenchError(f"{name}: did not end within {TIMEOUT_S:.0f} s") from None
+            raise BenchError(f"{name}: the run did not end within {TIMEOUT_S:.0f} s") from None
         received: list[dict[str, Any]] = [json.loads(output) for output in outputs if output]
         tokens: int = sum(each["tokens"] for each in received)
         if tokens != self.calls * tokens_per_call:
-            raise BenchError(f"{name}: {tokens} of {self.calls * tokens_per_call} tokens came")
+            raise BenchError(f"{name}: {tokens} of {self.calls * tokens_per_call} tokens arrived")
         seconds = max(e["last_at"] for e in received) - min(e["first_at"] for e in received)
         latencies = [s for each in received for s in each["latencies_s"]] if rate else []
         return Run(

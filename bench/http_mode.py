@@ -24,6 +24,7 @@ from rich.console import Console
 
 from bench.completions import over_grpc, over_http
 from bench.errors import BenchError
+from bench.machine import cpu_s
 from bench.report import check_minimum, mode_parser
 from bench.stack import private_stack
 from deploy.ports import free_port
@@ -54,7 +55,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser = mode_parser("http", __doc__)
     parser.add_argument("--model", type=Path, default=Path("models/demo"), help="%(default)s")
     parser.add_argument("--streams", type=int, default=64, help="%(default)s")
-    parser.add_argument("--tokens", type=int, default=128, help="per stream, %(default)s")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per stream, %(default)s")
     parser.add_argument("--pairs", type=int, default=5, help="%(default)s")
     options = parser.parse_args(args)
     check_minimum(parser, options, 1, ["streams", "tokens", "pairs"])
@@ -144,6 +145,5 @@ def _cpu_s(http_port: int) -> float:
     for each in psutil.net_connections("tcp"):
         ours = each.status == psutil.CONN_LISTEN and tuple(each.laddr)[1:] == (http_port,)
         if ours and each.pid:
-            times = psutil.Process(each.pid).cpu_times()
-            return float(times.user + times.system)
-    raise BenchError("no gateway listens")
+            return cpu_s(each.pid)
+    raise BenchError(f"no process listens on the gateway's port {http_port}")

@@ -119,44 +119,37 @@ class RunnerEngine:
         begin: Callable[[], None] = lambda: None,
     ) -> Run:
         """Runs `warm_up`, calls `begin`, and measures `requests` in the way of `run_stack`."""
-        async with self._running() as steps:
-            await self._finish(steps, [_sequence(0, warm_up)])
+        async with self._running():
+            await self._finish([_sequence(0, warm_up)])
             before = EngineStats.of(self._scheduler.stats)
             self._received = received
             begin()
-            await self._finish(steps, [_sequence(*each) for each in enumerate(requests)])
+            await self._finish([_sequence(*each) for each in enumerate(requests)])
         stats = EngineStats.of(self._scheduler.stats).since(before)
         traces = list(self._traces.values())
         return Run("in process", traces, summarize(traces), stats)
 
     async def complete(self, sequences: list[Sequence]) -> None:
         """Runs sequences, numbered from 0, until they end."""
-        async with self._running() as steps:
-            await self._finish(steps, sequences)
+        async with self._running():
+            await self._finish(sequences)
 
     @contextlib.asynccontextmanager
-    async def _running(self) -> AsyncIterator[asyncio.Task[None]]:
-        """Runs steps in a background task."""
-        steps = asyncio.create_task(self._engine.run())
-        try:
-            yield steps
-        finally:
+    async def _running(self) -> AsyncIterator[None]:
+        """Runs steps in a background task. If a step fails, the caller is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            steps = group.create_task(self._engine.run())
+            yield
             steps.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await steps
 
-    async def _finish(self, steps: asyncio.Task[None], sequences: list[Sequence]) -> None:
+    async def _finish(self, sequences: list[Sequence]) -> None:
         self._traces = {}
         self._unfinished = len(sequences)
         self._done.clear()
         for number, sequence in enumerate(sequences):
             self._traces[number] = Trace(sequence.num_prompt_tokens, sent=time.perf_counter())
             self._engine.submit(sequence)
-        done = asyncio.create_task(self._done.wait())
-        await asyncio.wait([steps, done], return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            done.cancel()
-            steps.result()  # raises
+        await self._done.wait()
 
     def _emit(self, outputs: list[Output]) -> None:
         now = time.perf_counter()
@@ -184,7 +177,7 @@ def load_engine(directory: str, model: ModelInfo) -> RunnerEngine:
     """
     capacity = model.capacity
     if capacity.tensor_parallel_size > 1:
-        raise BenchError("--in-process: runs one rank; compare it with a stack with TP=1")
+        raise BenchError("--in-process: runs one rank; start the server with TP=1")
     flags = {
         "--model": directory,
         "--max-num-seqs": capacity.max_num_seqs,

@@ -76,7 +76,9 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--block-size", type=int, default=16, help="tokens, %(default)s")
     parser.add_argument("--step-us", type=float, default=0.0, help="time per step, %(default)s")
-    parser.add_argument("--token-us", type=float, default=0.0, help="and per token in it")
+    parser.add_argument(
+        "--token-us", type=float, default=0.0, help="time per token in a step, %(default)s"
+    )
     options = parser.parse_args()
     end_with_parent()
     # The server uses threads, because asyncio sleeps for whole milliseconds. A step may take less.

@@ -63,13 +63,17 @@ class Goals:
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = mode_parser("load", __doc__)
-    parser.add_argument("--address", help="a frontend's; default: start a private stack")
-    parser.add_argument("--model", default="models/demo", help="for a private stack, %(default)s")
+    parser.add_argument("--address", help="address of a frontend; default: start a private stack")
     parser.add_argument(
-        "--rate", type=float, default=1.0, help="the first, requests/s, %(default)s"
+        "--model", default="models/demo", help="model of a private stack, %(default)s"
     )
-    parser.add_argument("--growth", type=float, default=1.4, help="from rate to rate, %(default)s")
-    parser.add_argument("--seconds", type=float, default=60.0, help="per rate, %(default)s")
+    parser.add_argument(
+        "--rate", type=float, default=1.0, help="first rate in requests/s, %(default)s"
+    )
+    parser.add_argument(
+        "--growth", type=float, default=1.4, help="factor from rate to rate, %(default)s"
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds per rate, %(default)s")
     parser.add_argument("--ttft-goal", type=float, default=2.0, help="seconds, %(default)s")
     parser.add_argument("--itl-goal", type=float, default=0.2, help="seconds, %(default)s")
     parser.add_argument("--min-input", type=int, default=32, help="tokens, %(default)s")

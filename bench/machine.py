@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,10 +38,14 @@ def this_machine() -> Machine:
     )
 
 
-def cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of a service, whose parent process and serving fork are counted."""
-    times = [each.cpu_times() for each in (process, *process.children())]
-    return float(sum(each.user + each.system for each in times))
+def cpu_s(pid: int | None = None) -> float:
+    """CPU seconds of a process, by default this one, and of its descendants. Those that have ended
+    count once a process has waited for them."""
+    process, total = psutil.Process(pid), 0.0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.Error):  # the process has just ended
+            total += sum(each.cpu_times()[:4])  # user, system, and both of children that have ended
+    return total
 
 
 def _cpu_name() -> str:

@@ -14,7 +14,9 @@ MODES = ("stack", "scheduler", "frontend", "features", "load", "http", "routing"
 
 def mode_parser(mode: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m bench --mode {mode}", description=description)
-    parser.add_argument("--mode", choices=MODES, help="stack by default; each has flags of its own")
+    parser.add_argument(
+        "--mode", choices=MODES, help="what to measure, stack by default; each mode has other flags"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="%(default)s")
     return parser
 

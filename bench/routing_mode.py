@@ -26,6 +26,7 @@ from rich.console import Console
 
 from bench.completions import over_grpc, over_http
 from bench.errors import BenchError
+from bench.metrics import percentile
 from bench.processes import BenchProcess
 from bench.report import mode_parser, print_table
 from bench.scheduler_processes import SchedulerUnderTest, Sizes, running_scheduler
@@ -90,25 +91,6 @@ def _text(rng: random.Random, words: int) -> str:
     return " ".join(rng.choices(_WORDS, k=words))
 
 
-class Engines:
-    """Several schedulers with modelled workers."""
-
-    def __init__(self, schedulers: Sequence[SchedulerUnderTest]) -> None:
-        self._schedulers = schedulers
-        self.addresses = [each.address for each in schedulers]
-
-    async def flush(self) -> None:
-        for each in self._schedulers:
-            request = scheduler_pb2.FlushCacheRequest(timeout_s=60)
-            if not (await each.stub.FlushCache(request)).flushed:
-                raise BenchError("an engine does not come to rest")
-
-    async def counters(self) -> list[tuple[int, int, int]]:
-        """For each engine: admissions, prompt tokens, and cached prompt tokens."""
-        loads = [await each.load() for each in self._schedulers]
-        return [(x.admissions, x.prompt_tokens, x.cached_prompt_tokens) for x in loads]
-
-
 class Frontend:
     """Sends requests to a frontend's public address; each request names its engine."""
 
@@ -133,28 +115,37 @@ class Frontend:
             self._open[engine] -= 1
 
 
-async def run_way(way: str, send: Send, workload: Sequence[Turn], engines: Engines) -> Outcome:
+async def run_way(
+    way: str, send: Send, workload: Sequence[Turn], engines: Sequence[SchedulerUnderTest]
+) -> Outcome:
     """Sends each turn of the workload at its time, with `send`."""
-    await engines.flush()
-    before, start = await engines.counters(), time.perf_counter()
+    for each in engines:
+        request = scheduler_pb2.FlushCacheRequest(timeout_s=60)
+        if not (await each.stub.FlushCache(request)).flushed:
+            raise BenchError("an engine was still busy after 60 s; its cache was not emptied")
+    before, start = [await each.load() for each in engines], time.perf_counter()
 
-    async def request(turn: Turn) -> float:
+    async def run_turn(turn: Turn) -> float:
         await asyncio.sleep(turn.at - (time.perf_counter() - start))
         sent = time.perf_counter()
         return await send(turn.prompt, turn.tokens) - sent
 
-    times = sorted(await asyncio.gather(*map(request, workload)))
-    after = await engines.counters()
-    each = [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
-    admissions, prompt_tokens, cached = ([row[i] for row in each] for i in range(3))
+    times = await asyncio.gather(*map(run_turn, workload))
+    after = [await each.load() for each in engines]
+
+    def added(counter: str) -> list[int]:
+        """By how much each engine's counter has grown."""
+        pairs = zip(before, after, strict=True)
+        return [getattr(new, counter) - getattr(old, counter) for old, new in pairs]
+
     return Outcome(
         way=way,
-        hit_rate=sum(cached) / sum(prompt_tokens),
-        ttft_p50_s=statistics.median(times),
-        ttft_p99_s=times[int(0.99 * len(times))],
+        hit_rate=sum(added("cached_prompt_tokens")) / sum(added("prompt_tokens")),
+        ttft_p50_s=percentile(times, 50) or 0.0,
+        ttft_p99_s=percentile(times, 99) or 0.0,
         ttft_mean_s=statistics.fmean(times),
         requests=len(times),
-        share_of_busiest=max(admissions) / sum(admissions),
+        share_of_busiest=max(added("admissions")) / sum(added("admissions")),
     )
 
 
@@ -195,22 +186,21 @@ async def _measure_ways(options: argparse.Namespace, console: Console) -> list[O
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         names = [str(number) for number in range(options.engines)]
-        schedulers = [await stack.enter_async_context(running_scheduler(sizes, n)) for n in names]
-        engines = Engines(schedulers)
-        whole = Engines([await stack.enter_async_context(running_scheduler(big))])
+        engines = [await stack.enter_async_context(running_scheduler(sizes, n)) for n in names]
+        whole = [await stack.enter_async_context(running_scheduler(big))]
         console.print(f"{len(workload)} requests in {options.seconds:g} s, {options.rate:g}/s")
 
-        address = await _start_frontend(stack, directory, engines.addresses)
-        address_of_whole = await _start_frontend(stack, directory, whole.addresses)
+        address = await _start_frontend(stack, directory, engines)
+        address_of_whole = await _start_frontend(stack, directory, whole)
         frontend = Frontend(address, options.engines)
-        ways: list[tuple[str, Send, Engines]] = [
+        ways: list[tuple[str, Send, Sequence[SchedulerUnderTest]]] = [
             ("one engine as large as all", partial(over_grpc, address_of_whole), whole),
             ("expected first token", partial(over_grpc, address), engines),
             ("least loaded", frontend.to_least_loaded, engines),
             ("random", frontend.at_random, engines),
         ]
         if options.gateway:
-            gateway = await _start_gateway(stack, directory, engines.addresses)
+            gateway = await _start_gateway(stack, directory, engines)
             send = partial(over_http, gateway, Path(_MODEL).name)
             ways.insert(2, ("gateway's cache_aware", send, engines))
         for way, send_turn, its in ways:
@@ -220,7 +210,10 @@ async def _measure_ways(options: argparse.Namespace, console: Console) -> list[O
 
 
 async def _start_frontend(
-    stack: contextlib.AsyncExitStack, directory: Path, addresses: Sequence[str], **flags: object
+    stack: contextlib.AsyncExitStack,
+    directory: Path,
+    engines: Sequence[SchedulerUnderTest],
+    **flags: object,
 ) -> str:
     """Starts a frontend; returns its public address."""
     port = free_port()
@@ -230,7 +223,7 @@ async def _start_frontend(
         "frontend",
         model=_MODEL,
         port=port,
-        scheduler_addresses=",".join(addresses),
+        scheduler_addresses=",".join(each.address for each in engines),
         max_requests_per_client=16384,
         exit_with_parent=True,
         **flags,
@@ -241,13 +234,13 @@ async def _start_frontend(
 
 
 async def _start_gateway(
-    stack: contextlib.AsyncExitStack, directory: Path, addresses: Sequence[str]
+    stack: contextlib.AsyncExitStack, directory: Path, engines: Sequence[SchedulerUnderTest]
 ) -> str:
     """Starts a gateway and a frontend for each engine, which sends the gateway the engine's events;
     returns the gateway's HTTP address."""
-    frontends = [f"{HOST}:{free_port()}" for _ in addresses]
-    for address, frontend in zip(addresses, frontends, strict=True):
-        await _start_frontend(stack, directory, [address], gateway_addresses=frontend)
+    frontends = [f"{HOST}:{free_port()}" for _ in engines]
+    for engine, frontend in zip(engines, frontends, strict=True):
+        await _start_frontend(stack, directory, [engine], gateway_addresses=frontend)
     port = free_port()
     process = BenchProcess(
         stack,
@@ -267,17 +260,17 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser = mode_parser("routing", __doc__)
     number: Any = parser.add_argument
     number("--engines", type=int, default=4, help="%(default)s")
-    number("--seconds", type=float, default=60.0, help="of arrivals, %(default)s")
+    number("--seconds", type=float, default=60.0, help="seconds of arrivals, %(default)s")
     number("--rate", type=float, default=16.0, help="requests/s, %(default)s")
     number("--systems", type=int, default=24, help="system prompts, %(default)s")
-    number("--system-words", type=int, default=400, help="of each, %(default)s")
-    number("--turns", type=int, default=5, help="of a conversation, %(default)s")
-    number("--turn-words", type=int, default=40, help="mean, %(default)s")
+    number("--system-words", type=int, default=400, help="words of each system prompt, %(default)s")
+    number("--turns", type=int, default=5, help="turns of a conversation, %(default)s")
+    number("--turn-words", type=int, default=40, help="mean words of a turn, %(default)s")
     number("--pause", type=float, default=4.0, help="mean seconds between turns, %(default)s")
-    number("--tokens", type=int, default=24, help="mean of an answer, %(default)s")
-    number("--blocks", type=int, default=4096, help="of 16 tokens, per engine, %(default)s")
-    number("--step-us", type=float, default=20_000, help="of a step, %(default)s")
-    number("--token-us", type=float, default=200, help="of a token in a step, %(default)s")
+    number("--tokens", type=int, default=24, help="mean tokens of an answer, %(default)s")
+    number("--blocks", type=int, default=4096, help="blocks of 16 tokens per engine, %(default)s")
+    number("--step-us", type=float, default=20_000, help="time of a step, %(default)s")
+    number("--token-us", type=float, default=200, help="time of each token in a step, %(default)s")
     number("--seed", type=int, default=0, help="%(default)s")
     number("--no-gateway", dest="gateway", action="store_false", help="leave the gateway out")
     return parser.parse_args(args)

@@ -97,7 +97,7 @@ async def _window(
     scheduler: SchedulerUnderTest, connection: SchedulerConnection, num_seqs: int, steps: int
 ) -> Decode:
     before, started = await scheduler.load(), time.perf_counter()
-    cpu = cpu_s(scheduler.scheduler), cpu_s(scheduler.worker), time.process_time()
+    cpu = cpu_s(scheduler.scheduler_pid), cpu_s(scheduler.worker_pid), time.process_time()
     tokens, context = connection.num_tokens, connection.mean_context()
     await connection.read_until(lambda: connection.num_tokens >= tokens + steps * num_seqs)
     after, ended = await scheduler.load(), time.perf_counter()
@@ -110,8 +110,8 @@ async def _window(
         tokens_per_s=(connection.num_tokens - tokens) / (ended - started),
         mean_batch=(after.step_sequences - before.step_sequences) / done,
         mean_context=(context + connection.mean_context()) / 2,
-        scheduler_cpu_ms=1e3 * (cpu_s(scheduler.scheduler) - cpu[0]) / done,
-        worker_cpu_ms=1e3 * (cpu_s(scheduler.worker) - cpu[1]) / done,
+        scheduler_cpu_ms=1e3 * (cpu_s(scheduler.scheduler_pid) - cpu[0]) / done,
+        worker_cpu_ms=1e3 * (cpu_s(scheduler.worker_pid) - cpu[1]) / done,
         client_cpu_ms=1e3 * (time.process_time() - cpu[2]) / done,
     )
 

@@ -45,8 +45,8 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--num-seqs", type=int, nargs="+", default=[256, 1024], help="%(default)s")
     add("--context", type=int, default=600, help="tokens per sequence, %(default)s")
-    add("--steps", type=int, default=600, help="measured in a round, %(default)s")
-    add("--rounds", type=int, default=3, help="the median counts, %(default)s")
+    add("--steps", type=int, default=600, help="steps of a round, %(default)s")
+    add("--rounds", type=int, default=3, help="rounds, of which the median counts, %(default)s")
     add("--waiting", type=int, nargs="+", default=[0, 1000, 10_000], help="%(default)s")
     options = parser.parse_args(args)
     check_minimum(parser, options, 1, ["num_seqs", "context", "steps", "rounds"])

@@ -106,7 +106,7 @@ class _DecodingBatch:
         samples = [self._step() for _ in range(steps)]
         done = self._scheduler.stats.step_tokens - before
         if done != steps * self._scheduler.limits.max_num_seqs:
-            raise BenchError(f"{steps} steps had {done} tokens")
+            raise BenchError(f"{steps} steps had {done} tokens; not all sequences decoded")
         return samples
 
     def _step(self) -> tuple[float, float, float]:
@@ -132,7 +132,7 @@ class _DecodingBatch:
         params = SamplingParams(max_tokens, temperature=0.6, seed=number)
         end = self._scheduler.add(Sequence((0, number), prompt, params))
         if end is not None:
-            raise BenchError(f"sequence {number} was refused: {end.message}")
+            raise BenchError(f"sequence {number} was rejected: {end.message}")
 
 
 def _summary(

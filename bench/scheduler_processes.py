@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 from grpc import aio
 
 from bench.processes import BenchProcess
@@ -42,8 +41,8 @@ class SchedulerUnderTest:
 
     address: str
     stub: SchedulerServiceAsyncStub
-    scheduler: psutil.Process
-    worker: psutil.Process
+    scheduler_pid: int
+    worker_pid: int
 
     async def load(self) -> scheduler_pb2.GetLoadResponse:
         return await self.stub.GetLoad(scheduler_pb2.GetLoadRequest())
@@ -87,6 +86,4 @@ async def running_scheduler(
         async with aio.insecure_channel(scheduler_address, options=_ANY_SIZE) as channel:
             stub: SchedulerServiceAsyncStub = SchedulerServiceStub(channel)
             await scheduler.wait_until(lambda: check_health(scheduler_address) == SERVING)
-            yield SchedulerUnderTest(
-                scheduler_address, stub, psutil.Process(scheduler.pid), psutil.Process(worker.pid)
-            )
+            yield SchedulerUnderTest(scheduler_address, stub, scheduler.pid, worker.pid)

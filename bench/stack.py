@@ -29,7 +29,7 @@ from nano_vllm_grpc import AsyncLLM, ModelInfo, PrivateStack, SamplingParams
 
 # Parameters without effect, which replace a model's own defaults. Only the temperature remains.
 PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-Received = Callable[[int], None]
+Received = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ async def run_request(
             received(len(chunk.token_ids))
     if params.ignore_eos and trace.output_tokens != request.output_len:
         raise BenchError(
-            f"the server made {trace.output_tokens} tokens where {request.output_len} were asked "
-            "for: the figures would not be comparable"
+            f"the server generated {trace.output_tokens} tokens instead of {request.output_len}; "
+            "the figures would not be comparable"
         )
     return trace
 
@@ -133,7 +133,7 @@ async def measure_single_stream(
     """
     if model.max_model_len <= LONG_PROMPT:
         raise BenchError(
-            f"--single-stream: needs {LONG_PROMPT + 1} tokens, the server takes "
+            f"--single-stream: needs {LONG_PROMPT + 1} tokens; the server allows "
             f"{model.max_model_len}"
         )
     rates, ttfts = [], []

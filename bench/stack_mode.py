@@ -15,17 +15,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
-from rich.text import Text
+from tqdm import tqdm
 
 from bench.engine_stats import stats_reader
 from bench.errors import BenchError
 from bench.report import check_lengths, check_minimum, figure_rows, mode_parser, print_table
 from bench.stack import (
-    Received,
     Run,
     SingleStream,
     measure_single_stream,
@@ -62,7 +60,7 @@ _ROWS = (
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = mode_parser("stack", __doc__)
-    parser.add_argument("--address", help="a frontend's; default: start a private stack")
+    parser.add_argument("--address", help="address of a frontend; default: start a private stack")
     parser.add_argument(
         "--model",
         default="models/demo",
@@ -163,8 +161,8 @@ async def _measure_stack(
             _check_same_model(options.model, model)
         warm_up = warm_up_request(shape, model.vocab_size)
         read_stats = stats_reader(address, scheduler_address)
-        with _progress("stack", requests, console) as received:
-            run = await run_stack(llm, warm_up, requests, read_stats, received)
+        with _progress("stack", requests) as bar:
+            run = await run_stack(llm, warm_up, requests, read_stats, bar.update)
         single = SingleStream(None, None)
         if options.single_stream:
             with console.status("one stream"):
@@ -174,7 +172,7 @@ async def _measure_stack(
 
 def _check_same_model(directory: str, served: ModelInfo) -> None:
     if Path(directory).resolve().name != served.model:
-        raise BenchError(f"--model: is {directory}, the server has {served.model}")
+        raise BenchError(f"--model: {directory} is not the server's model, {served.model}")
 
 
 def _measure_in_process(directory: str, shape: Shape, model: ModelInfo, console: Console) -> Run:
@@ -185,19 +183,11 @@ def _measure_in_process(directory: str, shape: Shape, model: ModelInfo, console:
     with console.status("loading the model in this process"):
         engine = load_engine(directory, model)
     requests = reference_workload(shape, model.vocab_size)
-    with _progress("in process", requests, console) as received:
-        return asyncio.run(engine.run(warm_up_request(shape, model.vocab_size), requests, received))
+    warm_up = warm_up_request(shape, model.vocab_size)
+    with _progress("in process", requests) as bar:
+        return asyncio.run(engine.run(warm_up, requests, bar.update))
 
 
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.finished_speed or task.speed or 0:,.1f} tokens/s")
-
-
-@contextmanager
-def _progress(name: str, requests: Sequence[Request], console: Console) -> Iterator[Received]:
-    """Shows a progress bar; yields a function to call with each chunk's number of tokens."""
-    columns = (TextColumn("{task.description}"), BarColumn(), _Rate(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bars:
-        task = bars.add_task(name, total=sum(request.output_len for request in requests))
-        yield lambda tokens: bars.advance(task, tokens)
+def _progress(name: str, requests: Sequence[Request]) -> tqdm[NoReturn]:
+    """A progress bar of output tokens."""
+    return tqdm(total=sum(each.output_len for each in requests), desc=name, unit=" tokens")

@@ -9,8 +9,6 @@ command `python -X importtime -c 'import worker_svc.__main__'` shows the time of
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -18,39 +16,27 @@ from statistics import median
 
 import psutil
 
-from bench.errors import BenchError
 from deploy.first_tokens import stream_completion
-
-STOP_TIMEOUT_S = 30.0
+from nano_vllm_grpc import PrivateStack
 
 
 def measure(model: Path) -> dict[str, float]:
     """Starts a stack -> the figures to print.
 
     Raises:
-        BenchError: the stack does not start.
+        StackError: the stack does not start.
     """
     started = time.monotonic()
-    command = [sys.executable, "-P", "-m", "cli", "run", "--port", "0", "--model", str(model)]
-    launcher = psutil.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        word, _, address = launcher.stdout.readline().decode().strip().partition(" ")
-        if word != "READY":
-            raise BenchError("the stack did not start")
-        ready = time.monotonic()
-        stream_completion(address, lambda _: None, max_tokens=1)
+    with PrivateStack(model) as stack:
         found: dict[str, float] = defaultdict(float)
-        found["s, serves"] = ready - started
+        found["s, serves"] = time.monotonic() - started
+        stream_completion(stack.address, lambda _: None, max_tokens=1)
         found["s, first token"] = time.monotonic() - started
-        for process in (launcher, *launcher.children(recursive=True)):
+        for process in psutil.Process().children(recursive=True):
             times = process.cpu_times()
             found[f"CPU s, {_name(process)}"] += times.user + times.system
             found["CPU s, all"] += times.user + times.system
-        return found
-    finally:
-        launcher.stdin.close()
-        launcher.wait(STOP_TIMEOUT_S)
-        launcher.stdout.close()
+    return found
 
 
 def _name(process: psutil.Process) -> str:

@@ -1,10 +1,10 @@
 """Measures a worker's steps on a CPU, in this process: decodes, prompts and mixed steps.
 
     python -m bench.steps --model DIR [--threads N] [--quantization int8] [--kv-dtype int8]
-        [--out FILE.json]
+        [--parts] [--out FILE.json]
 
-Run it on an otherwise idle machine. docs/operations.md describes how to profile a running stack,
-which shows where a step's time goes.
+Run it on an otherwise idle machine. `--parts` also shows the time of each part of a step, summed
+over all layers. docs/operations.md describes how to profile a running stack.
 """
 
 from __future__ import annotations
@@ -13,13 +13,20 @@ import argparse
 import dataclasses
 import json
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from bench.gpu.steps import make_step
 from bench.machine import this_machine
 from shared.config import load_settings
+from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear
+from worker_svc.layers.norm import RMSNorm
 from worker_svc.model_runner import ModelRunner
+from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
 
 CONTEXT = 280
@@ -28,19 +35,62 @@ STEPS = ((1, 0), (8, 0), (32, 0), (256, 0), (0, 128), (0, 1024), (31, 128), (8, 
 _MIN_S, _MIN_RUNS = 1.0, 3
 
 
-def measure(runner: ModelRunner, decodes: int, prompt: int) -> float:
-    """The median seconds of a step, from runs that together take at least a second."""
+def time_parts(runner: ModelRunner) -> dict[str, float]:
+    """Returns a dictionary to which each part of a step adds its seconds. The products of a layer
+    have the names of their attributes."""
+    seconds: dict[str, float] = defaultdict(float)
+    products = dict(_products(runner._model))
+
+    def wrap(owner: Any, method: str, part: str) -> None:
+        function = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            seconds[products.get(id(args[0]), part)] += time.perf_counter() - started
+            return result
+
+        setattr(owner, method, timed)
+
+    for layer in (ColumnParallelLinear, RowParallelLinear):
+        wrap(layer, "__call__", "other products")
+    wrap(VocabParallelEmbedding, "__call__", "embedding")
+    wrap(VocabParallelHead, "__call__", "head")
+    wrap(RMSNorm, "__call__", "norm")
+    wrap(Sampler, "__call__", "sampler")
+    wrap(runner._backend, "rope_store", "rope, cache write")
+    wrap(runner._backend, "attend", "attention")
+    wrap(runner._platform.ops, "silu_and_multiply", "SiLU")
+    return seconds
+
+
+def _products(owner: object) -> Iterator[tuple[int, str]]:
+    """Yields the id and the attribute's name of each linear layer in a part of the model."""
+    for name, value in vars(owner).items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, ColumnParallelLinear | RowParallelLinear):
+                yield id(each), name
+            elif type(each).__module__.startswith("worker_svc.models."):
+                yield from _products(each)
+
+
+def measure(runner: ModelRunner, decodes: int, prompt: int, parts: dict[str, float]) -> float:
+    """The median seconds of a step, from runs that together take at least a second. Leaves the mean
+    seconds of its parts in `parts`."""
     prompts = [prompt] if prompt else []
     info = runner.info
     step = make_step(
         [1] * decodes + prompts, [CONTEXT] * decodes + prompts, info.block_size, info.vocab_size
     )
     runner.run(step)
+    parts.clear()
     runs: list[float] = []
     while sum(runs) < _MIN_S or len(runs) < _MIN_RUNS:
         started = time.perf_counter()
         runner.run(step)
         runs.append(time.perf_counter() - started)
+    for part in parts:
+        parts[part] /= len(runs)
     return median(runs)
 
 
@@ -50,7 +100,8 @@ def main() -> None:
     parser.add_argument("--threads", default="auto")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--out", type=Path, help="for the JSON")
+    parser.add_argument("--parts", action="store_true", help="also show the time of each part")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     flags = ["--device", "cpu", "--max-num-seqs", "256", "--model", args.model]
     for name in ("threads", "quantization", "kv_dtype"):
@@ -58,14 +109,23 @@ def main() -> None:
     runner = ModelRunner(load_settings(WorkerSettings, flags))
     blocks = max(seqs * -(-CONTEXT // runner.info.block_size) for seqs, _ in STEPS)
     runner.configure(1, blocks + 1024)
-    seconds = {}
+    parts = time_parts(runner) if args.parts else {}
+    seconds, parts_of = {}, {}
     for decodes, prompt in STEPS:
-        parts = [f"{decodes} decodes"] * (decodes > 0) + [f"{prompt} tokens"] * (prompt > 0)
-        name = " and ".join(parts)
-        seconds[name] = measure(runner, decodes, prompt)
+        rows = [f"{decodes} decodes"] * (decodes > 0) + [f"{prompt} tokens"] * (prompt > 0)
+        name = " and ".join(rows)
+        seconds[name] = measure(runner, decodes, prompt, parts)
         print(f"{name:<32}{1e3 * seconds[name]:10.2f} ms", flush=True)
+        parts_of[name] = dict(parts)
+        for part, part_s in sorted(parts.items(), key=lambda each: -each[1]):
+            print(f"  {part:<30}{1e3 * part_s:10.2f} ms", flush=True)
     if args.out:
-        result = {**dataclasses.asdict(this_machine()), "flags": flags, "seconds": seconds}
+        result = {
+            **dataclasses.asdict(this_machine()),
+            "flags": flags,
+            "seconds": seconds,
+            "parts": parts_of,
+        }
         args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.http2 import Connection
+from bench.http2 import connect
 from bench.step_clock import StepClock
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 
@@ -54,12 +54,14 @@ class Receiver:
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.stream_client", description=__doc__)
-    parser.add_argument("--address", required=True, help="the frontends', host:port")
+    parser.add_argument("--address", required=True, help="host:port of the frontends")
     parser.add_argument("--clock", type=Path, required=True)
-    parser.add_argument("--slots", type=int, required=True, help="in the clock")
+    parser.add_argument("--slots", type=int, required=True, help="slots of the clock")
     parser.add_argument("--calls", type=int, required=True)
-    parser.add_argument("--channels", type=int, required=True, help="shared by the calls")
-    parser.add_argument("--tokens", type=int, required=True, help="per call")
+    parser.add_argument(
+        "--channels", type=int, required=True, help="connections that the calls share"
+    )
+    parser.add_argument("--tokens", type=int, required=True, help="tokens per call")
     return parser.parse_args(args)
 
 
@@ -70,12 +72,7 @@ async def receive(options: argparse.Namespace) -> Received:
         token_ids=pb.TokenIds(ids=range(PROMPT_TOKENS)),
         sampling=pb.SamplingParams(max_tokens=options.tokens, ignore_eos=True),
     ).SerializeToString()
-    host, _, port = options.address.rpartition(":")
-    loop = asyncio.get_running_loop()
-    connections = [
-        (await loop.create_connection(lambda: Connection(options.address, METHOD), host, port))[1]
-        for _ in range(options.channels)
-    ]
+    connections = [await connect(options.address, METHOD) for _ in range(options.channels)]
     start = os.times()
     calls = [
         connections[number % options.channels].call(request, receiver.on_message)

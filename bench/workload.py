@@ -72,6 +72,6 @@ def check_fits(requests: list[Request], max_model_len: int) -> None:
     longest = max(len(request.prompt) + request.output_len for request in requests)
     if longest > max_model_len:
         raise BenchError(
-            f"a request has {longest} tokens, prompt and output together; the server takes "
-            f"{max_model_len}: lower --max-input or --max-output, or raise MAX_MODEL_LEN"
+            f"the longest request needs {longest} tokens for prompt and output; the server allows "
+            f"{max_model_len}; lower --max-input or --max-output, or raise MAX_MODEL_LEN"
         )

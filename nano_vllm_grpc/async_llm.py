@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
 from nano_vllm_grpc import wire
 from nano_vllm_grpc.calls import Calls
@@ -24,6 +21,7 @@ from nano_vllm_grpc.types import (
     Message,
     ModelInfo,
     Prompt,
+    RequestOptions,
     SamplingParams,
     as_prompts,
     as_resume_ids,
@@ -78,10 +76,8 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
         resume_token_ids: Sequence[int] | Sequence[Sequence[int]] = (),
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Returns completions in the order of the prompts, `n` or `beam_width` for each if set.
 
@@ -92,11 +88,9 @@ class AsyncLLM:
             prompts: one prompt or a list of them, each a text, token ids, or a chat.
             sampling_params: one for all prompts, or one per prompt.
             use_tqdm: show progress with prefill and decode tokens/s on stderr.
-            timeout_s: the deadline of each request, in seconds from when it is sent.
-            priority: lower goes first.
-            cache_salt: cached prefixes are shared only among requests with the same salt.
             resume_token_ids: the tokens that the completion already has and resumes after. Give a
                 list of such lists for several prompts.
+            options: timeout_s, priority and cache_salt, see `RequestOptions`.
         """
         items = as_prompts(prompts)
         params = as_sampling_params(sampling_params, len(items))
@@ -108,15 +102,10 @@ class AsyncLLM:
             prompt: Prompt, each: SamplingParams, resume: Sequence[int]
         ) -> list[Completion]:
             async with slots:
-                stream = self.stream(
-                    prompt,
-                    each,
-                    timeout_s=timeout_s,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    resume_token_ids=resume,
-                )
-                return await self._complete(prompt, stream, progress)
+                prompt_tokens = await self._count_tokens(prompt) if progress.shown else 0
+                with progress.request(prompt_tokens) as received:
+                    stream = self.stream(prompt, each, resume_token_ids=resume, **options)
+                    return await _complete(stream, received)
 
         each_one = zip(items, params, resumed, strict=True)
         tasks = [asyncio.create_task(run(*arguments)) for arguments in each_one]
@@ -138,16 +127,14 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Returns the answers to one conversation or a list of them. `generate` and `stream` take a
         `Chat` instead.
 
         Args:
             tools, chat_template_kwargs, continue_final_message: as in `Chat`, for all chats.
-            sampling_params, use_tqdm, timeout_s, priority, cache_salt: as for `generate`.
+            sampling_params, use_tqdm, options: as for `generate`.
         """
         chats = [
             Chat(
@@ -158,16 +145,9 @@ class AsyncLLM:
             )
             for each in as_prompts(messages)
         ]
-        return await self.generate(
-            chats,
-            sampling_params,
-            use_tqdm,
-            timeout_s=timeout_s,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        return await self.generate(chats, sampling_params, use_tqdm, **options)
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -182,19 +162,12 @@ class AsyncLLM:
         request.
 
         Args:
-            timeout_s, priority, cache_salt: as for `generate`.
+            timeout_s, priority, cache_salt: see `RequestOptions`.
             resume_token_ids: the tokens that the completion already has and resumes after.
         """
         params = sampling_params or SamplingParams()
-        request = ResumableRequest(
-            wire.encode_request(prompt, params, priority, cache_salt, resume_token_ids)
-        )
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        async with aclosing(self._calls.stream(request, request.whole(), deadline)) as received:
-            async for call, message in received:
-                chunk = request.take(call, message)
-                if chunk is not None:
-                    yield chunk
+        message = wire.encode_request(prompt, params, priority, cache_salt, resume_token_ids)
+        return self._calls.stream(ResumableRequest(message, timeout_s))
 
     async def tokenize(self, prompt: str | Sequence[Message] | Chat) -> list[int]:
         """Returns the token ids of a text, or of a chat as the model's template renders it."""
@@ -217,32 +190,24 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
-
-    async def _complete(
-        self,
-        prompt: Prompt,
-        stream: AsyncGenerator[Chunk, None],
-        progress: Progress,
-    ) -> list[Completion]:
-        prompt_tokens = await self._count_tokens(prompt) if progress.shown else 0
-        chunks: dict[int, list[Chunk]] = {}
-        prompt_logprobs: list[dict[int, float]] = []
-        with progress.request(prompt_tokens) as received:
-            async with aclosing(stream):
-                async for chunk in stream:
-                    received(len(chunk.token_ids))
-                    chunks.setdefault(chunk.index, []).append(chunk)
-                    prompt_logprobs += chunk.prompt_logprobs
-        return [join(chunks[index], chunk, prompt_logprobs) for index in sorted(chunks)]
 
     async def _count_tokens(self, prompt: Prompt) -> int:
         if isinstance(prompt, str) or is_chat(prompt):
             return len(await self.tokenize(prompt))
         return len(cast(Sequence[int], prompt))
+
+
+async def _complete(
+    stream: AsyncGenerator[Chunk, None], received: Callable[[int], None]
+) -> list[Completion]:
+    """Joins the completions of a stream; calls `received` with each chunk's number of tokens."""
+    chunks: dict[int, list[Chunk]] = {}
+    prompt_logprobs: list[dict[int, float]] = []
+    async with aclosing(stream):
+        async for chunk in stream:
+            received(len(chunk.token_ids))
+            chunks.setdefault(chunk.index, []).append(chunk)
+            prompt_logprobs += chunk.prompt_logprobs
+    return [join(chunks[index], chunk, prompt_logprobs) for index in sorted(chunks)]

@@ -16,6 +16,7 @@ from nano_vllm_grpc.errors import UnavailableError, from_rpc_error
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.resume import Call, ResumableRequest
 from nano_vllm_grpc.retry import Retries
+from nano_vllm_grpc.types import Chunk
 
 if TYPE_CHECKING:
     from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceAsyncStub
@@ -39,16 +40,23 @@ class Calls:
         self._max_retry_wait_s = max_retry_wait_s
         self._reached = False  # whether a server has ever answered
 
-    async def stream(
-        self, request: ResumableRequest, call: Call, deadline: float
+    async def stream(self, request: ResumableRequest) -> AsyncGenerator[Chunk, None]:
+        """Yields the chunks of `request`, from as many calls as needed."""
+        async with aclosing(self._messages(request, request.whole())) as messages:
+            async for call, message in messages:
+                if (chunk := request.take(call, message)) is not None:
+                    yield chunk
+
+    async def _messages(
+        self, request: ResumableRequest, call: Call
     ) -> AsyncGenerator[Received, None]:
-        """Yields the messages of a call of `request`, and of the calls that take over if it breaks
-        off. `deadline`: by `time.monotonic`, infinity for none. The caller must pass each message
-        to the request's `take` before asking for the next message."""
+        """Yields the messages of a call of `request`, and of the calls that resume it if it breaks
+        off. The request must take each message before the next one is asked for."""
+        deadline = request.deadline
         retries = Retries(self._max_retry_wait_s, deadline)
         while True:
             timeout_s = None if deadline == math.inf else deadline - time.monotonic()
-            with self._connections.one() as connection:
+            with self._connections.lend() as connection:
                 stream = connection.stub.GenerateStream(call.message, timeout=timeout_s)
                 try:
                     async for message in stream:
@@ -67,7 +75,7 @@ class Calls:
             if len(rest) > 1:
                 break
             (call,) = rest
-        each_one = [self.stream(request, each_call, deadline) for each_call in rest]
+        each_one = [self._messages(request, each_call) for each_call in rest]
         async with aclosing(_merge(each_one)) as received:
             async for each in received:
                 yield each
@@ -78,7 +86,7 @@ class Calls:
         """Returns the response to the call that `start` makes."""
         retries = Retries(self._max_retry_wait_s, math.inf)
         while True:
-            with self._connections.one() as connection:
+            with self._connections.lend() as connection:
                 try:
                     response = await start(connection.stub)
                     self._reached = True

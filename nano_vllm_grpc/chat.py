@@ -101,7 +101,7 @@ class Chat:
             del self._turns[:2]
             dropped += 1
         if dropped:
-            self._notice(f"the conversation got too long: forgot the first {dropped} exchange(s)")
+            self._notice(f"the conversation got too long; dropped the first {dropped} exchange(s)")
 
     def _write(self, text: str) -> None:
         self._out.write(text)
@@ -152,10 +152,14 @@ def line_reader() -> ReadLine:
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nano_vllm_grpc.chat", description=__doc__)
-    parser.add_argument("--address", default="127.0.0.1:50051", help="a frontend's, %(default)s")
+    parser.add_argument(
+        "--address", default="127.0.0.1:50051", help="address of a frontend, %(default)s"
+    )
     parser.add_argument("--system", default="", help="system prompt")
     parser.add_argument("--temperature", type=float)
-    parser.add_argument("--max-tokens", type=int, help="per answer; default: what fits the model")
+    parser.add_argument(
+        "--max-tokens", type=int, help="tokens of an answer; default: what fits the model"
+    )
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", default=[], help="may be given more than once")
     return parser.parse_args(args)

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from grpc import aio
-
 from nano_vllm_grpc.channels import keepalive_options, open_channel, stays_on_host
 from nano_vllm_grpc.errors import LLMError
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -28,20 +26,43 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
     *keepalive_options(),
 )
-_REST_S = 1.0  # how long a failed connection rests if there are others
+_AVOID_S = 1.0  # how long a failed connection is avoided if there are others
 
 
 class Connection:
-    """One channel and its calls. Create it on the event loop that uses it."""
+    """One channel and its calls."""
 
     def __init__(self, address: str, tls: ClientTls | None, token: str | None) -> None:
+        """Connects to `address` on the running event loop. If `tls` or `token` is None, the
+        environment has it (NANO_TLS_CA and so on, NANO_TOKEN).
+
+        Raises:
+            LLMError: a file of `tls` cannot be used, or others could read the token in transit.
+        """
+        tls = tls or ClientTls.from_environment()
+        token = token or os.environ.get("NANO_TOKEN")
+        allowed = os.environ.get("NANO_ALLOW_PUBLIC_PLAINTEXT", "0").lower() in ("1", "true")
+        if token and tls is None and not stays_on_host(address) and not allowed:
+            raise LLMError(
+                f"token: {address} would receive it in plaintext; give tls, or set "
+                "NANO_ALLOW_PUBLIC_PLAINTEXT=1 if the network is private"
+            )
+        try:
+            self.channel = open_channel(address, tls, _OPTIONS)
+        except FileError as error:
+            raise LLMError(str(error)) from error
+        self.stub: InferenceServiceAsyncStub = InferenceServiceStub(self.channel)
+        if token:
+            # No interceptor is used, because those of grpc.aio cost a task and a queue per stream.
+            metadata = (("authorization", f"Bearer {token}"),)
+            for name, call in vars(self.stub).items():
+                setattr(self.stub, name, functools.partial(call, metadata=metadata))
         self.address = address
-        self.channel, self.stub = _connect(address, tls, token)
         self.calls = 0  # in progress
-        self.rests_until = 0.0  # time.monotonic
+        self.avoided_until = 0.0  # time.monotonic
 
     def failed(self) -> None:
-        self.rests_until = time.monotonic() + _REST_S
+        self.avoided_until = time.monotonic() + _AVOID_S
 
 
 class Connections:
@@ -57,11 +78,11 @@ class Connections:
         self._targets = [address for address in addresses for _ in range(per_address)]
         self._tls = tls
         self._token = token
-        self._made: list[Connection] | None = None
+        self._connections: list[Connection] | None = None
         self._closed = False
 
     @contextmanager
-    def one(self) -> Iterator[Connection]:
+    def lend(self) -> Iterator[Connection]:
         """Lends a connection for the duration of one call.
 
         Raises:
@@ -69,10 +90,12 @@ class Connections:
         """
         if self._closed:
             raise RuntimeError("this client is closed")
-        if self._made is None:
-            self._made = [Connection(each, self._tls, self._token) for each in self._targets]
+        if self._connections is None:
+            self._connections = [Connection(each, self._tls, self._token) for each in self._targets]
         now = time.monotonic()
-        connection = min(self._made, key=lambda each: (max(each.rests_until, now), each.calls))
+        connection = min(
+            self._connections, key=lambda each: (max(each.avoided_until, now), each.calls)
+        )
         connection.calls += 1
         try:
             yield connection
@@ -82,7 +105,7 @@ class Connections:
     async def close(self) -> None:
         """Ends the connections and the calls on them."""
         self._closed = True
-        for connection in self._made or ():
+        for connection in self._connections or ():
             await connection.channel.close()
 
 
@@ -97,35 +120,3 @@ def split_addresses(address: str | Sequence[str]) -> list[str]:
     if not addresses:
         raise ValueError(f"address {address!r} names no server; give host:port or unix:path")
     return addresses
-
-
-def _connect(
-    address: str, tls: ClientTls | None, token: str | None
-) -> tuple[aio.Channel, InferenceServiceAsyncStub]:
-    """Opens a channel for the running event loop, with a stub on it that sends the token.
-
-    Args:
-        tls, token: None to use the environment (NANO_TLS_CA and so on, NANO_TOKEN).
-
-    Raises:
-        LLMError: a file of `tls` cannot be used, or others could read the token in transit.
-    """
-    tls = tls or ClientTls.from_environment()
-    token = token or os.environ.get("NANO_TOKEN")
-    allowed = os.environ.get("NANO_ALLOW_PUBLIC_PLAINTEXT", "0").lower() in ("1", "true")
-    if token and tls is None and not stays_on_host(address) and not allowed:
-        raise LLMError(
-            f"token: would be sent to {address} in plaintext: give tls, or set "
-            "NANO_ALLOW_PUBLIC_PLAINTEXT=1 if the network is private"
-        )
-    try:
-        channel = open_channel(address, tls, _OPTIONS)
-    except FileError as error:
-        raise LLMError(str(error)) from error
-    stub: InferenceServiceAsyncStub = InferenceServiceStub(channel)
-    if token:
-        # No interceptor is used, because those of grpc.aio cost a task and a queue per stream.
-        metadata = (("authorization", f"Bearer {token}"),)
-        for name, call in vars(stub).items():
-            setattr(stub, name, functools.partial(call, metadata=metadata))
-    return channel, stub

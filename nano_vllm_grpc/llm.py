@@ -9,8 +9,7 @@ import threading
 import weakref
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from nano_vllm_grpc.async_llm import AsyncLLM
 from nano_vllm_grpc.private_stack import PrivateStack
@@ -22,6 +21,7 @@ from nano_vllm_grpc.types import (
     Message,
     ModelInfo,
     Prompt,
+    RequestOptions,
     SamplingParams,
 )
 
@@ -62,11 +62,11 @@ class LLM:
         self._stack: PrivateStack | None = None
         if address is None:
             if model is None:
-                raise TypeError("LLM needs the address of a server, or a model= to start one with")
+                raise TypeError("give the address of a server, or model= to start a private stack")
             self._stack = PrivateStack(model, **variables)
             address = self._stack.address
         elif model is not None or variables:
-            raise TypeError("model= and variables are for a private stack: give no address")
+            raise TypeError("model= and variables start a private stack; give them or an address")
         self._llm = AsyncLLM(
             address,
             connections=connections,
@@ -90,21 +90,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
         resume_token_ids: Sequence[int] | Sequence[Sequence[int]] = (),
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Returns completions in the order of the prompts, as `AsyncLLM.generate` does."""
         return self._run(
             self._llm.generate(
-                prompts,
-                sampling_params,
-                use_tqdm,
-                timeout_s=timeout_s,
-                priority=priority,
-                cache_salt=cache_salt,
-                resume_token_ids=resume_token_ids,
+                prompts, sampling_params, use_tqdm, resume_token_ids=resume_token_ids, **options
             )
         )
 
@@ -117,9 +109,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Returns the answers to one conversation or a list of them, as `AsyncLLM.chat` does."""
         return self._run(
@@ -130,9 +120,7 @@ class LLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
                 continue_final_message=continue_final_message,
-                timeout_s=timeout_s,
-                priority=priority,
-                cache_salt=cache_salt,
+                **options,
             )
         )
 
@@ -141,21 +129,14 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
         resume_token_ids: Sequence[int] = (),
+        **options: Unpack[RequestOptions],
     ) -> Generator[Chunk, None, None]:
         """Yields a completion's chunks as they arrive, as `AsyncLLM.stream` does. Closing the
         generator cancels the request."""
         chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
         stream = self._llm.stream(
-            prompt,
-            sampling_params,
-            timeout_s=timeout_s,
-            priority=priority,
-            cache_salt=cache_salt,
-            resume_token_ids=resume_token_ids,
+            prompt, sampling_params, resume_token_ids=resume_token_ids, **options
         )
 
         async def pump() -> None:
@@ -193,12 +174,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Self
 
 from nano_vllm_grpc.errors import StackError
@@ -40,8 +39,8 @@ class PrivateStack:
     def __init__(self, model: str | os.PathLike[str], **variables: object) -> None:
         if not IS_CHECKOUT:
             raise StackError(
-                "a private stack needs a checkout of nano-vllm-grpc, and this client was installed "
-                "without one: give the address of a server"
+                "a private stack needs a checkout of nano-vllm-grpc, but this client was installed "
+                "without one; give the address of a server"
             )
         flags = {"port": 0, "model": Path(model), **variables}
         command = [sys.executable, "-P", "-m", "cli", "run"]
@@ -69,12 +68,7 @@ class PrivateStack:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

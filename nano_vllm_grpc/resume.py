@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 import uuid
@@ -30,9 +31,11 @@ class ResumableRequest:
     A completion that breaks off continues after its tokens. If there are several, each continues
     alone, and number i uses the seed + i. A missing seed is chosen here, so that all calls use it.
     Beams all arrive at the end, so their search is repeated and beams already received are skipped.
+
+    `deadline`: of all calls together, by `time.monotonic`; infinity for none.
     """
 
-    def __init__(self, message: pb.GenerateRequest) -> None:
+    def __init__(self, message: pb.GenerateRequest, timeout_s: float | None) -> None:
         sampling = message.sampling
         message.request_id = message.request_id or uuid.uuid4().hex
         if not sampling.HasField("seed") and not sampling.beam_width:
@@ -43,6 +46,7 @@ class ResumableRequest:
         self._ended: set[int] = set()
         self._resumed = False
         self._sent_at = time.monotonic()
+        self.deadline = math.inf if timeout_s is None else self._sent_at + timeout_s
         self._begun_at: float | None = None  # when the first chunk arrived
 
     def whole(self) -> Call:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 
@@ -23,12 +22,12 @@ class Retries:
         self._max_wait_s = max_wait_s
         self._deadline = deadline
         self._failing_since: float | None = None
-        self._failures = 0
+        self._backoff_s = _MIN_DELAY_S
 
     def progressed(self) -> None:
         """Starts afresh once something was received. The next failure begins a new wait."""
         self._failing_since = None
-        self._failures = 0
+        self._backoff_s = _MIN_DELAY_S
 
     def next_delay(self, error: LLMError, *, reached: bool) -> float:
         """Seconds to wait after `error`; `reached`: whether a server has ever answered.
@@ -41,13 +40,11 @@ class Retries:
         asked = error.retry_after_s
         if isinstance(error, QueueFullError) and asked is None:
             raise error from None  # the request is too large, so waiting does not help
-        backoff = min(math.ldexp(_MIN_DELAY_S, min(self._failures, 16)), _MAX_DELAY_S)
-        backoff *= random.uniform(0.5, 1)
-        self._failures += 1
-        delay = backoff if asked is None else max(asked * random.uniform(1, 1.25), backoff)
-        max_wait_s = self._max_wait_s
-        if not reached:
-            max_wait_s = min(max_wait_s, _FIRST_CONTACT_S)
+        delay = self._backoff_s * random.uniform(0.5, 1)
+        self._backoff_s = min(2 * self._backoff_s, _MAX_DELAY_S)
+        if asked is not None:
+            delay = max(asked * random.uniform(1, 1.25), delay)
+        max_wait_s = self._max_wait_s if reached else min(self._max_wait_s, _FIRST_CONTACT_S)
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now

@@ -73,6 +73,14 @@ class SamplingParams:
     structured_output: StructuredOutput | None = None
 
 
+class RequestOptions(TypedDict, total=False):
+    """The options of a request besides its prompt and its sampling parameters."""
+
+    timeout_s: float | None  # from when the request is sent to its deadline; None: no deadline
+    priority: int  # lower goes first, default 0
+    cache_salt: str  # cached prefixes are shared only among requests with equal salts
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     cached_prompt_tokens: int

@@ -62,7 +62,7 @@ def encode_request(
             request.token_ids.CopyFrom(pb.TokenIds(ids=cast(Sequence[int], prompt)))
         return request
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"cannot be sent: {error}") from error
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
 
 
 def encode_tokenize(prompt: str | Sequence[Message] | Chat) -> pb.TokenizeRequest:
@@ -76,7 +76,7 @@ def encode_tokenize(prompt: str | Sequence[Message] | Chat) -> pb.TokenizeReques
             return pb.TokenizeRequest(text=prompt)
         return pb.TokenizeRequest(chat=_encode_chat(prompt))
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"cannot be sent: {error}") from error
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
 
 
 def encode_detokenize(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
@@ -88,7 +88,7 @@ def encode_detokenize(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
     try:
         return pb.DetokenizeRequest(token_ids=token_ids)
     except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"cannot be sent: {error}") from error
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
 
 
 def decode_chunk(message: pb.GenerateStreamResponse) -> Chunk:

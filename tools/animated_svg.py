@@ -28,12 +28,6 @@ class Frame(NamedTuple):
     rows: tuple[Row, ...]
 
 
-class Pane(NamedTuple):
-    """A box around the next `rows` rows of a frame."""
-
-    rows: int
-
-
 class _Span(NamedTuple):
     """A row that does not change from `start` to `end`."""
 
@@ -43,19 +37,15 @@ class _Span(NamedTuple):
     end: float
 
 
-def render(frames: Sequence[Frame], panes: Sequence[Pane], columns: int, duration: float) -> str:
+def render(frames: Sequence[Frame], panes: Sequence[int], columns: int, duration: float) -> str:
     """Draws the frames in an endless loop of `duration` seconds.
 
     A row is drawn once for as long as it does not change. Viewers without animations show the last
     frame.
 
-    Raises:
-        ValueError: the panes' rows do not match a frame's, or the last frame begins after the end.
+    Args:
+        panes: the number of rows in each pane, a box around the next rows of a frame.
     """
-    if any(len(frame.rows) != sum(pane.rows for pane in panes) for frame in frames):
-        raise ValueError("every frame must have as many rows as the panes together")
-    if frames[-1].at >= duration:
-        raise ValueError(f"the last frame begins at {frames[-1].at:.1f} of {duration:.1f} s")
     boxes, baselines, height = _lay_out(panes)
     width = round(columns * _CHAR_WIDTH + 2 * _MARGIN)
     styles: dict[tuple[float, float], str] = {}
@@ -86,13 +76,13 @@ def render(frames: Sequence[Frame], panes: Sequence[Pane], columns: int, duratio
     )
 
 
-def _lay_out(panes: Sequence[Pane]) -> tuple[list[tuple[int, int]], list[int], int]:
+def _lay_out(panes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int], int]:
     """Computes each box's (top, height), each row's baseline, and the total height."""
     boxes, baselines, top = [], [], 6
-    for pane in panes:
-        height = pane.rows * _LINE_HEIGHT + 10
+    for rows in panes:
+        height = rows * _LINE_HEIGHT + 10
         boxes.append((top, height))
-        baselines += [top + 5 + _LINE_HEIGHT * row + _FONT_SIZE for row in range(pane.rows)]
+        baselines += [top + 5 + _LINE_HEIGHT * row + _FONT_SIZE for row in range(rows)]
         top += height + 6
     return boxes, baselines, top
 

@@ -102,7 +102,7 @@ def model_config(shape: str, overrides: Mapping[str, Any] | None = None) -> dict
         ValueError: there is no such shape.
     """
     if shape not in SHAPES:
-        raise ValueError(f"shape: no {shape!r}, there are {', '.join(SHAPES)}")
+        raise ValueError(f"shape: {shape!r} is unknown; there are {', '.join(SHAPES)}")
     demo = _read_json(DEMO_MODEL / "config.json")
     config = BASE_CONFIG | SHAPES[shape]
     if shape == "tiny":

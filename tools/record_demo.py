@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.animated_svg import Frame, Pane, Row, Run, render
+from tools.animated_svg import Frame, Row, Run, render
 
 COLUMNS, TALL, SHORT = 88, 26, 6
 QUESTION = "Tell me a story about a fox"
@@ -171,8 +171,7 @@ def record(port: int) -> str:
         for terminal in (chat, shell):
             os.kill(terminal.pid, signal.SIGKILL)
             os.waitpid(terminal.pid, 0)
-    panes = [Pane(TALL), Pane(SHORT), Pane(1)]
-    return render(recorder.frames, panes, COLUMNS, recorder.duration)
+    return render(recorder.frames, [TALL, SHORT, 1], COLUMNS, recorder.duration)
 
 
 def _play(recorder: Recorder, chat: Terminal, shell: Terminal) -> None:

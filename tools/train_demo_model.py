@@ -23,7 +23,6 @@ from transformers import GenerationConfig, Qwen2Tokenizer, Qwen3Config, Qwen3For
 from tools.demo.corpus import DOCUMENTS, Document, write_corpus
 from tools.demo.tokenizer import END_OF_TEXT, IM_END, save_tokenizer, train_tokenizer
 from tools.evaluate_demo_model import evaluate
-from tools.muon import Muon
 
 Example = tuple[Tensor, Tensor]
 """A document's token ids [tokens], and whether each of them is learned."""
@@ -164,7 +163,13 @@ def train(
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     optimizers = [
-        Muon(matrices, recipe.learning_rate),
+        # Its steps have the size of AdamW's, so that both share a learning rate.
+        torch.optim.Muon(
+            matrices,
+            recipe.learning_rate,
+            weight_decay=0.01,
+            adjust_lr_fn="match_rms_adamw",
+        ),
         torch.optim.AdamW(others, recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01),
     ]
     model.train()
@@ -197,11 +202,11 @@ def main() -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="of the weights in --start-from, in the average that is written",
+        help="weight of --start-from in the written average",
     )
     parser.add_argument("--steps", type=int, help=f"optimizer steps, default {Recipe.steps}")
-    parser.add_argument("--minutes", type=float, help="stop after this many, default 60")
-    parser.add_argument("--learning-rate", type=float, help="at first, default 0.003")
+    parser.add_argument("--minutes", type=float, help="maximum minutes, default 60")
+    parser.add_argument("--learning-rate", type=float, help="initial learning rate, default 0.003")
     parser.add_argument("--quick", action="store_true", help="a smoke test that learns nothing")
     args = parser.parse_args()
     recipe = QUICK if args.quick else Recipe()

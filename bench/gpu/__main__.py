@@ -11,12 +11,14 @@ import argparse
 import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.gpu import preflight
 from bench.gpu.modules import MODEL_SHAPE, RUNS
+from bench.gpu.records import append, outcomes, read
 
 DEFAULT_RUNS = ["prove", "measure"]
 DEFAULT_PEER = Path(".peers/nano-vllm")
@@ -44,7 +46,7 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
     )
     options = parser.parse_args(args)
     if unknown := [name for name in options.runs if name not in RUNS]:
-        parser.error(f"no run {', '.join(unknown)}; there are {names}")
+        parser.error(f"{', '.join(unknown)}: unknown run; the runs are {names}")
     options.runs = options.runs or DEFAULT_RUNS
     if options.peer is None and DEFAULT_PEER.is_dir():
         options.peer = DEFAULT_PEER
@@ -55,14 +57,14 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
 
 def main(args: Sequence[str]) -> int:
     options = parse_args(args)
-    gpu = preflight.look()
+    gpu = preflight.examine()
     obstacles = gpu["obstacles"]
     if not options.rehearse and not obstacles and gpu["no_gpu"]:
         obstacles = [gpu["no_gpu"]]
     if obstacles:
-        print("gpu-check: nothing was run, since", *obstacles, sep="\n  ", file=sys.stderr)
+        print("gpu-check: nothing was run, because", *obstacles, sep="\n  ", file=sys.stderr)
         return NOTHING_RUN
-    from bench.gpu.run import Run  # needs pytest
+    from bench.gpu.run import run  # needs pytest
     from bench.machine import this_machine  # needs psutil
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -80,19 +82,35 @@ def main(args: Sequence[str]) -> int:
         signal.signal(number, signal.default_int_handler)
     status = 0
     for name in options.runs:
-        run = Run(name, options, about)
+        records = options.out.resolve() / f"{name}.jsonl"
+        records.write_bytes(b"")
+        append(records, run=name, **about)
         print(f"{name}: {gpu.get('name', 'no GPU')}, seed {options.seed}", flush=True)
-        if gpu["missing"]:
-            run.fail("imports", "\n".join(gpu["missing"]))
+        for missing in gpu["missing"]:
+            print(missing, flush=True)
+            append(records, test="imports", outcome="failed", message=missing)
         try:
-            run.run()
+            run(name, options, records)
         except KeyboardInterrupt:
             return FAILED
         finally:
-            run.end()
-        if run.failed or run.not_run:
+            print("\n".join(["", *summary(name, records, rehearsal=options.rehearse)]), flush=True)
+        if set(outcomes(records).values()) - {"passed", "skipped"}:
             status = FAILED
     return status
+
+
+def summary(name: str, records: Path, *, rehearsal: bool) -> Iterator[str]:
+    """Yields the tests that failed or were not run, and the figures that have a target."""
+    found = outcomes(records)
+    for test, outcome in found.items():
+        if outcome not in ("passed", "skipped"):
+            yield f"{outcome}: {test}"
+    yield from (each["line"] for each in read(records) if each.get("target") is not None)
+    counts = [f"{count} {outcome}" for outcome, count in Counter(found.values()).items()]
+    note = "; a rehearsal: no figure means anything" if rehearsal else ""
+    yield f"{name}: {', '.join(counts) or 'nothing was run'}{note}"
+    yield f"records: {records}"
 
 
 if __name__ == "__main__":

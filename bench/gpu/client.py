@@ -31,7 +31,7 @@ SERVICES = ("frontend", "scheduler_svc", "worker_svc")
 
 
 @dataclass(frozen=True)
-class Orders:
+class Job:
     address: str
     scheduler_address: str
     shape: dict[str, int]  # `Shape`
@@ -40,12 +40,12 @@ class Orders:
     stream_repeats: int
 
 
-async def run(orders: Orders, tell: Callable[[dict[str, Any]], None]) -> None:
-    read_stats = stats_reader(orders.address, orders.scheduler_address)
-    clients = [_start(orders, number) for number in range(orders.clients)]
+async def run(job: Job, send: Callable[[dict[str, Any]], None]) -> None:
+    read_stats = stats_reader(job.address, job.scheduler_address)
+    clients = [_start(job, number) for number in range(job.clients)]
     for client in clients:
         client.recv()  # the client is ready
-    for number in range(orders.rounds):
+    for number in range(job.rounds):
         before, stats_before = cpu_seconds(), await read_stats()
         for client in clients:
             client.send(number)
@@ -54,38 +54,38 @@ async def run(orders: Orders, tell: Callable[[dict[str, Any]], None]) -> None:
         assert stats
         assert stats_before
         found = asdict(summarize(traces)) | asdict(stats.since(stats_before))
-        tell({"round": number, **found, "cpu_s": cpu_since(before)})
+        send({"round": number, **found, "cpu_s": cpu_since(before)})
     for process in multiprocessing.active_children():
         process.join()  # so that its CPU time no longer counts
-    async with AsyncLLM(orders.address) as llm:
+    async with AsyncLLM(job.address) as llm:
         before = cpu_seconds()
-        single = await measure_single_stream(llm, await llm.get_model(), orders.stream_repeats)
-        tell(asdict(single) | {"cpu_s": cpu_since(before)})
+        single = await measure_single_stream(llm, await llm.get_model(), job.stream_repeats)
+        send(asdict(single) | {"cpu_s": cpu_since(before)})
 
 
-def _start(orders: Orders, number: int) -> Connection:
+def _start(job: Job, number: int) -> Connection:
     """Starts a client -> a pipe. The client sends None once it is ready. It then receives the
     numbers of rounds and sends each round's traces. If it fails, the pipe raises EOFError."""
     context = multiprocessing.get_context("spawn")  # gRPC must not be forked
     ours, theirs = context.Pipe()
-    context.Process(target=_client, args=(orders, number, theirs), daemon=True).start()
+    context.Process(target=_client, args=(job, number, theirs), daemon=True).start()
     theirs.close()
     return ours
 
 
-def _client(orders: Orders, number: int, pipe: Connection) -> None:
-    asyncio.run(_serve_rounds(orders, number, pipe))
+def _client(job: Job, number: int, pipe: Connection) -> None:
+    asyncio.run(_serve_rounds(job, number, pipe))
 
 
-async def _serve_rounds(orders: Orders, number: int, pipe: Connection) -> None:
-    """Runs every `orders.clients`th request of a round, from `number` on."""
-    shape = Shape(**orders.shape)
-    async with AsyncLLM(orders.address) as llm:
+async def _serve_rounds(job: Job, number: int, pipe: Connection) -> None:
+    """Runs every `job.clients`th request of a round, from `number` on."""
+    shape = Shape(**job.shape)
+    async with AsyncLLM(job.address) as llm:
         vocab_size = (await llm.get_model()).vocab_size
         await run_request(llm, warm_up_request(shape, vocab_size))
-        requests = reference_workload(shape, vocab_size)[number :: orders.clients]
+        requests = reference_workload(shape, vocab_size)[number :: job.clients]
         pipe.send(None)
-        for _ in range(orders.rounds):
+        for _ in range(job.rounds):
             these = round_of(requests, pipe.recv(), vocab_size)
             pipe.send(await asyncio.gather(*(run_request(llm, each) for each in these)))
 
@@ -98,23 +98,13 @@ def cpu_seconds() -> dict[str, float]:
     clients = {own.pid, *(child.pid for child in own.children())}
     for process in psutil.Process(os.getppid()).children(recursive=True):
         try:
-            command, used = _command(process), process.cpu_times()
+            command, used = process.cmdline(), process.cpu_times()
         except psutil.Error:  # the process has just ended
             continue
         names = ["client"] if process.pid in clients else [s for s in SERVICES if s in command]
         for name in names:
             found[name] += sum(used[:4])  # user, system, and both of children that have ended
     return found
-
-
-def _command(process: psutil.Process) -> list[str]:
-    """The command line of a process; for a fork that has ended and was not waited for, its
-    parent's."""
-    try:
-        return process.cmdline()
-    except psutil.ZombieProcess:
-        parent = process.parent()
-        return parent.cmdline() if parent else []
 
 
 def cpu_since(before: dict[str, float]) -> dict[str, float]:
@@ -126,5 +116,5 @@ def cpu_since(before: dict[str, float]) -> dict[str, float]:
 
 if __name__ == "__main__":
     asyncio.run(
-        run(Orders(**json.loads(sys.argv[1])), lambda found: print(json.dumps(found), flush=True))
+        run(Job(**json.loads(sys.argv[1])), lambda found: print(json.dumps(found), flush=True))
     )

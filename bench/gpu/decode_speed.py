@@ -104,47 +104,48 @@ def make_load(
 
 
 def measure_equal_lengths(setup: Setup, report: Report) -> None:
-    sizes = setup.sizes
-    for label, heads in sizes.heads:
-        for context in sizes.contexts:
-            for rows in sizes.batches:
-                load = make_load(setup, "triton", heads, [context] * rows)
-                report.figure(
-                    f"decode attention, triton, {label}, {rows} x {context}",
-                    load.rate(load.attend),
-                    "GB/s",
-                    bandwidth(setup, report),
-                    TARGET if rows == max(sizes.batches) else None,
-                )
+    for label, heads in setup.sizes.heads:
+        for context in setup.sizes.contexts:
+            for rows in setup.sizes.batches:
+                report_rate(setup, report, label, heads, [context] * rows)
 
 
 def measure_mixed_lengths(setup: Setup, report: Report) -> None:
     """Measures the contexts in the middle of the reference workload."""
-    contexts = snapshot(setup.sizes.workload)
     for label, heads in setup.sizes.heads:
-        load = make_load(setup, "triton", heads, contexts)
-        report.figure(
-            f"decode attention, triton, {label}, {len(contexts)} mixed",
-            load.rate(load.attend),
-            "GB/s",
-            bandwidth(setup, report),
-            TARGET,
-        )
+        report_rate(setup, report, label, heads, snapshot(setup.sizes.workload))
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
 def measure_caches_in_8_bits(
     setup: Setup, report: Report, kv_dtype: Literal["int8", "fp8"]
 ) -> None:
-    sizes = setup.sizes
-    for label, heads in sizes.heads:
-        for rows in sizes.batches:
-            contexts = [max(sizes.contexts)] * rows
-            load = make_load(setup, "triton", heads, contexts, kv_dtype=kv_dtype)
-            report.figure(
-                f"decode attention, {kv_dtype} cache, {label}, {rows} x {contexts[0]}",
-                load.rate(load.attend),
-                "GB/s",
-                bandwidth(setup, report),
-                TARGET if rows == max(sizes.batches) else None,
-            )
+    for label, heads in setup.sizes.heads:
+        for rows in setup.sizes.batches:
+            contexts = [max(setup.sizes.contexts)] * rows
+            report_rate(setup, report, label, heads, contexts, kv_dtype)
+
+
+def report_rate(
+    setup: Setup,
+    report: Report,
+    label: str,
+    heads: Heads,
+    contexts: Sequence[int],
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto",
+) -> None:
+    """Measures a batch of decodes; the largest has a target."""
+    load = make_load(setup, "triton", heads, contexts, kv_dtype=kv_dtype)
+    kind = "triton" if kv_dtype == "auto" else f"{kv_dtype} cache"
+    report.figure(
+        f"decode attention, {kind}, {label}, {describe(contexts)}",
+        load.rate(load.attend),
+        "GB/s",
+        bandwidth(setup, report),
+        TARGET if len(contexts) >= max(setup.sizes.batches) else None,
+    )
+
+
+def describe(contexts: Sequence[int]) -> str:
+    lengths = f"x {contexts[0]}" if len(set(contexts)) == 1 else "mixed"
+    return f"{len(contexts)} {lengths}"

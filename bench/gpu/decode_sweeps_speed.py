@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from bench.gpu.decode_speed import make_load
+from bench.gpu.decode_speed import describe, make_load
 from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from bench.gpu.steps import snapshot
-from bench.gpu.sweeps import DEFAULT, compare, tiling_name, tried
+from bench.gpu.sweeps import DEFAULT, attempt, compare, tiling_name
 from worker_svc.kernels.triton.paged_attention import Tiling
 
 TILINGS = (
@@ -28,19 +28,17 @@ SPLITS = (1, 2, 4, 8, 16, 32)
 def measure_tilings(setup: Setup, report: Report) -> None:
     """Measures at the workload's lengths and, for the first heads, at equal lengths."""
     sizes = setup.sizes
-    mixed = snapshot(sizes.workload)
-    cases = [(label, heads, "mixed", mixed) for label, heads in sizes.heads]
-    equal = [sizes.contexts[0]] * max(sizes.batches)
-    cases.append((*sizes.heads[0], f"x {equal[0]}", equal))
-    for label, heads, lengths, contexts in cases:
+    cases = [(*each, snapshot(sizes.workload)) for each in sizes.heads]
+    cases.append((*sizes.heads[0], [sizes.contexts[0]] * max(sizes.batches)))
+    for label, heads, contexts in cases:
         load = make_load(setup, "triton", heads, contexts)
         splits = load.metadata.splits
         tilings = {DEFAULT: None, **{tiling_name(each): each for each in TILINGS[: sizes.swept]}}
         rates = {
-            name: tried(partial(load.rate, load.kernel(splits, tiling)))
+            name: attempt(partial(load.rate, load.kernel(splits, tiling)))
             for name, tiling in tilings.items()
         }
-        compare(report, f"tilings, {label}, {len(contexts)} {lengths}", rates, DEFAULT)
+        compare(report, f"tilings, {label}, {describe(contexts)}", rates, DEFAULT)
 
 
 def measure_splits(setup: Setup, report: Report) -> None:
@@ -54,9 +52,8 @@ def measure_splits(setup: Setup, report: Report) -> None:
         counts = sorted(
             {chosen, *(n for n in SPLITS[: sizes.swept] if n * rows <= 32 * max(32, rows))}
         )
-        rates = {str(n): tried(partial(load.rate, load.kernel(n))) for n in counts}
-        lengths = f"x {contexts[0]}" if len(set(contexts)) == 1 else "mixed"
-        compare(report, f"splits, {label}, {rows} {lengths}", rates, str(chosen))
+        rates = {str(n): attempt(partial(load.rate, load.kernel(n))) for n in counts}
+        compare(report, f"splits, {label}, {describe(contexts)}", rates, str(chosen))
 
 
 def measure_block_sizes(setup: Setup, report: Report) -> None:
@@ -67,4 +64,4 @@ def measure_block_sizes(setup: Setup, report: Report) -> None:
         load = make_load(setup, "triton", heads, contexts, block_size)
         rates[str(block_size)] = load.rate(load.attend)
     chosen = make_load(setup, "triton", heads, [1]).backend.block_size
-    compare(report, f"block sizes, {label}, {len(contexts)} mixed", rates, str(chosen))
+    compare(report, f"block sizes, {label}, {describe(contexts)}", rates, str(chosen))

@@ -8,7 +8,8 @@ import gc
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from bench.stack import Run
 from bench.workload import reference_workload, warm_up_request
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import Step
-from worker_svc.step_result import PendingStep, StepResult
+from worker_svc.step_result import PendingStep
 
 FIGURE = "in process"
 
@@ -43,7 +44,7 @@ class StepLog:
         self._kinds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._marks: list[tuple[str, Any, Any]] = []
 
-    def launch(self, step: Step) -> LoggedStep:
+    def launch(self, step: Step) -> PendingStep:
         kind = "mixed"
         if step.decodes_only:
             kind = "decodes"
@@ -58,28 +59,16 @@ class StepLog:
         found["rows"] += step.num_seqs
         found["tokens"] += step.num_tokens
         found["launch_cpu_s"] += launched
-        return LoggedStep(pending, found)
+        return pending
 
     def kinds(self) -> dict[str, dict[str, float]]:
-        """Totals by kind of step, once all steps are over. GPU time comes from the steps' clocks.
-        Idle time is the stream's time between the end of a step and the start of the next."""
-        for (_, _, end), (kind, begin, _) in zip(self._marks, self._marks[1:], strict=False):
+        """Totals by kind of step, once all steps are over. GPU time is the stream's time from a
+        step's start to its end, and idle time from there to the start of the next step."""
+        for kind, begin, end in self._marks:
+            self._kinds[kind]["gpu_s"] += self._timer.between(begin, end)
+        for (_, _, end), (kind, begin, _) in pairwise(self._marks):
             self._kinds[kind]["idle_s"] += max(self._timer.between(end, begin), 0.0)
         return {kind: dict(found) for kind, found in self._kinds.items()}
-
-
-class LoggedStep:
-    def __init__(self, pending: PendingStep, found: dict[str, float]) -> None:
-        self._pending = pending
-        self._found = found
-
-    def ready(self) -> bool:
-        return self._pending.ready()
-
-    def wait(self) -> StepResult:
-        result = self._pending.wait()
-        self._found["gpu_s"] += result.seconds
-        return result
 
 
 @pytest.fixture
@@ -113,7 +102,7 @@ def measure_budgets(setup: Setup, report: Report, name: str) -> None:
     served = {"attention": name, "kv_blocks": blocks, "block_size": log.runner.info.block_size}
     rates: dict[int, list[float]] = {budget: [] for budget in sizes.prefill_budgets}
     round_s = 0.0
-    for budget in round_robin(rates, sizes.rounds):
+    for budget in list(rates) * sizes.rounds:  # a lack of time costs repetitions first
         began = time.monotonic()
         if any(rates.values()) and began - started + round_s > share_s and not setup.rehearse:
             break
@@ -131,12 +120,6 @@ def measure_budgets(setup: Setup, report: Report, name: str) -> None:
             report.figure(f"{FIGURE}, {case_name(name, budget)}", rate, "tokens/s")
         else:
             report.note(f"{budget} prompt tokens: no time left")
-
-
-def round_robin(budgets: Iterable[int], rounds: int) -> Iterator[int]:
-    """Yields all budgets, `rounds` times, so that a lack of time costs repetitions first."""
-    for _ in range(rounds):
-        yield from budgets
 
 
 def measure_best(setup: Setup, report: Report) -> None:

@@ -1,8 +1,7 @@
-"""The pytest plugin of a run: records results, and provides the measurements' fixtures.
+"""The pytest plugin of a run: records outcomes, and provides the measurements' fixtures.
 
-pytest-xdist runs tests in workers. A worker records the start and the figures of a test. The
-process that started the workers records how the test ended, because it sees a worker crash. Only
-the fixtures import torch.
+pytest-xdist runs tests in workers. The process that started them records how each test ended,
+because it sees a worker crash. Only the fixtures import torch.
 """
 
 from __future__ import annotations
@@ -17,26 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from bench.gpu.records import Report, append, read
+from bench.gpu.records import Report, append
 from shared.process.death_signal import end_with_parent
 from worker_svc.errors import is_device_lost
 
 if TYPE_CHECKING:
     from bench.gpu.setup import Setup
 
-VARIABLE = "GPU_CHECK"  # JSON: the records' path, and the arguments of `make_setup`
+VARIABLE = "GPU_CHECK"  # JSON: the records' path, and the arguments of `Setup`
 MAX_MESSAGE = 8000  # characters
 EXIT_DEVICE_LOST = 70
 
 
 def pytest_configure(config: pytest.Config) -> None:
     end_with_parent(os.getppid())
-    path = Path(_given()["records"])
     if hasattr(config, "workerinput"):
-        os.dup2(2, 1)  # pytest-xdist discards a worker's stdout; stderr is the log
-        config.pluginmanager.register(Worker(path))
+        os.dup2(2, 1)  # pytest-xdist discards a worker's stdout
+        config.pluginmanager.register(Worker())
     else:
-        config.pluginmanager.register(Controller(path))
+        config.pluginmanager.register(Controller(_records()))
 
 
 class Controller:
@@ -44,55 +42,44 @@ class Controller:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._planned: set[str] = set()
+        self._collected = False
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        for test in ids:
-            if test not in self._planned:  # else another worker has reported it
-                self._planned.add(test)
-                append(self._path, test, "planned")
+        if not self._collected:  # every worker collects all tests
+            self._collected = True
+            for test in ids:
+                append(self._path, test=test, outcome="not run")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._record(report.nodeid, "collection", report, 0.0)
+            message = report.longreprtext[-MAX_MESSAGE:]
+            append(self._path, test=report.nodeid, outcome="failed", message=message)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" and report.user_properties:
-            append(self._path, report.nodeid, "details", dict(report.user_properties))
+        if report.when != "call" and report.passed:
+            return
         # pytest-xdist reports a worker's end as `when="???"`.
-        when = report.when if report.when in ("setup", "call", "teardown") else "crash"
-        self._record(report.nodeid, when, report, report.duration)
-
-    def _record(
-        self,
-        test: str,
-        when: str,
-        report: pytest.CollectReport | pytest.TestReport,
-        seconds: float,
-    ) -> None:
+        crashed = report.when not in ("setup", "call", "teardown")
         message = report.longreprtext[-MAX_MESSAGE:]
-        if report.skipped and isinstance(report.longrepr, tuple):
+        if isinstance(report.longrepr, tuple):
             message = report.longrepr[2].removeprefix("Skipped: ")
-        value = {"when": when, "outcome": report.outcome, "message": message, "seconds": seconds}
-        append(self._path, test, "report", value)
+        append(
+            self._path,
+            test=report.nodeid,
+            outcome="crashed" if crashed else report.outcome,
+            message=message,
+            seconds=report.duration,
+            properties=dict(report.user_properties),
+        )
 
 
 class Worker:
-    """Records starts of tests, and ends this process once it has lost the GPU. Every later test in
-    this process would fail, so pytest-xdist continues with another process."""
+    """Ends this process once it has lost the GPU. Every later test in this process would fail, so
+    pytest-xdist continues with another process."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._before = {name for name, test in read(path).items() if test.outcome != "not run"}
+    def __init__(self) -> None:
         self._lost = False
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        if item.nodeid in self._before:  # the test killed a process, and pytest-xdist repeats it
-            return True
-        append(self._path, item.nodeid, "started")
-        return None
 
     def pytest_runtest_makereport(self, call: pytest.CallInfo[Any]) -> None:
         if call.excinfo is not None and is_device_lost(call.excinfo.value):
@@ -118,15 +105,20 @@ def _given() -> dict[str, Any]:
     return given
 
 
+def _records() -> Path:
+    return Path(_given()["records"])
+
+
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Report:
-    """Writes the test's measurements."""
-    return Report(Path(_given()["records"]), request.node.nodeid)
+    """Reports the test's measurements."""
+    return Report(_records(), request.node.nodeid)
 
 
 @pytest.fixture(scope="session")
 def setup() -> Setup:
     """The device and the sizes for measurements."""
-    from bench.gpu.setup import make_setup
+    from bench.gpu.setup import Setup
 
-    return make_setup(**_given()["setup"])
+    paths: dict[str, Any] = {name: Path(path) for name, path in _given()["paths"].items()}
+    return Setup(**paths, **_given()["setup"])

@@ -29,7 +29,7 @@ CAPABILITY = (8, 0)
 LIMIT_S = 120.0
 
 
-def look() -> dict[str, Any]:
+def examine() -> dict[str, Any]:
     """Calls `facts` in another process and returns its result."""
     command = [sys.executable, "-m", "bench.gpu.preflight"]
     try:

@@ -7,7 +7,7 @@ from functools import partial
 from bench.gpu.prompt_speed import Prompts
 from bench.gpu.records import Report
 from bench.gpu.setup import Setup
-from bench.gpu.sweeps import DEFAULT, compare, tiling_name, tried
+from bench.gpu.sweeps import DEFAULT, attempt, compare, tiling_name
 from worker_svc.kernels.triton.paged_attention import Tiling
 
 TILINGS = (
@@ -27,6 +27,6 @@ def measure_tilings(setup: Setup, report: Report) -> None:
         prompts = Prompts(setup, "triton", heads, *sizes)
         rates: dict[str, float | str] = {DEFAULT: prompts.rate()}
         rates |= {
-            tiling_name(t): tried(partial(prompts.rate, t)) for t in TILINGS[: setup.sizes.swept]
+            tiling_name(t): attempt(partial(prompts.rate, t)) for t in TILINGS[: setup.sizes.swept]
         }
         compare(report, f"tilings, {label}, {prompts.case}", rates, DEFAULT)

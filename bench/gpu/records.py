@@ -1,16 +1,14 @@
-"""The records of a run: lines of JSON in one file, to which all processes of the run append. The
+"""The results of a run: lines of JSON in one file, to which all processes of the run append. The
 file keeps the results of processes that crash or hang."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-Outcome = Literal["not run", "running", "passed", "failed", "skipped", "crashed"]
+from typing import Any
 
 # Units of which smaller values are better.
 TIMES = ("s", "ms", "us")
@@ -44,64 +42,8 @@ class Figure:
         return f"{self.name:<52} {value:>18} {against:<11} {ratio:>5} {target:<11} {below}".rstrip()
 
 
-@dataclass
-class Result:
-    """The results so far of a test or measurement."""
-
-    name: str
-    outcome: Outcome = "not run"
-    ended: bool = False
-    message: str = ""  # why the test failed or was skipped
-    seconds: float = 0.0
-    figures: list[Figure] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    details: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def failed(self) -> bool:
-        return self.outcome in ("failed", "crashed")
-
-    def to_json(self) -> dict[str, Any]:
-        figures = [{**asdict(f), "ratio": f.ratio, "below": f.below} for f in self.figures]
-        content = asdict(self) | {"figures": figures}
-        return {key: value for key, value in content.items() if value or key == "seconds"}
-
-    def __str__(self) -> str:
-        """A line with the outcome, then one for each figure, note and line of the message."""
-        lines = [f"{self.name.rpartition('::')[2]}: {self.outcome} ({self.seconds:.1f} s)"]
-        lines += map(str, self.figures)
-        return "\n".join([*lines, *self.notes, *self.message.splitlines()])
-
-    def add(self, kind: str, value: Any) -> None:
-        """Adds a record to the result."""
-        if kind == "started":
-            self.outcome = "running"
-        elif kind == "figure":
-            self.figures.append(Figure(**value))
-        elif kind == "note":
-            self.notes.append(value)
-        elif kind == "details":
-            self.details |= value
-        elif kind == "report":
-            self._add_report(**value)
-
-    def _add_report(self, when: str, outcome: str, message: str, seconds: float) -> None:
-        """Adds pytest's report of a test's setup, call, teardown or crash."""
-        if self.ended:  # the test was reported before it killed its process
-            return
-        self.seconds += seconds
-        if outcome == "failed":
-            self.outcome = "crashed" if when == "crash" else "failed"
-            self.message += f"{when}: {message}\n"
-        elif outcome == "skipped" and self.outcome == "running":
-            self.outcome, self.message = "skipped", message
-        self.ended = when not in ("setup", "call")
-        if self.ended and self.outcome == "running":
-            self.outcome = "passed"
-
-
 class Report:
-    """Writes one test's measurements."""
+    """Prints one test's measurements, and appends them to the file."""
 
     def __init__(self, path: Path, test: str) -> None:
         self._path = path
@@ -115,62 +57,63 @@ class Report:
         against: float | None = None,
         target: float | None = None,
     ) -> None:
-        """Writes a figure.
+        """Reports a figure.
 
         Args:
             against: the value to compare with, in the figure's unit.
             target: the ratio to reach, see `Figure.ratio`.
         """
         figure = Figure(name, value, unit, against, target)
-        append(self._path, self._test, "figure", asdict(figure))
+        print(figure, flush=True)
+        record = asdict(figure) | {"ratio": figure.ratio, "below": figure.below}
+        append(self._path, test=self._test, line=str(figure), **record)
 
     def note(self, text: str) -> None:
-        append(self._path, self._test, "note", text)
+        print(text, flush=True)
+        append(self._path, test=self._test, note=text)
 
     def detail(self, name: str, value: Any) -> None:
-        """Writes a value that only the JSON shows."""
-        append(self._path, self._test, "details", {name: value})
+        """Reports a value that only the file shows."""
+        append(self._path, test=self._test, name=name, value=value)
 
     def value(self, name: str) -> Any:
-        """The value of a figure or detail that this or an earlier test of the run wrote; None if no
-        test did."""
-        for result in read(self._path).values():
-            if name in result.details:
-                return result.details[name]
-            for figure in result.figures:
-                if figure.name == name:
-                    return figure.value
-        return None
+        """The value of a figure or detail that this or an earlier test of the run reported; None if
+        no test did."""
+        return next((each["value"] for each in read(self._path) if each.get("name") == name), None)
 
 
-def append(path: Path, test: str, kind: str, value: Any = None) -> None:
-    line = json.dumps({"test": test, "kind": kind, "value": value}) + "\n"
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(file, line.encode())  # a single call, so that lines do not mix
-    finally:
-        os.close(file)
+def append(path: Path, **record: Any) -> None:
+    with path.open("ab", buffering=0) as file:
+        # A single call, so that lines do not mix.
+        file.write(json.dumps(_as_json(record)).encode() + b"\n")
 
 
-def read(path: Path) -> dict[str, Result]:
-    """The results so far, by test."""
-    results: dict[str, Result] = {}
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the records so far."""
     for line in path.read_bytes().splitlines():
         try:
-            record = json.loads(line)
+            yield json.loads(line)
         except ValueError:  # the line is being written, or its process was killed meanwhile
             continue
-        name = record["test"]
-        results.setdefault(name, Result(name)).add(record["kind"], record["value"])
-    return results
 
 
-def as_json(value: Any) -> Any:
+def outcomes(path: Path) -> dict[str, str]:
+    """The outcome so far of each test: not run, passed, failed, skipped or crashed."""
+    found: dict[str, str] = {}
+    for record in read(path):
+        outcome, test = record.get("outcome"), record.get("test", "")
+        # A process that lost the GPU ends after the test that failed.
+        if outcome and not (outcome == "crashed" and found.get(test) == "failed"):
+            found[test] = outcome
+    return {test: outcome for test, outcome in found.items() if outcome != "ended"}  # a file
+
+
+def _as_json(value: Any) -> Any:
     """Returns `value` with null for numbers that JSON cannot express."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {str(key): as_json(each) for key, each in value.items()}
+        return {str(key): _as_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [as_json(each) for each in value]
+        return [_as_json(each) for each in value]
     return value

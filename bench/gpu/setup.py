@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
-from bench.gpu.timing import CudaTimer, StubTimer, Timer
+from bench.gpu.timing import StubTimer, Timer
 from bench.workload import Shape
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.choice import BACKENDS as BACKENDS
@@ -123,21 +123,46 @@ REHEARSAL = Sizes(
     clients=2,
     stream_repeats=1,
 )
-SMOKE = replace(Sizes(), rounds=1, stream_repeats=2)
+FULL = Sizes()
+SMOKE = replace(FULL, rounds=1, stream_repeats=2)
 
 
 @dataclass(frozen=True)
 class Setup:
-    device: torch.device
-    dtype: torch.dtype
-    platform: Callable[[WorkerSettings], Platform]
-    timer: Timer
+    """The options of a run, and what follows from them."""
+
     model: Path
-    peer: Path | None  # a checkout of nano-vLLM
-    trace: Path | None  # the file to which a trace is written
     seed: int
-    sizes: Sizes = Sizes()
-    rehearse: bool = False
+    peer: Path | None = None  # a checkout of nano-vLLM
+    trace: Path | None = None  # the file to which a trace is written
+    rehearse: bool = False  # on a CPU, in Triton's interpreter
+    smoke: bool = False  # repeat measurements only a few times
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.rehearse else torch.device("cuda", 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.rehearse else torch.bfloat16
+
+    @property
+    def sizes(self) -> Sizes:
+        return REHEARSAL if self.rehearse else SMOKE if self.smoke else FULL
+
+    @cached_property
+    def timer(self) -> Timer:
+        return StubTimer() if self.rehearse else Timer()
+
+    def platform(self, settings: WorkerSettings) -> Platform:
+        if self.rehearse:
+            import tests.conftest  # noqa: F401 - repairs Triton's interpreter
+            from tests.worker_svc.interpreted import InterpretedPlatform
+
+            return InterpretedPlatform(settings)
+        from worker_svc.devices.cuda import CudaPlatform
+
+        return CudaPlatform(settings)
 
     def settings(self, **settings: Any) -> WorkerSettings:
         """Settings for this model, device and dtype."""
@@ -180,45 +205,3 @@ class Setup:
     def generator(self, part: str) -> torch.Generator:
         """Returns the random generator of a part, on the device."""
         return torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {part}".encode()))
-
-
-def make_setup(
-    *,
-    model: str,
-    seed: int,
-    peer: str | None = None,
-    trace: str | None = None,
-    rehearse: bool = False,
-    smoke: bool = False,
-) -> Setup:
-    """Makes the setup from a run's options.
-
-    Args:
-        rehearse: run on a CPU, in Triton's interpreter.
-        smoke: repeat measurements only a few times.
-    """
-    if rehearse:
-        import tests.conftest  # noqa: F401 - repairs Triton's interpreter
-        from tests.worker_svc.interpreted import InterpretedPlatform
-
-        platform: Callable[[WorkerSettings], Platform] = InterpretedPlatform
-    else:
-        platform = _cuda_platform
-    return Setup(
-        device=torch.device("cpu") if rehearse else torch.device("cuda", 0),
-        dtype=torch.float32 if rehearse else torch.bfloat16,
-        platform=platform,
-        timer=StubTimer() if rehearse else CudaTimer(),
-        model=Path(model),
-        peer=Path(peer) if peer else None,
-        trace=Path(trace) if trace else None,
-        seed=seed,
-        sizes=REHEARSAL if rehearse else SMOKE if smoke else Sizes(),
-        rehearse=rehearse,
-    )
-
-
-def _cuda_platform(settings: WorkerSettings) -> Platform:
-    from worker_svc.devices.cuda import CudaPlatform
-
-    return CudaPlatform(settings)

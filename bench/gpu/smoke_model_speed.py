@@ -10,8 +10,7 @@ import torch
 
 from bench.gpu import in_process_speed, step_speed
 from bench.gpu.bounds import workload_bound
-from bench.gpu.ceilings import bandwidth
-from bench.gpu.decode_speed import make_load
+from bench.gpu.decode_speed import report_rate
 from bench.gpu.records import Report
 from bench.gpu.serving import variables
 from bench.gpu.setup import Setup
@@ -72,9 +71,7 @@ def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> N
 def measure_attention(setup: Setup, report: Report) -> None:
     label, heads = setup.sizes.heads[0]
     for rows in setup.sizes.batches:
-        load = make_load(setup, "triton", heads, [setup.sizes.contexts[0]] * rows)
-        case = f"decode attention, triton, {label}, {rows} x {setup.sizes.contexts[0]}"
-        report.figure(case, load.rate(load.attend), "GB/s", bandwidth(setup, report))
+        report_rate(setup, report, label, heads, [setup.sizes.contexts[0]] * rows)
 
 
 def measure_in_process(setup: Setup, report: Report, loaded: Loaded) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from bench.gpu.bounds import model_size, workload_bound
 from bench.gpu.ceilings import bandwidth
-from bench.gpu.client import Orders
+from bench.gpu.client import Job
 from bench.gpu.in_process_speed import FIGURE as IN_PROCESS
 from bench.gpu.in_process_speed import best_case
 from bench.gpu.records import Report
@@ -89,7 +89,7 @@ def _client(setup: Setup, serving: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with PrivateStack(
             setup.model, scheduler_address=address, frontends=sizes.clients, **serving
         ) as stack:
-            orders = Orders(
+            job = Job(
                 stack.address,
                 address,
                 asdict(sizes.workload),
@@ -97,8 +97,8 @@ def _client(setup: Setup, serving: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 sizes.rounds,
                 sizes.stream_repeats,
             )
-            command = [sys.executable, "-m", "bench.gpu.client", json.dumps(asdict(orders))]
+            command = [sys.executable, "-m", "bench.gpu.client", json.dumps(asdict(job))]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
                 assert client.stdout is not None
                 yield from map(json.loads, client.stdout)
-            assert client.returncode == 0, "the client failed: see the log"
+            assert client.returncode == 0, "the client failed; its error is printed above"

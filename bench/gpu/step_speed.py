@@ -90,7 +90,7 @@ def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> N
     kernels alone."""
     names = list(loaded.cases)
     if number >= len(names):
-        pytest.skip("there are fewer steps")
+        pytest.skip("a rehearsal has fewer steps")
     case, runner = names[number], loaded.runner
     step = loaded.step(case)
     few = setup.sizes.few
@@ -126,7 +126,7 @@ def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> N
 def measure_trace(setup: Setup, loaded: Loaded) -> None:
     """Writes a trace of some decodes and some mixed steps, for a trace viewer."""
     if setup.trace is None:
-        pytest.skip("there is no file to write it to")
+        pytest.skip("no file was given for the trace")
     cases = [
         next(name for name in loaded.cases if name.endswith(end)) for end in ("mixed", "prompt")
     ]

@@ -15,7 +15,7 @@ def tiling_name(tiling: Tiling) -> str:
     return f"{tiling.tile} x {tiling.num_warps} warps x {tiling.num_stages} stages"
 
 
-def tried(rate: Callable[[], float]) -> float | str:
+def attempt(rate: Callable[[], float]) -> float | str:
     """Returns the rate, or the reason why the kernel does not run: not every tiling fits a GPU."""
     try:
         return rate()

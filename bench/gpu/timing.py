@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,30 +17,13 @@ REPLAY_S = 0.004  # duration of a graph, which is long compared with the events'
 MAX_CALLS = 400
 
 
-class Timer(Protocol):
-    def in_graph(self, runs: Sequence[Run]) -> float:
-        """Median seconds of one of `runs`, which do the same work on different memory. They take
-        turns in a CUDA graph. So the CPU's time does not count, as when decodes are served."""
-        ...
-
-    def eager(self, run: Run) -> float:
-        """Median seconds of `run`, launched without a graph."""
-        ...
-
-    def mark(self) -> Any:
-        """Marks a moment on the current stream."""
-        ...
-
-    def between(self, earlier: Any, later: Any) -> float:
-        """Seconds from one mark to a later one; waits for the later mark."""
-        ...
-
-
-class CudaTimer:
+class Timer:
     def __init__(self) -> None:
         self._side = torch.cuda.Stream()  # only one, because cuBLAS keeps a workspace for each
 
     def in_graph(self, runs: Sequence[Run]) -> float:
+        """Median seconds of one of `runs`, which do the same work on different memory. They take
+        turns in a CUDA graph. So the CPU's time does not count, as when decodes are served."""
         side = self._side
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -56,16 +39,19 @@ class CudaTimer:
         return statistics.median(self._elapsed(graph.replay) for _ in range(ROUNDS)) / calls
 
     def eager(self, run: Run) -> float:
+        """Median seconds of `run`, launched without a graph."""
         run()
         run()
         return statistics.median(self._elapsed(run) for _ in range(ROUNDS))
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
+        """Marks a moment on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+    def between(self, earlier: Any, later: Any) -> float:
+        """Seconds from one mark to a later one; waits for the later mark."""
         later.synchronize()
         return float(earlier.elapsed_time(later)) / 1000
 
@@ -75,25 +61,22 @@ class CudaTimer:
         return self.between(begin, self.mark())
 
 
-class StubTimer:
+class StubTimer(Timer):
     """Runs everything once and measures nothing."""
+
+    def __init__(self) -> None:
+        pass  # there may be no GPU
 
     def in_graph(self, runs: Sequence[Run]) -> float:
         for run in runs:
             run()
-        return self._ended()
+        return 1e-3
 
     def eager(self, run: Run) -> float:
-        run()
-        return self._ended()
+        return self.in_graph([run])
 
     def mark(self) -> float:
         return time.perf_counter()
 
     def between(self, earlier: float, later: float) -> float:
         return later - earlier
-
-    def _ended(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()  # so that a kernel's error is raised in this run
-        return 1e-3

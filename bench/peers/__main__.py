@@ -29,8 +29,8 @@ _REASON_LINES = 12
 def parse_args(args: list[str]) -> argparse.Namespace:
     names = [entry.name for entry in ENTRIES]
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="a directory")
-    parser.add_argument("--out", type=Path, required=True, help="for the JSON")
+    parser.add_argument("--model", type=Path, required=True, help="directory of the model")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
                         help=f"default: {', '.join(names)}")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="%(default)s")

@@ -10,12 +10,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from bench.errors import BenchError
+from bench.machine import cpu_s
 from bench.metrics import Trace, summarize
 from bench.peers.entries import Job
 from bench.workload import Request, random_request, reference_workload, warm_up_request
@@ -75,30 +75,13 @@ def measure(job: Job, server: Server) -> Figures:
     )
 
 
-def cpu_s() -> float:
-    """CPU seconds of this process and its descendants, and of ended processes for which they have
-    waited. Reads /proc, because a server's environment may lack psutil."""
-    parents, ticks = {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # the process has ended
-            pid = int(path.parent.name)
-            # The fields begin with the process's state. The name before it may have any characters.
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-            parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
-    total, generation = 0, {os.getpid()}
-    while generation:
-        total += sum(ticks[pid] for pid in generation)
-        generation = {pid for pid, parent in parents.items() if parent in generation}
-    return total / os.sysconf("SC_CLK_TCK")
-
-
 def _run(server: Server, requests: Sequence[Request]) -> list[Trace]:
     traces = server.generate(requests)
     for request, trace in zip(requests, traces, strict=True):
         if trace.output_tokens != request.output_len:
             raise BenchError(
-                f"the server made {trace.output_tokens} tokens where {request.output_len} were "
-                "asked for: the figures would not be comparable"
+                f"the server generated {trace.output_tokens} tokens instead of "
+                f"{request.output_len}; the figures would not be comparable"
             )
     return traces
 

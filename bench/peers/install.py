@@ -62,7 +62,7 @@ def install(peer: str) -> None:
     directory = environment(peer)
     shutil.rmtree(directory, ignore_errors=True)
     _run(sys.executable, "-m", "venv", directory)
-    _pip(directory, "install", *PEERS[peer].packages)
+    _pip(directory, "install", "psutil", *PEERS[peer].packages)
     # The index's torchvision is built for CUDA and cannot be imported beside a torch for CPUs. Then
     # transformers cannot be imported either. Text models need none of these packages.
     _pip(directory, "uninstall", "--yes", "torchvision", "torchaudio", "torchcodec")
@@ -218,7 +218,7 @@ def main(args: list[str]) -> int:
     parser.add_argument("peers", nargs="*", metavar="PEER", help=f"{', '.join(PEERS)}; all")
     chosen = parser.parse_args(args).peers or list(PEERS)
     if unknown := set(chosen) - set(PEERS):
-        parser.error(f"no such peer: {', '.join(sorted(unknown))}")
+        parser.error(f"{', '.join(sorted(unknown))}: unknown peer")
     failed = []
     for peer in chosen:
         try:

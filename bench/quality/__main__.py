@@ -88,7 +88,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
         metavar="NAME",
         help=f"besides {REFERENCE}; default: {', '.join(VARIANTS)}",
     )
-    parser.add_argument("--out", type=Path, required=True, help="for the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args(args)
     for name in ("sums", "sums_after_chats", "texts"):
         if getattr(options, name) < 1:

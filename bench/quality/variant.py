@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.gpu.steps import Sequences, blocks_needed
 from bench.in_process import RunnerEngine
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Sequence
@@ -84,26 +85,12 @@ class Loaded:
         return found
 
     def _scored_step(self, text: list[int]) -> Step:
-        length = np.array([len(text)], np.int32)
-        positions = np.arange(len(text), dtype=np.int32)
-        blocks = -(-len(text) // self._limits.block_size)
-        first = np.zeros(1, np.int32)
-        return Step(
-            step_id=1,
-            input_ids=np.array(text, np.int32),
-            positions=positions,
-            slot_mapping=positions,
-            query_lens=length,
-            context_lens=length,
-            block_table=np.arange(blocks, dtype=np.int32),
-            block_table_offsets=np.array([0, blocks], np.int32),
-            samples=np.ones(1, np.bool_),
-            temperatures=np.zeros(1, np.float32),
-            seeds=np.zeros(1, np.uint64),
-            prompt_targets=PromptTargets(
-                rows=first,
-                num_logprobs=first + np.int32(self._limits.vocab_size),
-                offsets=np.array([0, len(text)], np.int32),
-                targets=np.zeros(len(text), np.int32),
-            ),
+        size = self._limits.block_size
+        sequences = Sequences(size, range(blocks_needed([len(text)], size)), seed=0)
+        targets = PromptTargets(
+            rows=np.zeros(1, np.int32),
+            num_logprobs=np.array([self._limits.vocab_size], np.int32),
+            offsets=np.array([0, len(text)], np.int32),
+            targets=np.zeros(len(text), np.int32),
         )
+        return replace(sequences.step({0: np.array(text, np.int32)}), prompt_targets=targets)

@@ -17,7 +17,7 @@ from bench.engine_stats import EngineStats, stats_reader
 from bench.errors import BenchError
 from bench.http2 import Connection
 from bench.load_mode import Goals, arrivals, summarize_load
-from bench.metrics import Trace, percentile, summarize, tokens_over_time
+from bench.metrics import Trace, summarize, tokens_over_time
 from bench.quality import intervals
 from bench.scheduler_processes import Sizes, running_scheduler
 from bench.stack import measure_single_stream, run_request, run_stack
@@ -43,7 +43,7 @@ def test_output_tokens_of_the_reference_workloads(shape: Shape, total: int) -> N
     assert sum(r.output_len for r in reference_workload(shape, 151_936)) == total
 
 
-def test_it_is_the_workload_of_nano_vllm() -> None:
+def test_the_workload_equals_nano_vllms() -> None:
     # The two statements of nano-vLLM's bench.py, with the global generator, as there.
     random.seed(0)
     prompts = [
@@ -55,7 +55,7 @@ def test_it_is_the_workload_of_nano_vllm() -> None:
     assert [r.output_len for r in ours] == lengths
 
 
-def test_a_small_vocabulary_changes_the_ids_and_not_the_lengths() -> None:
+def test_a_small_vocabulary_changes_ids_but_not_lengths() -> None:
     small, large = reference_workload(SCALED, 1536), reference_workload(SCALED, 151_936)
     assert max(max(r.prompt) for r in small) < 1536
     assert [(len(r.prompt), r.output_len) for r in small] == [
@@ -65,10 +65,10 @@ def test_a_small_vocabulary_changes_the_ids_and_not_the_lengths() -> None:
     assert all(r.prompt[:4] != warm_up.prompt[:4] for r in small)
 
 
-def test_too_long_for_the_model_names_the_flags() -> None:
+def test_an_error_about_too_long_requests_names_the_flags() -> None:
     requests = [Request([1] * 30, 10, 0), Request([1] * 20, 21, 0)]
     check_fits(requests, 41)
-    with pytest.raises(BenchError, match=r"41 tokens.*takes 40.*--max-input or --max-output"):
+    with pytest.raises(BenchError, match=r"41 tokens.*allows 40.*--max-input or --max-output"):
         check_fits(requests, 40)
 
 
@@ -83,12 +83,6 @@ def test_arrivals_are_a_poisson_process_that_can_be_repeated() -> None:
 
 
 # What clients saw.
-
-
-def test_percentiles_interpolate() -> None:
-    assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
-    assert percentile([10.0, 20.0], 99) == pytest.approx(19.9)
-    assert percentile([], 50) is None
 
 
 def test_a_chunk_of_k_tokens_counts_as_k_gaps_of_a_kth() -> None:
@@ -143,7 +137,7 @@ class BusyScheduler(SchedulerServiceServicer):
         )
 
 
-async def test_stats_are_those_of_the_run(server: FakeServer) -> None:
+async def test_stats_cover_the_run_without_its_warm_up(server: FakeServer) -> None:
     scheduler = aio.server()
     add_SchedulerServiceServicer_to_server(BusyScheduler(), scheduler)
     port = scheduler.add_insecure_port("127.0.0.1:0")
@@ -165,7 +159,7 @@ async def test_stats_are_those_of_the_run(server: FakeServer) -> None:
 
 async def test_a_server_that_stops_early_is_not_measured(server: FakeServer) -> None:
     async with AsyncLLM(server.address) as llm:
-        with pytest.raises(BenchError, match="8 tokens where 9 were asked"):
+        with pytest.raises(BenchError, match="8 tokens instead of 9"):
             await run_request(llm, Request([5], 9, 0), fields={"max_tokens": 8})
 
 
@@ -176,7 +170,7 @@ async def test_prompts_of_single_streams_are_never_in_the_cache(server: FakeServ
         assert [len(r.token_ids.ids) for r in sent] == [32, 1024] * 3
         assert len({tuple(r.token_ids.ids[:8]) for r in sent}) == 6
         server.service.max_model_len = 1024
-        with pytest.raises(BenchError, match="needs 1025 tokens, the server takes 1024"):
+        with pytest.raises(BenchError, match="needs 1025 tokens; the server allows 1024"):
             await measure_single_stream(llm, await llm.get_model())
 
 
@@ -198,7 +192,7 @@ def frame(kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:
     return header + payload
 
 
-async def test_messages_are_found_however_frames_and_reads_cut_them() -> None:
+async def test_frames_and_reads_may_cut_messages_anywhere() -> None:
     transport = FakeTransport()
     connection = Connection("here", METHOD)
     connection.connection_made(transport)
@@ -225,7 +219,7 @@ def test_a_clock_is_read_in_another_mapping_of_its_file(tmp_path: Path) -> None:
     assert theirs.age_s(1, now=0.0) == ours.age_s(1, now=0.0) < 0
 
 
-async def test_a_scheduler_that_does_not_start_says_why() -> None:
+async def test_the_error_of_a_failed_scheduler_has_its_log() -> None:
     # The settings do not allow a step to have fewer tokens than sequences.
     sizes = Sizes(max_num_seqs=8, max_num_batched_tokens=4, max_model_len=64, num_blocks=64)
     with pytest.raises(BenchError, match=r"scheduler_svc ended:\n.*max_num_seqs: 8 sequences"):
@@ -244,7 +238,7 @@ def answers(both: int, first: int, second: int, neither: int) -> tuple[np.ndarra
     )
 
 
-def test_difference_of_paired_shares_is_the_published_one() -> None:
+def test_the_difference_of_paired_shares_equals_a_published_one() -> None:
     # Fagerland, Lydersen, Laake: "Recommended tests and confidence intervals for paired binomial
     # proportions" (2014), airway hyper-responsiveness.
     found = intervals.paired_difference(*answers(1, 1, 7, 12))

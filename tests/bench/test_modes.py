@@ -92,14 +92,14 @@ def test_load(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("--max-output 9000", "--max-output"),
         ("--min-input 10 --max-input 5", "--min-input"),
         ("--num-seqs 0", "--num-seqs: must be at least 1"),
-        ("--num-seqs 1 --in-process", "--model: is models/demo, the server has fake"),
+        ("--num-seqs 1 --in-process", "--model: models/demo is not the server's model, fake"),
         ("--address 127.0.0.1:1", "UNAVAILABLE: 127.0.0.1:1"),
         ("--mode load --growth 1", "--growth: must be over 1"),
         ("--mode scheduler --waiting -1", "--waiting: must be at least 0"),
         ("--mode frontend --model /nowhere", "--model: "),
     ],
 )
-def test_what_cannot_be_measured_is_a_plain_message(
+def test_an_impossible_measurement_gives_a_plain_message(
     server: FakeServer, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
     address = [] if "--mode s" in words or "--mode f" in words else ["--address", server.address]

@@ -41,8 +41,8 @@ class FakeService(InferenceServiceServicer):
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.refusals: deque[ServiceError] = deque()  # raised by the next requests, one each
-        self.fail_after_first_chunk: ServiceError | None = None
         self.cuts: deque[int] = deque()  # chunks after which the next streams break off, one each
+        self.cut_error: ServiceError = UnavailableError("cut")
         self.peers: list[str] = []
         self.tokens_per_chunk = 1
         self.in_flight = 0
@@ -71,10 +71,8 @@ class FakeService(InferenceServiceServicer):
                 yield response
                 left = None if left is None else left - 1
                 self.streaming.set()
-                if self.fail_after_first_chunk:
-                    raise self.fail_after_first_chunk
             if left is not None:
-                raise UnavailableError("cut")
+                raise self.cut_error
         except (asyncio.CancelledError, GeneratorExit):  # the latter while a chunk is written
             self.cancelled.set()
             raise

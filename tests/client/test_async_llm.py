@@ -1,38 +1,13 @@
-"""The asyncio client over real gRPC."""
+"""What the asyncio client does that the blocking client, which wraps it, cannot show."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
 
 import pytest
 
-from nano_vllm_grpc import AsyncLLM, SamplingParams, UnavailableError
+from nano_vllm_grpc import AsyncLLM, SamplingParams
 from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
-
-
-async def test_many_generate_calls_at_once(server: FakeServer) -> None:
-    async with AsyncLLM(server.address) as llm:
-        calls = [llm.generate(chr(97 + i), use_tqdm=False) for i in range(20)]
-        results = await asyncio.gather(*calls)
-    assert [r[0]["text"] for r in results] == [chr(98 + i) * 8 for i in range(20)]
-
-
-async def test_stream(server: FakeServer) -> None:
-    async with AsyncLLM(server.address) as llm:
-        text = [c.text async for c in llm.stream("ab", SamplingParams(max_tokens=3))]
-    assert text == ["b", "c", "b"]
-
-
-async def test_leaving_a_stream_cancels_the_request(
-    server: FakeServer, service: FakeService
-) -> None:
-    async with AsyncLLM(server.address) as llm:
-        async with aclosing(llm.stream("a", SamplingParams(seed=ENDLESS_SEED))) as stream:
-            async for chunk in stream:
-                assert chunk.text == "b"
-                break
-        assert await asyncio.to_thread(service.cancelled.wait, 60)
 
 
 async def test_cancelling_generate_cancels_its_requests(
@@ -50,13 +25,7 @@ async def test_cancelling_generate_cancels_its_requests(
         assert await asyncio.to_thread(service.cancelled.wait, 60)
 
 
-async def test_a_server_that_is_not_there_is_a_typed_error() -> None:
-    async with AsyncLLM("127.0.0.1:1", max_retry_wait_s=0) as llm:
-        with pytest.raises(UnavailableError):
-            await llm.generate("a", use_tqdm=False)
-
-
-def test_a_client_can_be_made_before_the_loop(server: FakeServer) -> None:
+def test_a_client_is_created_before_its_event_loop(server: FakeServer) -> None:
     llm = AsyncLLM(server.address)
 
     async def use() -> int:

@@ -32,7 +32,8 @@ def sent_messages(service: FakeService) -> list[list[tuple[str, str]]]:
 
 
 def test_turns_are_sent_with_their_history(server: FakeServer, service: FakeService) -> None:
-    done = chat(server, "ab\n\nx\n/exit\nnever\n", "--max-tokens", "3", "--system", "s")
+    flags = ["--max-tokens", "3", "--temperature", "0", "--seed", "0", "--stop", "X", "--stop", "Y"]
+    done = chat(server, "ab\n\nx\n/exit\nnever\n", *flags, "--system", "s")
     assert (done.returncode, done.stderr) == (0, "")
     assert sent_messages(service) == [
         [("system", "s"), ("user", "ab")],
@@ -41,34 +42,25 @@ def test_turns_are_sent_with_their_history(server: FakeServer, service: FakeServ
     assert done.stdout.splitlines()[1] == "tbc"
     assert "[3 tokens, " in done.stdout
     assert "tokens/s, first token " in done.stdout
+    sampling = service.requests[0].sampling
+    sent = {field.name: value for field, value in sampling.ListFields()}
+    assert sent == {"max_tokens": 3, "temperature": 0, "seed": 0, "stop": ["X", "Y"]}
 
 
-def test_sampling_flags_are_sent_and_others_left_to_the_server(
+def test_commands_are_not_sent_and_reset_forgets_the_history(
     server: FakeServer, service: FakeService
 ) -> None:
-    chat(server, "a\n", "--temperature", "0", "--seed", "7", "--stop", "X", "--stop", "Y")
-    sampling = service.requests[0].sampling
-    assert (sampling.temperature, sampling.seed, list(sampling.stop)) == (0, 7, ["X", "Y"])
-    assert {f.name for f, _ in sampling.ListFields()} == {"temperature", "seed", "stop"}
-
-
-def test_reset_forgets_the_history(server: FakeServer, service: FakeService) -> None:
-    done = chat(server, "a\n/reset\nb\n")
-    assert done.returncode == 0  # the end of input is a way out
+    done = chat(server, "a\n/reset\nb\n/help\n/nonsense now\n")
+    assert done.returncode == 0  # the end of input ends the program
     assert sent_messages(service) == [[("user", "a")], [("user", "b")]]
-
-
-def test_commands(server: FakeServer, service: FakeService) -> None:
-    done = chat(server, "/help\n/nonsense now\n")
     assert "/reset " in done.stdout
     assert "/nonsense: no such command" in done.stdout
-    assert service.requests == []
 
 
 def test_a_long_history_loses_its_oldest_turns(server: FakeServer, service: FakeService) -> None:
     service.max_model_len = 40
     done = chat(server, "a" * 10 + "\n" + "b" * 10 + "\n" + "c" * 10 + "\n", "--max-tokens", "5")
-    assert "forgot the first 1 exchange(s)" in done.stdout
+    assert "dropped the first 1 exchange(s)" in done.stdout
     assert sent_messages(service)[2] == [
         ("user", "b" * 10),
         ("assistant", "b" * 5),
@@ -76,7 +68,7 @@ def test_a_long_history_loses_its_oldest_turns(server: FakeServer, service: Fake
     ]
 
 
-def test_a_question_that_fails_is_taken_back(server: FakeServer, service: FakeService) -> None:
+def test_a_failed_question_is_not_in_the_history(server: FakeServer, service: FakeService) -> None:
     service.refusals.append(InternalError("internal error"))
     done = chat(server, "a\nb\n")
     assert done.returncode == 0
@@ -89,7 +81,7 @@ def test_the_model_cannot_control_the_terminal(server: FakeServer) -> None:
     assert done.stdout.splitlines()[1] == "[2m"
 
 
-def test_no_server_is_a_plain_message() -> None:
+def test_an_absent_server_gives_a_plain_message() -> None:
     done = subprocess.run(
         [*CHAT, "--address", "127.0.0.1:1"], input="", capture_output=True, text=True, timeout=60
     )
@@ -139,7 +131,7 @@ def on_a_terminal(server: FakeServer, *flags: str) -> Iterator[Terminal]:
         os.close(master)
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(
+def test_ctrl_c_stops_the_answer_but_not_the_program(
     server: FakeServer, service: FakeService
 ) -> None:
     service.max_model_len = 1_000_000

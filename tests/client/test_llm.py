@@ -25,7 +25,7 @@ from nano_vllm_grpc import (
     UnavailableError,
 )
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.errors import InternalError, ServiceError
+from shared.errors import InternalError
 from shared.errors import QueueFullError as ServerQueueFullError
 from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
 
@@ -46,7 +46,7 @@ def sent_fields(service: FakeService) -> set[str]:
     return names - {"seed"}
 
 
-def test_completions_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+def test_completions_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     # Longest first: completions arrive in a different order from the requests.
     prompts = [chr(ord("a") + i) for i in range(20)]
     params = [SamplingParams(max_tokens=100 - 5 * i) for i in range(20)]
@@ -79,7 +79,7 @@ CHAT = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}
         ([], []),
     ],
 )
-def test_a_prompt_or_a_list_of_texts_ids_and_chats(
+def test_prompts_are_texts_ids_chats_or_lists_of_them(
     llm: LLM, prompts: object, expected: list[str]
 ) -> None:
     assert texts(llm, prompts, SamplingParams(max_tokens=3)) == expected
@@ -115,18 +115,30 @@ def test_a_chat_with_tools_is_sent(llm: LLM, service: FakeService) -> None:
     assert service.requests[-1].chat.continue_final_message
 
 
+def user(**fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", **fields}]
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("prompt", "structured", "message"),
     [
-        ({"tool_calls": [{"type": "custom"}]}, "tool_calls: type is 'custom'; must be 'function'"),
-        ({"tool_calls": [{"function": {"arguments": object()}}]}, "not JSON serializable"),
+        ([-1], None, ""),
+        ([1 << 40], None, ""),
+        ("\ud800", None, ""),
+        (user(text="a"), None, ""),
+        (user(tool_calls=[{"type": "custom"}]), None, "type is 'custom'; must be 'function'"),
+        (user(tool_calls=[{"function": {"arguments": print}}]), None, "not JSON serializable"),
+        ("a", StructuredOutput(), "structured_output: nothing given; give one"),
+        ("a", StructuredOutput(regex="a", json_object=True), "regex and json_object given"),
+        ("a", StructuredOutput(json_schema={"a": print}), "not JSON serializable"),
     ],
 )
-def test_a_message_that_cannot_be_sent_is_refused(
-    llm: LLM, fields: dict[str, Any], message: str
+def test_invalid_values_are_not_sent(
+    llm: LLM, service: FakeService, prompt: Any, structured: StructuredOutput, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=f"cannot be sent: .*{message}"):
-        llm.chat([fields], use_tqdm=False)
+        llm.generate(prompt, SamplingParams(structured_output=structured), use_tqdm=False)
+    assert service.requests == []
 
 
 def test_without_sampling_params_the_server_decides(llm: LLM, service: FakeService) -> None:
@@ -134,7 +146,7 @@ def test_without_sampling_params_the_server_decides(llm: LLM, service: FakeServi
     assert sent_fields(service) == set()
 
 
-def test_zero_is_sent_and_none_is_not(llm: LLM, service: FakeService) -> None:
+def test_zero_is_sent_but_none_is_not(llm: LLM, service: FakeService) -> None:
     llm.generate(
         "a",
         SamplingParams(temperature=0, ignore_eos=False, stop="END", logit_bias={3: -1.0}),
@@ -169,21 +181,6 @@ def test_structured_output_is_sent(
     llm.generate("a", SamplingParams(structured_output=wanted), use_tqdm=False)
     assert sent_fields(service) == {"structured_output"}
     assert service.requests[0].sampling.structured_output == sent
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        (StructuredOutput(), "structured_output: nothing given; give one"),
-        (StructuredOutput(regex="a", json_object=True), "regex and json_object given; give one"),
-        (StructuredOutput(json_schema={"a": object()}), "not JSON serializable"),
-    ],
-)
-def test_structured_output_is_one_thing_that_can_be_sent(
-    llm: LLM, wanted: StructuredOutput, message: str
-) -> None:
-    with pytest.raises(InvalidRequestError, match=f"cannot be sent: .*{message}"):
-        llm.generate("a", SamplingParams(structured_output=wanted), use_tqdm=False)
 
 
 def test_n_completions_of_each_prompt_in_order(llm: LLM) -> None:
@@ -225,7 +222,7 @@ def test_logprobs_are_dicts_with_the_chosen_token_first(llm: LLM, service: FakeS
     assert not any(chunk.prompt_logprobs for chunk in chunks[1:])
 
 
-def test_resuming_returns_what_follows(llm: LLM, service: FakeService) -> None:
+def test_resuming_returns_the_rest(llm: LLM, service: FakeService) -> None:
     params = SamplingParams(max_tokens=5)
     (whole,) = llm.generate("abc", params, use_tqdm=False)
     (rest,) = llm.generate("abc", params, use_tqdm=False, resume_token_ids=whole["token_ids"][:2])
@@ -240,14 +237,11 @@ def test_resuming_returns_what_follows(llm: LLM, service: FakeService) -> None:
     assert [c["text"] for c in both] == ["bbbbb", "yyyy"]
     with pytest.raises(ValueError, match="1 resume_token_ids for 2 prompts"):
         llm.generate(["a", "x"], params, resume_token_ids=[121])
-
-
-def test_as_many_sampling_params_as_prompts(llm: LLM) -> None:
     with pytest.raises(ValueError, match="2 sampling_params for 3 prompts"):
         llm.generate(["a", "b", "c"], [SamplingParams()] * 2)
 
 
-def test_hundreds_of_requests_are_open_together_up_to_the_cap(
+def test_requests_are_open_together_up_to_max_in_flight(
     server: FakeServer, service: FakeService
 ) -> None:
     service.start_together = 200
@@ -266,14 +260,11 @@ def test_progress_bar_shows_prefill_and_decode_rates(
     assert "3/3" in shown
     assert "prefill" in shown
     assert "decode 0 tok/s" not in shown.rsplit("\r", 1)[-1]
-
-
-def test_no_progress_bar_when_not_asked_for(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate("a", use_tqdm=False)
     assert capsys.readouterr().err == ""
 
 
-def test_stream_joined_is_what_generate_returns(llm: LLM, service: FakeService) -> None:
+def test_joined_chunks_equal_the_completion(llm: LLM, service: FakeService) -> None:
     service.tokens_per_chunk = 3
     params = SamplingParams(max_tokens=10)
     chunks = list(llm.stream("abc", params))
@@ -293,7 +284,7 @@ def test_closing_a_stream_cancels_the_request(llm: LLM, service: FakeService) ->
     assert service.cancelled.wait(60)
 
 
-def test_closing_the_client_cancels_what_is_open(server: FakeServer, service: FakeService) -> None:
+def test_closing_the_client_cancels_open_requests(server: FakeServer, service: FakeService) -> None:
     llm = LLM(server.address)
     next(llm.stream("a", SamplingParams(seed=ENDLESS_SEED)))
     llm.close()
@@ -312,7 +303,7 @@ def test_a_client_that_is_dropped_leaves_no_thread(server: FakeServer) -> None:
     assert not [t for t in threading.enumerate() if t.name == "llm-client"]
 
 
-def test_one_bad_prompt_cancels_the_others_and_is_raised(llm: LLM, service: FakeService) -> None:
+def test_an_invalid_prompt_cancels_the_other_requests(llm: LLM, service: FakeService) -> None:
     service.start_together = 2
     params = [SamplingParams(seed=ENDLESS_SEED), SamplingParams()]
     with pytest.raises(InvalidRequestError) as caught:
@@ -324,27 +315,24 @@ def test_one_bad_prompt_cancels_the_others_and_is_raised(llm: LLM, service: Fake
     assert service.cancelled.wait(60)
 
 
-@pytest.mark.parametrize("prompt", [[-1], [1 << 40], "\ud800", [{"role": "user", "text": "a"}]])
-def test_what_cannot_be_sent_is_an_invalid_request(llm: LLM, prompt: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="cannot be sent"):
-        llm.generate(prompt, use_tqdm=False)
-
-
-def test_what_failed_is_not_sent_again(llm: LLM, service: FakeService) -> None:
-    service.fail_after_first_chunk = InternalError("internal error")
+def test_a_failed_request_is_not_sent_again(llm: LLM, service: FakeService) -> None:
+    service.cuts.append(1)
+    service.cut_error = InternalError("internal error")
     with pytest.raises(ServerError) as caught:
         llm.generate("a", use_tqdm=False)
     assert caught.value.code is grpc.StatusCode.INTERNAL
     assert len(service.requests) == 1
 
 
-def test_a_full_server_is_asked_again_when_it_said_to(llm: LLM, service: FakeService) -> None:
+def test_a_request_to_a_full_server_is_sent_again(llm: LLM, service: FakeService) -> None:
     service.refusals.extend(ServerQueueFullError("full", 0.05) for _ in range(3))
     assert texts(llm, ["a", "c"], SamplingParams(max_tokens=2)) == ["bb", "dd"]
     assert len(service.requests) == 5
 
 
-def test_a_full_server_is_not_asked_for_ever(server: FakeServer, service: FakeService) -> None:
+def test_a_request_to_a_full_server_is_not_sent_for_ever(
+    server: FakeServer, service: FakeService
+) -> None:
     service.refusals.extend(ServerQueueFullError("full", 0.01) for _ in range(100))
     with (
         LLM(server.address, max_retry_wait_s=0.05) as llm,
@@ -355,24 +343,13 @@ def test_a_full_server_is_not_asked_for_ever(server: FakeServer, service: FakeSe
     assert 1 < len(service.requests) <= 6
 
 
-def test_without_retry_info_nothing_is_asked_again(llm: LLM, service: FakeService) -> None:
-    class TooLargeError(ServiceError):
-        code = grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    service.refusals.append(TooLargeError("message too large"))
-    with pytest.raises(QueueFullError, match="message too large") as caught:
-        llm.generate("a", use_tqdm=False)
-    assert caught.value.retry_after_s is None
-    assert len(service.requests) == 1
-
-
 def test_a_deadline_ends_the_request(llm: LLM, service: FakeService) -> None:
     with pytest.raises(DeadlineError):
         llm.generate("a", SamplingParams(seed=ENDLESS_SEED), use_tqdm=False, timeout_s=0.2)
     assert service.cancelled.wait(60)
 
 
-def test_nothing_listening_names_the_address() -> None:
+def test_the_error_of_an_absent_server_names_its_address() -> None:
     with (
         LLM("127.0.0.1:1", max_retry_wait_s=0) as llm,
         pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"),
@@ -380,7 +357,7 @@ def test_nothing_listening_names_the_address() -> None:
         llm.get_model()
 
 
-def test_tokenize_detokenize_and_the_model(llm: LLM) -> None:
+def test_tokenize_detokenize_and_get_model(llm: LLM) -> None:
     assert llm.tokenize("ab") == [97, 98]
     assert llm.tokenize([{"role": "user", "content": "xy"}]) == [120, 121]
     assert llm.detokenize([97, 98]) == "ab"
@@ -389,8 +366,8 @@ def test_tokenize_detokenize_and_the_model(llm: LLM) -> None:
     assert model.default_sampling == SamplingParams(temperature=0.0, max_tokens=8)
 
 
-def test_an_address_or_a_model_and_not_both() -> None:
-    with pytest.raises(TypeError, match="address"):
+def test_either_an_address_or_a_model_is_required() -> None:
+    with pytest.raises(TypeError, match="give the address"):
         LLM()
     with pytest.raises(TypeError, match="private"):
         LLM("127.0.0.1:1", tp=2)

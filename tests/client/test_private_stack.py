@@ -62,7 +62,7 @@ def test_the_end_of_the_program_stops_its_stack(cwd: Path) -> None:
     assert (cwd / "stopped").exists()
 
 
-def test_a_killed_program_takes_its_stack_along(cwd: Path) -> None:
+def test_killing_the_program_stops_its_stack(cwd: Path) -> None:
     os.mkfifo(cwd / "stopped")  # its reader waits for the launcher to write
     script = (
         "import os; from nano_vllm_grpc import LLM; llm = LLM(model='m'); llm.tokenize('a');"

@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from nano_vllm_grpc import (
-    LLM,
     AsyncLLM,
     Chunk,
     DeadlineError,
@@ -69,7 +68,7 @@ def joined(chunks: list[Chunk]) -> object:
 
 
 @pytest.mark.parametrize("number", range(30))
-async def test_a_stream_that_breaks_off_goes_on_as_if_it_had_not(
+async def test_a_broken_stream_resumes_without_a_gap_or_a_repetition(
     server: FakeServer, service: FakeService, number: int
 ) -> None:
     rng = random.Random(number)
@@ -97,7 +96,9 @@ async def test_a_stream_that_breaks_off_goes_on_as_if_it_had_not(
     assert all(list(request.sampling.stop) == ["never"] for request in service.requests)
 
 
-async def test_each_of_several_goes_on_alone(server: FakeServer, service: FakeService) -> None:
+async def test_each_of_several_completions_resumes_alone(
+    server: FakeServer, service: FakeService
+) -> None:
     params = SamplingParams(n=3, seed=2**64 - 2, max_tokens=4, prompt_logprobs=0)
     async with AsyncLLM(server.address) as llm:
         service.cuts.append(4)  # one token of each completion, and another of the first
@@ -109,7 +110,7 @@ async def test_each_of_several_goes_on_alone(server: FakeServer, service: FakeSe
     assert not any(r.sampling.HasField("prompt_logprobs") for r in resumed)
 
 
-async def test_nothing_is_asked_for_when_only_the_status_is_missing(
+async def test_a_stream_that_only_lacks_its_status_is_not_resumed(
     server: FakeServer, service: FakeService
 ) -> None:
     async with AsyncLLM(server.address) as llm:
@@ -120,7 +121,7 @@ async def test_nothing_is_asked_for_when_only_the_status_is_missing(
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
-async def test_beams_come_once(server: FakeServer, service: FakeService, cut: int) -> None:
+async def test_beams_arrive_once(server: FakeServer, service: FakeService, cut: int) -> None:
     params = SamplingParams(beam_width=3, max_tokens=2)
     async with AsyncLLM(server.address) as llm:
         service.tokens_per_chunk = 2
@@ -130,7 +131,7 @@ async def test_beams_come_once(server: FakeServer, service: FakeService, cut: in
     assert not any(request.sampling.HasField("seed") for request in service.requests)
 
 
-async def test_the_seed_that_nobody_gave_stays_the_same(
+async def test_a_chosen_seed_is_kept_when_a_stream_resumes(
     server: FakeServer, service: FakeService
 ) -> None:
     async with AsyncLLM(server.address) as llm:
@@ -141,15 +142,6 @@ async def test_the_seed_that_nobody_gave_stays_the_same(
     assert seeds[0] == seeds[1] == seeds[2] != seeds[3]
 
 
-def test_plain_calls_go_on_too(server: FakeServer, service: FakeService) -> None:
-    service.cuts.extend((1, 0, 2))
-    with LLM(server.address) as llm:
-        results = llm.generate(["a", "x"], SamplingParams(max_tokens=5), use_tqdm=False)
-        assert [each["text"] for each in results] == ["bbbbb", "yyyyy"]
-        service.cuts.append(2)
-        assert "".join(chunk.text for chunk in llm.stream("a")) == "b" * 8
-
-
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -157,7 +149,7 @@ def test_plain_calls_go_on_too(server: FakeServer, service: FakeService) -> None
         (grpc.StatusCode.UNKNOWN, "Stream removed"),
     ],
 )
-async def test_a_stream_cut_on_the_way_is_resumed(
+async def test_a_stream_that_a_proxy_cuts_is_resumed(
     server: FakeServer, service: FakeService, code: grpc.StatusCode, message: str
 ) -> None:
     service.refusals.append(refusal(code, message))
@@ -173,7 +165,7 @@ async def test_a_stream_cut_on_the_way_is_resumed(
         (grpc.StatusCode.RESOURCE_EXHAUSTED, QueueFullError),  # no hint when to retry
     ],
 )
-async def test_what_waiting_does_not_mend_is_not_asked_again(
+async def test_an_error_that_waiting_does_not_help_is_raised_at_once(
     server: FakeServer, service: FakeService, code: grpc.StatusCode, raised: type[Exception]
 ) -> None:
     service.refusals.append(refusal(code, "something else"))
@@ -183,7 +175,7 @@ async def test_what_waiting_does_not_mend_is_not_asked_again(
     assert len(service.requests) == 1
 
 
-async def test_a_full_server_is_waited_for_when_a_stream_broke_off(
+async def test_a_broken_stream_waits_for_a_full_server(
     server: FakeServer, service: FakeService
 ) -> None:
     async with AsyncLLM(server.address) as llm:
@@ -197,7 +189,7 @@ async def test_a_full_server_is_waited_for_when_a_stream_broke_off(
     assert len(service.requests) == 3
 
 
-async def test_a_server_that_broke_off_before_any_token_was_reached(
+async def test_a_server_that_breaks_off_before_any_token_counts_as_reached(
     server: FakeServer, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_vllm_grpc.retry._FIRST_CONTACT_S", 0)
@@ -207,9 +199,7 @@ async def test_a_server_that_broke_off_before_any_token_was_reached(
     assert completion["text"] == "bb"
 
 
-async def test_waiting_ends_and_begins_anew_with_every_token(
-    server: FakeServer, service: FakeService
-) -> None:
+async def test_every_token_begins_a_new_wait(server: FakeServer, service: FakeService) -> None:
     away = [ServerUnavailableError("away", 0.1) for _ in range(20)]
     async with AsyncLLM(server.address, max_retry_wait_s=0.9) as llm:
         for cut in (1, 1, 1, 1):  # each takes less time than allowed; together they take more
@@ -228,9 +218,7 @@ async def test_waiting_ends_and_begins_anew_with_every_token(
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_the_deadline_is_one_for_all_attempts(
-    server: FakeServer, service: FakeService
-) -> None:
+async def test_all_attempts_share_the_deadline(server: FakeServer, service: FakeService) -> None:
     service.refusals.extend(ServerUnavailableError("away", 0.05) for _ in range(1000))
     async with AsyncLLM(server.address) as llm:
         with pytest.raises((UnavailableError, DeadlineError)):
@@ -238,7 +226,7 @@ async def test_the_deadline_is_one_for_all_attempts(
     assert service.refusals
 
 
-async def test_leaving_a_stream_that_went_on_cancels_all_of_it(
+async def test_closing_a_resumed_stream_cancels_all_its_calls(
     server: FakeServer, service: FakeService
 ) -> None:
     async with AsyncLLM(server.address) as llm:
@@ -281,7 +269,7 @@ async def test_connections_to_one_address(server: FakeServer, service: FakeServi
     assert sorted(map(service.peers.count, set(service.peers))) == [3, 3, 3]
 
 
-async def test_a_closed_client_says_so(server: FakeServer) -> None:
+async def test_a_closed_client_raises_an_error(server: FakeServer) -> None:
     llm = AsyncLLM(server.address)
     await llm.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -289,6 +277,6 @@ async def test_a_closed_client_says_so(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("address", ["", " , ", []])
-def test_an_address_is_needed(address: str | list[str]) -> None:
+def test_an_address_is_required(address: str | list[str]) -> None:
     with pytest.raises(ValueError, match="names no server"):
         AsyncLLM(address)

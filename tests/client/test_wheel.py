@@ -1,4 +1,4 @@
-"""The wheel holds the client under a name of its own and needs nothing from the checkout."""
+"""The wheel holds only the client, which runs the examples without the checkout."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ from tests.client.fake_server import FakeServer
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "nano_vllm_grpc", "frontend", "shared", "cli")
+EXAMPLES = ROOT / "examples"
+# Part of what each one prints. The server's completions shift characters along the alphabet.
+EXAMPLE_OUTPUTS = {
+    "generate.py": "'Xibu!jt!28!,!36@'",  # What is 17 + 25?
+    "stream.py": "Podf!vqpo!b!ujnf",
+    "chat.py": "> Tell me a story.",
+    "async_many.py": "an empty prompt: INVALID_ARGUMENT",
+    "plain_grpc.py": "Podf!vqpo!b!ujnf",
+    "several.py": "2   -2.500 'Rqfh#xsrq#d#wlph'",  # the last of the beams
+    "structured_output.py": "Podf!vqpo!b!ujnf",
+}
 # Other people's packages that share the names of the checkout's folders.
 DECOYS = ("bench", "cli", "deploy", "frontend", "shared", "tools")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
@@ -66,7 +77,7 @@ def run(python: Path, directory: Path, *args: object) -> subprocess.CompletedPro
     )
 
 
-def test_it_takes_no_name_but_its_own(wheel: Path) -> None:
+def test_the_wheel_holds_only_its_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (top_level,) = (name for name in names if name.endswith("top_level.txt"))
@@ -76,7 +87,7 @@ def test_it_takes_no_name_but_its_own(wheel: Path) -> None:
     assert all(folder.startswith("nano_vllm_grpc") for folder in folders)
 
 
-def test_every_module_of_it_can_be_imported(python: Path, tmp_path: Path) -> None:
+def test_every_module_can_be_imported(python: Path, tmp_path: Path) -> None:
     script = (
         "import importlib, pkgutil, nano_vllm_grpc as package\n"
         "for each in pkgutil.walk_packages(package.__path__, 'nano_vllm_grpc.'):\n"
@@ -88,26 +99,28 @@ def test_every_module_of_it_can_be_imported(python: Path, tmp_path: Path) -> Non
     assert {f"nano_vllm_grpc.{name}" for name in clients} <= set(done.stdout.split())
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("generate.py", "'Xibu!jt!28!,!36@'"), ("plain_grpc.py", "Podf!vqpo!b!ujnf")],
-)
-def test_examples_run_beside_other_peoples_packages(
-    python: Path, tmp_path: Path, server: FakeServer, name: str, text: str
+def test_all_examples_are_tested() -> None:
+    # examples/private_stack.py needs a real stack: test_private_stack.py runs what it shows.
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*EXAMPLE_OUTPUTS, "private_stack.py"}
+
+
+@pytest.mark.parametrize("name", EXAMPLE_OUTPUTS)
+def test_examples_run_beside_other_packages(
+    python: Path, tmp_path: Path, server: FakeServer, name: str
 ) -> None:
-    done = run(python, tmp_path, ROOT / "examples" / name, server.address)
+    done = run(python, tmp_path, EXAMPLES / name, server.address)
     assert done.returncode == 0, done.stderr
-    assert text in done.stdout
+    assert EXAMPLE_OUTPUTS[name] in done.stdout
 
 
-def test_the_command_says_that_it_needs_a_checkout(python: Path, tmp_path: Path) -> None:
+def test_the_command_without_a_checkout_fails_with_a_message(python: Path, tmp_path: Path) -> None:
     done = run(python, tmp_path, "-m", "nano_vllm_grpc", "up")
     assert done.returncode == 1
     assert "from a checkout of the project" in done.stderr
 
 
-def test_a_private_stack_says_that_it_needs_a_checkout(python: Path, tmp_path: Path) -> None:
-    done = run(python, tmp_path, ROOT / "examples" / "private_stack.py")
+def test_a_private_stack_without_a_checkout_raises_an_error(python: Path, tmp_path: Path) -> None:
+    done = run(python, tmp_path, EXAMPLES / "private_stack.py")
     assert done.returncode == 1
     assert "StackError: a private stack needs a checkout of nano-vllm-grpc" in done.stderr
 

@@ -95,7 +95,7 @@ def test_examples_find_all_they_need_in_the_environment(stack: SecureStack) -> N
 
 
 def test_a_token_is_not_sent_where_others_may_read_it() -> None:
-    refused = pytest.raises(LLMError, match=r"token: would be sent .* in plaintext")
+    refused = pytest.raises(LLMError, match=r"token: .* would receive it in plaintext")
     with LLM("gpu-a.example.com:50051", token=TOKEN) as llm, refused:
         llm.get_model()
 

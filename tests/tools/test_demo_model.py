@@ -68,7 +68,7 @@ def test_readmes_example_of_json(model: DemoModel) -> None:
     assert json.loads(reply.text) == {"answer": 7}
 
 
-def test_tools_are_offered_and_called_in_qwens_format() -> None:
+def test_chats_have_qwens_format_with_and_without_tools() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     task = calls.any_call(random.Random(0), training_pairs())
     tool = calls.ToolStyle(random.Random(0)).tool(task.function)
@@ -82,19 +82,21 @@ def test_tools_are_offered_and_called_in_qwens_format() -> None:
         {"role": "user", "content": "Thanks"},
     ]
 
-    def rendered(**options: Any) -> str:
+    def rendered(offered: list[Any] | None, **options: Any) -> str:
         return str(
             tokenizer.apply_chat_template(
-                messages, tools=[tool], tokenize=False, add_generation_prompt=True, **options
+                messages, tools=offered, tokenize=False, add_generation_prompt=True, **options
             )
         )
 
-    assert rendered() == rendered(chat_template=QWEN3_TEMPLATE.read_text())
+    for offered in (None, [tool]):
+        qwens = rendered(offered, chat_template=QWEN3_TEMPLATE.read_text())
+        assert rendered(offered) == qwens
     asked = tools_prompt([tool], "Be brief.") + turn(task.question)[0]
-    assert rendered().startswith(asked + calls.call_text(task))
+    assert rendered([tool]).startswith(asked + calls.call_text(task))
 
 
-def test_plain_text_goes_on_as_a_story(model: DemoModel) -> None:
+def test_plain_text_continues_as_a_story(model: DemoModel) -> None:
     (reply,) = model.reply(["Once upon a time"])
     assert reply.ended
     assert share_of_grammatical_text("Once upon a time" + reply.text) > 0.9
@@ -103,25 +105,6 @@ def test_plain_text_goes_on_as_a_story(model: DemoModel) -> None:
 def test_newcomer_gets_an_introduction(model: DemoModel) -> None:
     (reply,) = model.reply([[{"role": "user", "content": "hello"}]])
     assert "story" in reply.text
-
-
-def test_chat_template_is_qwens() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello!"},
-        {"role": "user", "content": "Bye"},
-    ]
-    expected = (
-        "<|im_start|>system\nBe brief.<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nHello!<|im_end|>\n"
-        "<|im_start|>user\nBye<|im_end|>\n"
-    )
-    assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert prompt == expected + "<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(

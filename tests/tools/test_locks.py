@@ -47,7 +47,7 @@ def asked_for(extra: str) -> Iterator[Requirement]:
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_all_that_is_asked_for_is_locked(extra: str) -> None:
+def test_all_requirements_are_locked(extra: str) -> None:
     locked = entries(extra)
     for requirement in asked_for(extra):
         name = canonicalize_name(requirement.name)
@@ -57,7 +57,7 @@ def test_all_that_is_asked_for_is_locked(extra: str) -> None:
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_so_is_what_those_packages_need(extra: str) -> None:
+def test_requirements_of_locked_packages_are_locked(extra: str) -> None:
     """As the installed ones say: without it, `--no-deps` would leave it out, or torch fetch it."""
     locked = entries(extra)
     known = locked.keys() | APART | OF_CUDA
@@ -85,11 +85,11 @@ def test_every_package_has_the_hashes_of_its_files(lock: str) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_images_get_what_is_tested(image: str) -> None:
+def test_images_have_the_tested_versions(image: str) -> None:
     assert entries(image).items() <= entries("dev").items()
 
 
-def test_ray_gets_on_with_all_else() -> None:
+def test_ray_needs_no_other_versions() -> None:
     """It is installed into the same environment."""
     dev = entries("dev")
     shared = {name: entry for name, entry in entries("ray").items() if name in dev}

@@ -84,7 +84,7 @@ def test_random_weights_write_text(tmp_path: Path, tied: bool) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 1e6, 4.0),
     ],
 )
-def test_transformers_honours_the_rope(
+def test_transformers_reads_the_rope(
     tmp_path: Path, overrides: dict[str, Any], theta: float, factor: float
 ) -> None:
     make_model(tmp_path, "tiny", overrides)
@@ -125,7 +125,7 @@ def test_weights_differ_from_each_other_and_norms_from_one(tmp_path: Path) -> No
     assert norm.std().item() > 0.02
 
 
-def test_tokenizer_and_end_of_sequence_come_along(tmp_path: Path) -> None:
+def test_a_model_has_a_tokenizer_and_end_tokens(tmp_path: Path) -> None:
     make_model(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     ends = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
@@ -133,7 +133,7 @@ def test_tokenizer_and_end_of_sequence_come_along(tmp_path: Path) -> None:
 
 
 def test_unknown_shape_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"shape: no 'qwen3-7b', there are .*qwen3-8b"):
+    with pytest.raises(ValueError, match=r"shape: 'qwen3-7b' is unknown; there are .*qwen3-8b"):
         make_model(tmp_path, "qwen3-7b")
 
 

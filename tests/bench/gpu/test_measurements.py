@@ -10,17 +10,16 @@ import sys
 from argparse import Namespace
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bench.gpu import decode_speed, prompt_speed, stack_speed
+from bench.gpu import run as run_module
 from bench.gpu.bounds import ModelSize, bound
 from bench.gpu.heads import QWEN_0_6B, Heads
 from bench.gpu.modules import MEASURE, RUNS
-from bench.gpu.records import Report, read
-from bench.gpu.run import Run
-from bench.gpu.setup import REHEARSAL, Setup, make_setup
+from bench.gpu.records import Report, outcomes, read
+from bench.gpu.setup import REHEARSAL, Setup
 from bench.gpu.steps import snapshot
 from bench.workload import Shape, reference_workload
 from tools.make_model import make_model
@@ -32,10 +31,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(path, "tiny", {"num_hidden_layers": 1})
 
 
-def tiny_setup(model: Path, **options: Any) -> Setup:
-    return make_setup(model=str(model), seed=1, rehearse=True, **options)
-
-
 @pytest.mark.system
 def test_measurements_run(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -43,16 +38,15 @@ def test_measurements_run(
     """Measurements that need no stack run in one process, so that torch is imported once."""
     files = [path for path in MEASURE if "stack" not in path]
     monkeypatch.setitem(RUNS, "rehearsal", tuple(files))
-    monkeypatch.setattr(Run, "_turns", lambda self: [files])
+    monkeypatch.setattr(run_module, "groups", lambda files: [files])
     options = Namespace(rehearse=True, seed=1, peer=None, model=tiny_model, out=tmp_path)
-    run = Run("rehearsal", options, {})
-    run.run()
-    run.end()
+    records = tmp_path / "rehearsal.jsonl"
+    run_module.run("rehearsal", options, records)
 
-    tests = run.results.values()
-    assert [(test.name, test.message) for test in tests if test.failed] == []
-    assert run.not_run == []
-    names = [figure.name for test in tests for figure in test.figures]
+    found = outcomes(records)
+    assert set(found.values()) == {"passed", "skipped"}, list(read(records))
+    figures = [record for record in read(records) if "unit" in record]
+    names = [figure["name"] for figure in figures]
     assert len(names) == len(set(names))
     assert set(names) >= {
         "bandwidth",
@@ -72,14 +66,14 @@ def test_measurements_run(
         "penalize, batch 2",
         "top_k 20, top_p 0.95, batch 2",
     }
-    details = {name: value for test in tests for name, value in test.details.items()}
+    details = {each["name"]: each["value"] for each in read(records) if "name" in each}
     assert set(details["ways to move bytes, GB/s"]) > {"copy, in a graph", "copy, on the stream"}
     kinds = details["triton, 16 prompt tokens, round 1"]["kinds"]
     assert sum(kind["rows"] for kind in kinds.values()) >= sum(each.output_len for each in SMALL)
     wanted = {"steps", "rows", "tokens", "launch_cpu_s", "gpu_s"}
     assert all(wanted <= kind.keys() for kind in kinds.values())
     assert details["serving, triton, 16 prompt tokens"]["attention"] == "triton"
-    assert {test.message for test in tests if "fa3" in test.name} > set()
+    assert [how for test, how in found.items() if "fa3" in test]
     with gzip.open(tmp_path / "trace.json.gz", "rt") as trace:
         assert json.load(trace)["traceEvents"]
 
@@ -89,7 +83,7 @@ SMALL = reference_workload(REHEARSAL.workload, 100)
 
 def test_rates_are_of_the_bytes_and_operations(tiny_model: Path) -> None:
     heads = Heads(4, 2, 16)
-    load = decode_speed.make_load(tiny_setup(tiny_model), "triton", heads, [20, 7])
+    load = decode_speed.make_load(Setup(tiny_model, 1, rehearse=True), "triton", heads, [20, 7])
     size = (20 + 7) * 2 * 2 * 16 * 4  # tokens, keys and values, KV heads, head_dim, bytes
     assert load.rate(lambda cache: None) == pytest.approx(size / 1e-3 / 1e9)
     pairs = 7 + 8 + 9  # seen by the last three of nine
@@ -121,7 +115,7 @@ UNUSED = {"matplotlib", "opentelemetry-sdk", "smg", "smg-grpc-proto", "starlette
 
 
 @pytest.mark.system
-def test_the_smoke_runs_without_what_it_does_not_need(tmp_path: Path) -> None:
+def test_the_smoke_runs_without_unused_packages(tmp_path: Path) -> None:
     """Runs the program itself, with a real stack at the end."""
     for module, distributions in packages_distributions().items():
         if UNUSED & {*distributions}:
@@ -135,30 +129,27 @@ def test_the_smoke_runs_without_what_it_does_not_need(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     *_, stack, share, stream, verdict, _ = done.stdout.splitlines()
-    assert verdict.startswith("smoke: 14 passed, 3 skipped"), done.stdout
     assert [line[:10] for line in (stack, share, stream)] == [
         *("stack     ", "stack / in", "one stream")
     ]
-    assert verdict.endswith("a rehearsal: no figure means anything")
-    content = json.loads((tmp_path / "out" / "smoke.json").read_text())
-    assert content["rehearsal"] is True
-    parts = {name.rpartition("::")[2]: test for name, test in content["tests"].items()}
-    assert all(test["message"] for test in parts.values() if test["outcome"] == "skipped")
-    for name, test in parts.items():
-        assert f"] {name}: {test['outcome']} (" in done.stdout
-    figures = [figure for test in parts.values() for figure in test.get("figures", ())]
+    assert verdict == "smoke: 14 passed, 3 skipped; a rehearsal: no figure means anything"
+    about, *records = read(tmp_path / "out" / "smoke.jsonl")
+    assert about["rehearsal"] is True
+    skipped = [each["message"] for each in records if each.get("outcome") == "skipped"]
+    assert "no checkout of nano-vLLM, see --peer" in skipped
     for name in ("graphs against eager", "against transformers"):
-        (figure,) = (each for each in figures if each["name"] == f"{name}: equal tokens")
+        (figure,) = (each for each in records if each.get("name") == f"{name}: equal tokens")
         assert figure["ratio"] == 1
-    assert parts["measure_peer"]["message"] == "no checkout of nano-vLLM, see --peer"
-    details = parts["measure_stack"]["details"]
+    details = {
+        each["name"]: each["value"] for each in records if "name" in each and "unit" not in each
+    }
     rounds = [details[f"round {number}"] for number in range(2)]
     assert [each["cached_prompt_tokens"] for each in rounds] == [0, 0]
     for process in ("client", "frontend", "scheduler_svc", "worker_svc"):
         used = [found["cpu_s"][process] for found in (*rounds, details["one stream"])]
         assert min(used) >= 0
         assert sum(used) > 0
-    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".jsonl", ".log"}
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["smoke.jsonl"]
 
 
 def test_the_peer_runs_the_same_workload(tmp_path: Path, tiny_model: Path) -> None:
@@ -167,11 +158,11 @@ def test_the_peer_runs_the_same_workload(tmp_path: Path, tiny_model: Path) -> No
     (tmp_path / "nanovllm.py").write_text(STAND_IN)
     report = Report(tmp_path / "records", "peer")
     report.figure("stack", 300.0, "tokens/s")
-    stack_speed.measure_peer(tiny_setup(tiny_model, peer=str(tmp_path)), report)
-    found = read(tmp_path / "records")["peer"]
-    assert len(found.details["rounds"]) == 2
-    assert found.figures[-1].name == "stack / nano-vLLM"
-    assert found.figures[-1].against == report.value("nano-vLLM")
+    stack_speed.measure_peer(Setup(tiny_model, 1, peer=tmp_path, rehearse=True), report)
+    *_, last = read(tmp_path / "records")
+    assert len(report.value("rounds")) == 2
+    assert last["name"] == "stack / nano-vLLM"
+    assert last["against"] == report.value("nano-vLLM")
 
 
 STAND_IN = """

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench.gpu import __main__ as program
 from bench.gpu import preflight
 from bench.gpu import run as run_module
 from bench.gpu.modules import MEASURE, PROVE, ROOT, RUNS, SMOKE
-from bench.gpu.records import Figure, Result
-from bench.gpu.run import Run, environment
+from bench.gpu.records import Report, outcomes, read
+from bench.gpu.run import environment
 from tests.waiting import WAIT_S, wait_for
 
 ROUGH = """
@@ -69,35 +70,46 @@ def measure_after(report):
     assert report.value("sweep")["2"] == 3
     assert report.value("unknown") is None
 """
-STUCK = "import threading\ndef test_stuck(): threading.Event().wait()\ndef test_left(): pass\n"
+STUCK = """
+import threading
+from pathlib import Path
+
+def test_stuck():
+    Path(__file__).with_suffix(".begun").touch()
+    threading.Event().wait()
+
+def test_left(): pass
+"""
 
 
-def make_run(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, texts: dict[str, str], **options: Any
-) -> Run:
-    """A run of files with these texts; those that end in _speed.py measure."""
-    for name, text in texts.items():
-        (directory / name).write_text(text)
-    monkeypatch.setitem(RUNS, "some", tuple(str(directory / name) for name in texts))
-    monkeypatch.setattr(run_module, "measures", lambda path: path.endswith("_speed.py"))
-    chosen = {"rehearse": True, "seed": 1, "peer": None, "model": None, "out": directory}
-    return Run("some", Namespace(**chosen | options), {"seed": 1})
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[[dict[str, str]], tuple[Path, dict[str, str], str]]:
+    """Runs files with these texts; those that end in _speed.py measure -> the records, the outcomes
+    by test, and the output."""
+
+    def run(texts: dict[str, str]) -> tuple[Path, dict[str, str], str]:
+        for name, text in texts.items():
+            (tmp_path / name).write_text(text)
+        monkeypatch.setitem(RUNS, "some", tuple(str(tmp_path / name) for name in texts))
+        monkeypatch.setattr(run_module, "measures", lambda path: path.endswith("_speed.py"))
+        options = Namespace(rehearse=True, seed=1, peer=None, model=None, out=tmp_path)
+        records = tmp_path / "some.jsonl"
+        run_module.run("some", options, records)
+        print(*program.summary("some", records, rehearsal=False), sep="\n")
+        found = {test.rpartition("::")[2]: how for test, how in outcomes(records).items()}
+        return records, found, capfd.readouterr().out
+
+    return run
 
 
-def by_test(run: Run) -> dict[str, Result]:
-    return {name.rpartition("::")[2]: result for name, result in run.results.items()}
-
-
-def test_a_test_that_fails_takes_no_other_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = {"test_rough.py": ROUGH, "test_broken.py": "import no_such_package"}
-    run = make_run(tmp_path, monkeypatch, texts)
-    run.run()
-    run.end()
-    found = by_test(run)
-    broken = found.pop("")  # outside of the checkout, a file has no name
-    assert {name: result.outcome for name, result in found.items()} == {
+def test_a_failing_test_stops_no_other_test(run: Any) -> None:
+    records, found, output = run(
+        {"test_rough.py": ROUGH, "test_broken.py": "import no_such_package"}
+    )
+    assert found == {
+        "": "failed",  # test_broken.py: outside of the checkout, a file has no name
         "test_raises": "failed",
         "test_loses_the_device": "failed",
         "test_takes_the_process_along": "crashed",
@@ -108,78 +120,49 @@ def test_a_test_that_fails_takes_no_other_along(
         "test_skips": "skipped",
         "test_with_it": "failed",
     }
-    assert "ValueError: no such thing" in found["test_raises"].message
-    assert "setup: " in found["test_with_it"].message
-    assert found["test_skips"].message == "not here"
-    assert found["test_passes[2]"].details == {"n": 2}
-    assert found["test_hangs"].figures  # recorded before it hung
-    assert "No module named 'no_such_package'" in broken.message
-    assert run.failed
-    assert run.not_run == []
-    log = (tmp_path / "some.log").read_text()
-    assert log.count("replacing crashed worker") == 3  # too little memory needs no new process
-    assert "in test_hangs" in log  # where it hung
-    said = capsys.readouterr().out
-    assert "test_raises: ValueError: no such thing" in said
-    assert "crashed: ::test_hangs: worker 'gw" in said
-    content = json.loads(run.path.read_text())
-    assert (content["seed"], content["passed"], content["not_run"]) == (1, False, [])
-    assert len(content["tests"]) == 10
+    messages = [record.get("message", "") for record in read(records)]
+    for text in ("ValueError: no such thing", "not here", "No module named 'no_such_package'"):
+        assert any(text in message for message in messages)
+    assert {"n": 2} in [record.get("properties") for record in read(records)]
+    assert Report(records, "").value("before") == 1.0  # reported before the test hung
+    assert output.count("replacing crashed worker") == 3  # too little memory needs no new process
+    assert "crashed: ::test_hangs" in output
 
 
-def test_measurements_have_a_process_each_and_share_their_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path, monkeypatch, {"fine_speed.py": SPEED, "after_speed.py": AFTER})
-    run.run()
-    run.end()
-    found = by_test(run)
-    assert [result.outcome for result in found.values()] == ["passed", "passed"]
-    tests = json.loads(run.path.read_text())["tests"]
-    speed = next(test for name, test in tests.items() if name.endswith("measure_speed"))
-    assert [figure["ratio"] for figure in speed["figures"]] == [0.9, 0.5, None]
-    assert [figure["below"] for figure in speed["figures"]] == [False, True, False]
-    assert speed["details"] == {"sweep": {"a": None, "2": 3}}
-    assert not run.failed  # a missed target is no failure
-    *_, first, second, last, _ = capsys.readouterr().out.splitlines()
+def test_measurements_have_a_process_each_and_share_their_figures(run: Any) -> None:
+    records, found, output = run({"fine_speed.py": SPEED, "after_speed.py": AFTER})
+    assert found == {"measure_speed": "passed", "measure_after": "passed"}
+    figures = [record for record in read(records) if "unit" in record]
+    assert [figure["ratio"] for figure in figures] == [0.9, 0.5, None]
+    assert [figure["below"] for figure in figures] == [False, True, False]
+    assert Report(records, "").value("sweep") == {"a": None, "2": 3}
+    first, second, last, _ = output.splitlines()[-4:]
     assert first.split()[:3] == ["speed", "90", "GB/s"]
     assert second.endswith("target 0.80 BELOW")
-    assert last.startswith("some: 2 passed, ")
+    assert last == "some: 2 passed"
 
 
-def test_what_the_time_limit_cuts_off_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_time_limit_leaves_a_list_of_what_was_not_run(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path, monkeypatch, {"test_stuck.py": STUCK, "late_speed.py": SPEED})
-
     class Clock:
-        """Runs away once a test is running."""
+        """Jumps ahead once a test is running."""
 
         sleep = staticmethod(time.sleep)
 
         def monotonic(self) -> float:
-            runs = any(result.outcome == "running" for result in run.results.values())
-            return time.monotonic() + 1e6 * runs
+            return time.monotonic() + 1e6 * (tmp_path / "test_stuck.begun").exists()
 
     monkeypatch.setattr(run_module, "time", Clock())
-    run.run()
-    run.end()
-    late, stuck, left = run.not_run
-    assert late.endswith("late_speed.py")
-    assert stuck.endswith("::test_stuck")
-    assert left.endswith("::test_left")
-    assert capsys.readouterr().out.count("not run: ") == 3
+    _, found, output = run({"test_stuck.py": STUCK, "late_speed.py": SPEED})
+    files = [str(tmp_path / name) for name in ("test_stuck.py", "late_speed.py")]
+    assert found == dict.fromkeys([*files, "test_stuck", "test_left"], "not run")
+    assert output.count("not run: ") == 4
 
 
 def processes_of(text: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if text.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue
-    return found
+    found = psutil.process_iter(["cmdline"])
+    return [each.pid for each in found if text in " ".join(each.info["cmdline"] or ())]
 
 
 STOPPED = """
@@ -191,30 +174,22 @@ sys.exit(program.main(["some", "other", "--rehearse", "--out", sys.argv[1]]))
 """
 
 
-def test_a_signal_ends_all_processes_and_leaves_what_is_known(tmp_path: Path) -> None:
+def test_a_signal_ends_all_processes_and_keeps_the_results(tmp_path: Path) -> None:
     path = tmp_path / "test_stuck.py"
     path.write_text("def test_fine(): pass\n" + STUCK)
     command = [sys.executable, "-c", STOPPED, tmp_path]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
-        assert any("test_fine: passed" in line for line in process.stdout)
-        wait_for(lambda: processes_of(str(path)), "the test that hangs")
+        wait_for(path.with_suffix(".begun").exists, "the test that hangs")
         process.send_signal(signal.SIGTERM)
         output = process.stdout.read()
         assert process.wait(WAIT_S) == 1
     assert processes_of(str(path)) == []
-    assert output.splitlines()[-2].startswith("some: 1 passed, ")
-    content = json.loads((tmp_path / "some.json").read_text())
-    assert [name.rpartition("::")[2] for name in content["not_run"]] == ["test_stuck", "test_left"]
-    assert not (tmp_path / "other.json").exists()
-
-
-def test_ratios() -> None:
-    assert Figure("", 90.0, "GB/s", 100.0, 0.9).ratio == pytest.approx(0.9)
-    assert Figure("", 2.0, "ms", 1.0, 0.6).ratio == pytest.approx(0.5)
-    assert Figure("", 2.0, "ms", 1.0, 0.6).below
-    assert not Figure("", 2.0, "ms", 1.0).below
-    assert Figure("", float("nan"), "ms", 1.0).ratio is None
+    assert "1 passed" in output.splitlines()[-2]
+    found = outcomes(tmp_path / "some.jsonl")
+    assert found.pop(str(path)) == "not run"
+    assert list(found.values()) == ["passed", "not run", "not run"]
+    assert not (tmp_path / "other.jsonl").exists()
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +199,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert program.parse_args([*runs, "--out", "a"]).runs == runs
     with pytest.raises(SystemExit):
         program.parse_args(["prof"])
-    assert "no run prof; there are smoke, prove, measure, sweeps, rms_norm" in (
+    assert "prof: unknown run; the runs are smoke, prove, measure, sweeps, rms_norm" in (
         capsys.readouterr().err
     )
 
@@ -249,8 +224,8 @@ def test_the_environment(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (found["TRITON_INTERPRET"], found.get("TEST_DEVICE")) == ("1", None)
 
 
-def test_this_machine_has_all_but_perhaps_a_gpu() -> None:
-    found = preflight.look()
+def test_the_preflight_finds_no_missing_package_here() -> None:
+    found = preflight.examine()
     assert (found["obstacles"], found["missing"]) == ([], [])
     assert found.get("name") or "no CUDA device" in found["no_gpu"]
 
@@ -259,7 +234,7 @@ def test_without_a_gpu_nothing_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {"obstacles": [], "missing": [], "no_gpu": "torch finds no CUDA device"}
-    monkeypatch.setattr(preflight, "look", lambda: found)
+    monkeypatch.setattr(preflight, "examine", lambda: found)
     assert program.main(["--out", str(tmp_path / "out")]) == 2
-    assert "nothing was run, since\n  torch finds no CUDA device" in capsys.readouterr().err
+    assert "nothing was run, because\n  torch finds no CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from bench.errors import BenchError
+from bench.machine import cpu_s
 from bench.peers import __main__ as program
-from bench.peers import driver, install
+from bench.peers import install
 from bench.peers.entries import ENTRIES, TINY, Entry, Job
 from bench.workload import reference_workload
 
@@ -84,7 +85,7 @@ def test_entries_take_turns_and_figures_are_medians(
     assert "1000.0" in said
 
 
-def test_a_failure_leaves_the_others_their_figures(
+def test_a_failed_entry_does_not_affect_the_others(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     model: Path,
@@ -106,7 +107,7 @@ def test_a_failure_leaves_the_others_their_figures(
     assert "no such weights" in (home / "logs" / "with-broken.log").read_text()
 
 
-def test_a_server_that_is_not_installed_is_refused_before_anything_runs(
+def test_a_missing_server_stops_the_comparison_before_it_begins(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     model: Path,
@@ -122,7 +123,7 @@ def test_a_server_that_is_not_installed_is_refused_before_anything_runs(
     assert not out.exists()
 
 
-def test_a_driver_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "TIMEOUT_S", 0.01)
     monkeypatch.setattr(program, "driver_module", lambda entry: "tests.bench.peers.fake_driver")
     entry = Entry("slow", "nano", "2", "bf16")
@@ -130,7 +131,7 @@ def test_a_driver_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         program.run_driver(entry, Job("model", 1536, entry, TINY, 0.0))
 
 
-def test_every_entry_has_a_driver_and_a_job_survives_the_way_to_it() -> None:
+def test_every_entry_has_a_driver_that_can_read_its_job() -> None:
     directory = Path(program.__file__).parent
     for entry in ENTRIES:
         assert (directory / f"{entry.peer}.py").exists()
@@ -139,15 +140,15 @@ def test_every_entry_has_a_driver_and_a_job_survives_the_way_to_it() -> None:
         assert Job.from_json(job.to_json()) == job
 
 
-def test_processes_below_count_while_they_run_and_afterwards() -> None:
-    before, own = driver.cpu_s(), time.process_time()
+def test_cpu_time_of_descendants_counts_while_they_run_and_afterwards() -> None:
+    before, own = cpu_s(), time.process_time()
     work = "sum(range(10**7)); print('done', flush=True); input()"
     command = ["sh", "-c", f'{sys.executable} -c "{work}"; :']
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
         assert process.stdout
         process.stdout.readline()
-        running = driver.cpu_s() - before - (time.process_time() - own)
+        running = cpu_s() - before - (time.process_time() - own)
         process.communicate(b"\n")
-    ended = driver.cpu_s() - before - (time.process_time() - own)
+    ended = cpu_s() - before - (time.process_time() - own)
     assert 0.05 < running < ended + 0.05  # of a clock with ticks of 10 ms
