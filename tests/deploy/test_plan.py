@@ -194,8 +194,8 @@ def test_hosts(host: str, passed: str, dialled: str) -> None:
         ({"SCHEDULER_ADDRESS": "unix-abstract:a"}, "scheduler_address: unix-abstract:a would"),
         ({"INTERNAL_TLS_ROLES": "required"}, "internal_tls_roles: needs internal_tls_cert"),
         ({"SERVED_MODEL_NAME": "two\nlines"}, "served_model_name"),
-        ({"TLS_CERT": "cert.pem"}, "tls_cert, tls_key: give both"),
-        ({"TLS_CLIENT_CA": "ca.pem"}, "tls_client_ca: needs tls_cert"),
+        ({"TLS_CERT": "cert.pem"}, "tls_cert, tls_key: set both or neither"),
+        ({"TLS_CLIENT_CA": "ca.pem"}, "tls_client_ca: requires tls_cert"),
         ({"INTERNAL_TLS_CA": "ca.pem"}, "internal_tls_ca: give all three"),
     ],
 )
