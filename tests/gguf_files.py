@@ -108,6 +108,24 @@ def write_gguf(
     writer.close()
 
 
+def read_gguf(path: Path, model: Any) -> None:
+    """Gives the weights of a file to `model` of transformers."""
+    weights = dict(model.named_parameters())
+    names = {short: name for name, short in _NAMES.items()}
+    config = model.config
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for tensor in gguf.GGUFReader(path).tensors:
+        stem, _, suffix = tensor.name.rpartition(".")
+        prefix = ""
+        if layer := re.fullmatch(r"blk\.(\d+)\.(.*)", stem):
+            prefix, stem = f"model.layers.{layer[1]}.", layer[2]
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if config.model_type == "llama" and stem in heads:
+            values = _unpair(values, heads[stem])
+        weights.pop(f"{prefix}{names[stem]}.{suffix}").data = torch.from_numpy(values.copy())
+    assert not weights
+
+
 def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
     if isinstance(value, bool):
         writer.add_bool(name, value)

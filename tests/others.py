@@ -1,8 +1,9 @@
-"""Packages of others that only tests need. `python -m tests.others` installs them; tests do not.
+"""Packages and a model of others for tests. `python -m tests.others` installs them; tests do not.
 
 python = others_python()  # has requirements/test-clients.txt: what they need is not the project's
 folder = ray_packages()  # has requirements/ray.txt, for PYTHONPATH
 folder = node_modules()  # has what examples/typescript needs
+file = smollm2()  # the GGUF file of SmolLM2-135M-Instruct
 
 A test that asks for what is not installed is skipped.
 """
@@ -15,6 +16,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from deploy.model import SMOLLM2, resolve_model, smollm2_file
 
 ROOT = Path(__file__).parents[1]
 _LOCKED = {
@@ -43,6 +46,15 @@ def node_modules() -> Path:
     return _installed("node") / "node_modules"
 
 
+def smollm2() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct."""
+    if not smollm2_file().exists():
+        import pytest
+
+        pytest.skip("SmolLM2 is not downloaded: python -m tests.others")
+    return smollm2_file()
+
+
 def _installed(name: str) -> Path:
     if not _stamp(name).exists():
         import pytest  # not at the top: a program installs them, too
@@ -62,6 +74,7 @@ def _stamp(name: str) -> Path:
 
 def install() -> None:
     """Installs what is missing; of several processes, one does."""
+    resolve_model(SMOLLM2)
     (ROOT / ".run").mkdir(exist_ok=True)
     with (ROOT / ".run" / "tests-others.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

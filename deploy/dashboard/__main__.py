@@ -17,8 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+import h11
 import uvicorn
 from pydantic import Field
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deploy.dashboard.app import make_app
 from deploy.dashboard.observer import Observer
@@ -38,6 +40,19 @@ class DashboardSettings(ServiceSettings):
     program: ClassVar[str] = "python -m deploy.dashboard"
 
     ui_port: int = Field(8080, gt=0, le=65535)
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's protocol, which sends only one answer to a request with a malformed body."""
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:  # nobody receives the rest of its answer
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # the answer has begun
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -72,7 +87,7 @@ async def serve(stack: Stack, settings: DashboardSettings, ready: Ready) -> None
     async with AsyncLLM(stack.address, tls=stack.public_tls) as llm:
         config = uvicorn.Config(
             make_app(stack, observer, llm),
-            http="h11",
+            http=_Protocol,
             ws="none",
             lifespan="off",
             log_config=None,

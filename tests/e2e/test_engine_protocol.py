@@ -143,6 +143,7 @@ def test_loads_are_the_engines(stack: tuple[RealStack, Any]) -> None:
     running, stub = stack
     with LLM(running.address) as llm:
         llm.generate([list(range(600, 640))], SamplingParams(max_tokens=5))
+    running.wait_idle()
     (load,) = stub.GetLoads(vllm.GetLoadsRequest()).loads
     assert (load.max_total_num_tokens, load.max_running_requests) == (24 * BLOCK, 8)
     assert load.num_running_reqs == load.num_waiting_reqs == load.num_used_tokens == 0
