@@ -71,6 +71,9 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise GgufError("token_embd.weight: the tensor is missing")
+    num_tokens = len(keys.get("tokenizer.ggml.tokens", list))
+    if num_tokens > embedding.shape[0]:
+        raise GgufError(f"token_embd.weight: {embedding.shape[0]} rows for {num_tokens} tokens")
     heads = keys.get(f"{arch}.attention.head_count", int)
     hidden = keys.get(f"{arch}.embedding_length", int)
     if not heads or hidden < heads:

@@ -20,6 +20,7 @@ from deploy.gguf.configuration import Keys
 from deploy.gguf.header import GgufError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of tokenizer.ggml.token_type
+_MAX_LENGTH = 1024  # of a token in characters; those of the served models have 256 at most
 # How the families' own tokenizer.json files split texts. Llama 3 keeps up to three digits together.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
@@ -48,6 +49,11 @@ def make_tokenizer(keys: Keys) -> Tokenizer:
     types = keys.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
     if not all(isinstance(token, str) for token in tokens) or len(set(tokens)) != len(tokens):
         raise GgufError("tokenizer.ggml.tokens: must be different strings")
+    longest = max(map(len, tokens), default=0)
+    if longest > _MAX_LENGTH:
+        raise GgufError(
+            f"tokenizer.ggml.tokens: a token of {longest} characters; the limit is {_MAX_LENGTH}"
+        )
     if len(types) != len(tokens):
         raise GgufError(f"tokenizer.ggml.token_type: {len(types)} types of {len(tokens)} tokens")
     kind = keys.get("tokenizer.ggml.model", str)
@@ -93,7 +99,7 @@ def _byte_level(keys: Keys, tokens: Sequence[str]) -> Tokenizer:
         served = ", ".join(_SPLITS)
         raise GgufError(f"tokenizer.ggml.pre: {split} is not served; served are {served}")
     pattern = _SPLITS[split]
-    merges = [tuple(merge.split(" ")) for merge in keys.get("tokenizer.ggml.merges", list)]
+    merges = [tuple(str(merge).split(" ")) for merge in keys.get("tokenizer.ggml.merges", list)]
     tokenizer = Tokenizer(_bpe(tokens, merges, ignore_merges=pattern == _LLAMA3))
     if pattern == _QWEN2:
         tokenizer.normalizer = normalizers.NFC()

@@ -6,7 +6,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -99,11 +99,13 @@ class Report:
         return failures
 
     def save(self, path: Path) -> None:
-        values = asdict(self)
-        for result, each in zip(values["results"], self.results, strict=True):
-            result["p99_factor"] = each.p99_factor
-            result["harm"] = each.harm()
-        path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        results = [
+            {**vars(each), "p99_factor": each.p99_factor, "harm": each.harm()}
+            for each in self.results
+        ]
+        values = {**vars(self), "results": results}
+        # Not asdict, which counts a Counter's items.
+        path.write_text(json.dumps(values, indent=1, default=vars) + "\n", encoding="utf-8")
 
     def render(self, factor: float | None) -> RenderableType:
         """A table: medians over rounds of p99 gaps and CPU, else the worst of all rounds."""

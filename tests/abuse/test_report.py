@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +107,12 @@ def test_the_median_factor_is_against_the_control() -> None:
     assert report_of(*rounds).failures(2.0)
     assert not report_of(*rounds).failures(4.0)
     assert not report_of(*(replace(each, control=slow) for each in rounds)).failures(2.0)
+
+
+def test_a_saved_report_has_what_attackers_gained(tmp_path: Path) -> None:
+    gains = Gains(Counter(OK=3), Counter(requests=4), 5)
+    report_of(round_of(CALM, gains=gains)).save(tmp_path / "report.json")
+    (result,) = json.loads((tmp_path / "report.json").read_text())["results"]
+    saved = result["rounds"][0]["gains"]
+    assert saved == {"answers": {"OK": 3}, "sent": {"requests": 4}, "tokens": 5}
+    assert result["p99_factor"] == 1.0

@@ -89,6 +89,11 @@ def test_makes_a_tokenizer_in_sentencepieces_manner(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: t5 is not served"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: "),
         ({"tokenizer.ggml.tokens": ["a"] * 301}, "tokenizer.ggml.tokens: "),
+        (
+            {"tokenizer.ggml.tokens": [*map(str, range(300)), "a" * 1025]},
+            "tokenizer.ggml.tokens: a token of 1025 characters",
+        ),
+        ({"tokenizer.ggml.tokens": [*map(str, range(302))]}, "token_embd.weight: 301 rows for 302"),
         ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type: 1 types of 301"),
         ({"tokenizer.ggml.scores": [1.0]}, "tokenizer.ggml.scores: 1 scores of 301"),
         ({"tokenizer.ggml.bos_token_id": 301}, "tokenizer.ggml.bos_token_id: 301"),
