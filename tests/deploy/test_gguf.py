@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy.errors import LaunchError
+from deploy.gguf.unpack import unpack
 from deploy.model import model_name, resolve_model
 from tests.gguf_files import write_gguf
 
@@ -64,6 +65,14 @@ def test_unpacks_once_until_the_file_changes(tmp_path: Path) -> None:
     write(tmp_path, keys={"llama.context_length": 256})
     changed = resolve_model(str(path))
     assert read_json(changed / "config.json")["max_position_embeddings"] == 256
+
+
+def test_defaults_for_sampling_are_kept_apart(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    plain, warm = unpack(path), unpack(path, {"temperature": 0.2})
+    assert read_json(plain / "generation_config.json") == {"eos_token_id": [2, 266]}
+    expected = {"temperature": 0.2, "eos_token_id": [2, 266]}
+    assert read_json(warm / "generation_config.json") == expected
 
 
 def test_makes_a_tokenizer_in_sentencepieces_manner(tmp_path: Path) -> None:
