@@ -21,8 +21,8 @@ from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, cop
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.loader import WeightLoader
 from worker_svc.models.config import load_model_config
-from worker_svc.models.decoder import attention_shape
-from worker_svc.models.registry import Model, load_model
+from worker_svc.models.decoder import Decoder, attention_shape
+from worker_svc.models.registry import load_model
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs
 from worker_svc.sampling.sampler import Sampler
@@ -99,7 +99,7 @@ class ModelRunner:
         self._configured_blocks = 0
         self.info = self._measure(fingerprint)
 
-    def _load(self, quantization: Choice) -> tuple[Model, str]:
+    def _load(self, quantization: Choice) -> tuple[Decoder, str]:
         """Reads the model's files -> the model and its fingerprint."""
         settings, platform, dtype = self._settings, self._platform, self.config.dtype
         model_dir = Path(settings.model)

@@ -169,7 +169,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Embedding, layers, a norm and the output head. Implements `registry.Model`.
+    """Embedding, layers, a norm and the output head, of which one rank computes its part.
 
     Args:
         layer: makes a layer from the name of its weights.
@@ -191,6 +191,12 @@ class Decoder:
         *,
         every_token: bool = False,
     ) -> torch.Tensor:
+        """Runs the layers on a step -> the input of `lm_head`, which is the normalized hidden
+        states [S, hidden] of each sequence's last token, or [T, hidden] of every token.
+
+        last_tokens [R] int32 are the tokens that the previous step sampled. caches has one cache
+        per layer, and metadata is the backend's plan of the step.
+        """
         x, residual = self.embed_tokens(tensors.input_ids, last_tokens), None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, cache, metadata)
