@@ -42,18 +42,18 @@ def resolve_model(model: str) -> Path:
     """
     if model.startswith(HUB):
         return _from_hub(model)
-    directory = _smollm2() if model == SMOLLM2 else Path(model).expanduser()
-    if directory.suffix == GGUF and directory.is_file():
+    path = _smollm2() if model == SMOLLM2 else Path(model).expanduser()
+    if path.suffix == GGUF and path.is_file():
         # Imported here: the import is slow, and a directory does not need it.
         from deploy.gguf.unpack import unpack
 
-        return unpack(directory, _SMOLLM2_SAMPLING if model == SMOLLM2 else None)
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
+        return unpack(path, _SMOLLM2_SAMPLING if model == SMOLLM2 else None)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
             raise LaunchError(f"MODEL: {model} has no config.json")
-        return directory
+        return path
     hint = ""
-    if _HUB_ID.fullmatch(model) and not directory.exists():
+    if _HUB_ID.fullmatch(model) and not path.exists():
         hint = f"; for the hub, use {HUB}{model}@REVISION"
     raise LaunchError(f"MODEL: {model} is not a directory{hint}")
 

@@ -16,6 +16,7 @@ from worker_svc.models.families import FAMILIES, Family
 _ENDS = frozenset(
     ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "</s>")
 )
+ROPE_FACTORS = "rope_freqs.weight"  # the tensor of llama3's factors
 _CONTROL = 3  # of tokenizer.ggml.token_type
 _REQUIRED: Any = object()
 
@@ -94,7 +95,7 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": keys.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
         "max_position_embeddings": keys.get(f"{arch}.context_length", int),
-        "rope_parameters": _rope(keys, arch, "rope_freqs.weight" in header.tensors),
+        "rope_parameters": _rope(keys, arch, ROPE_FACTORS in header.tensors),
         "attention_bias": "blk.0.attn_output.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -124,7 +125,7 @@ def _rope(keys: Keys, arch: str, has_factors: bool) -> dict[str, Any]:
     kind = keys.get(f"{arch}.rope.scaling.type", str, "none")
     if has_factors:
         # `frequency_factors` is added by the caller, who reads the tensor.
-        kind = "factors" if kind in ("none", "llama3") else f"{kind} with rope_freqs.weight"
+        kind = "factors" if kind in ("none", "llama3") else f"{kind} with {ROPE_FACTORS}"
     if kind == "none":
         return {"rope_type": "default", **theta}
     if kind == "factors":

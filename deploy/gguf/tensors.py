@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from deploy.gguf.configuration import ROPE_FACTORS
 from deploy.gguf.header import GgufError, Header, Tensor
 from worker_svc.models.families import Family
 
@@ -26,7 +27,6 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-ROPE_FACTORS = "rope_freqs.weight"
 
 
 def weight_index(header: Header, family: Family, config: dict[str, Any]) -> dict[str, Any]:

@@ -63,13 +63,21 @@ def make_tokenizer(keys: Keys) -> Tokenizer:
         tokenizer = _sentence_piece(keys, tokens, types)
     else:
         raise GgufError(f"tokenizer.ggml.model: {kind} is not served; gpt2 and llama are")
-    added = {_UNKNOWN: True, _CONTROL: True, _USER_DEFINED: False}
-    for token, kind in zip(tokens, types, strict=True):
-        if kind in added:
-            each = AddedToken(token, normalized=False, special=added[kind])
-            tokenizer.add_special_tokens([each]) if added[kind] else tokenizer.add_tokens([each])
+    special = _added(tokens, types, (_UNKNOWN, _CONTROL), special=True)
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(_added(tokens, types, (_USER_DEFINED,), special=False))
     _add_beginning(tokenizer, keys, tokens)
     return tokenizer
+
+
+def _added(
+    tokens: Sequence[str], types: Sequence[int], kinds: tuple[int, ...], *, special: bool
+) -> list[AddedToken]:
+    return [
+        AddedToken(token, normalized=False, special=special)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in kinds
+    ]
 
 
 def tokenizer_config(keys: Keys) -> dict[str, Any]:

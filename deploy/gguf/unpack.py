@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import dequantize
+from gguf import GGMLQuantizationType
 
 from deploy.errors import LaunchError
-from deploy.gguf.configuration import Keys, end_tokens, family_of, model_config
+from deploy.gguf.configuration import ROPE_FACTORS, Keys, end_tokens, family_of, model_config
 from deploy.gguf.header import GgufError, Header, read_header
-from deploy.gguf.tensors import ROPE_FACTORS, weight_index
+from deploy.gguf.tensors import weight_index
 from deploy.gguf.tokenizer import make_tokenizer, tokenizer_config
 from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS
 from worker_svc.user_cache import cache_folder, private_folder
@@ -85,8 +85,7 @@ def _texts(header: Header, file: Path, generation: dict[str, float]) -> dict[str
 
 def _vector(header: Header, name: str, file: Path) -> list[float]:
     tensor = header.tensors[name]
-    if len(tensor.shape) != 1:
-        raise GgufError(f"{name}: {len(tensor.shape)} dimensions; must have one")
-    data = np.fromfile(file, np.float32, tensor.shape[0], offset=tensor.start)
-    values: list[float] = dequantize(data, tensor.type).tolist()
+    if len(tensor.shape) != 1 or tensor.type is not GGMLQuantizationType.F32:
+        raise GgufError(f"{name}: {tensor.type.name} {list(tensor.shape)} is not a vector of F32")
+    values: list[float] = np.fromfile(file, "<f4", tensor.shape[0], offset=tensor.start).tolist()
     return values

@@ -129,6 +129,12 @@ def test_refuses_a_tensor_of_no_part_of_the_model(tmp_path: Path) -> None:
         resolve_model(str(path))
 
 
+def test_refuses_rope_factors_that_are_no_vector_of_f32(tmp_path: Path) -> None:
+    path = write(tmp_path, tensors={"rope_freqs.weight": np.ones(16, np.float16)})
+    with pytest.raises(LaunchError, match=r"rope_freqs\.weight: F16 \[16\] is not a vector of F32"):
+        resolve_model(str(path))
+
+
 def test_names_where_a_file_is_cut_short(tmp_path: Path) -> None:
     path = write(tmp_path)
     data = path.read_bytes()
