@@ -1,4 +1,4 @@
-"""A process of honest clients, which time what they get.
+"""Runs honest clients in a process, and times their answers.
 
 Sixteen streams of a plain gRPC client, one request after another, each with one right answer, two
 of them with structured output; a health check every 10 ms on a connection of its own to the

@@ -1,4 +1,4 @@
-"""What the asyncio client does that the blocking client, which wraps it, cannot show."""
+"""Behaviour of the asyncio client that the blocking client, which wraps it, cannot show."""
 
 from __future__ import annotations
 

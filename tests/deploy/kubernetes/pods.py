@@ -170,7 +170,7 @@ class Process:
 
 
 def _expanded(text: str, known: Mapping[str, str]) -> str:
-    """Expands `$(NAME)` as the kubelet does, with what has been set before."""
+    """Expands `$(NAME)` as the kubelet does, from the variables before it."""
     return re.sub(r"\$\((\w+)\)", lambda name: known[name[1]], text)
 
 
