@@ -207,12 +207,14 @@ class ModelRunner:
         """Runs `step` to its end -> the token sampled per row [S]."""
         return self.launch(step).wait()[0]
 
-    def logits(self, step: Step) -> torch.Tensor:
-        """This rank's logits [N, shard_size] of the N rows of `step` that sample."""
+    def logits(self, step: Step, *, every_token: bool = False) -> torch.Tensor:
+        """This rank's logits [N, shard_size] of the N rows of `step` that sample, or after every
+        one of its N tokens."""
         with torch.inference_mode():
-            tensors = self._to_device(step)
-            hidden = self._hidden_states(step, tensors, int(step.context_lens.max()))
-            return self._model.lm_head(hidden)[np.flatnonzero(step.samples)]
+            tensors, longest = self._to_device(step), int(step.context_lens.max())
+            hidden = self._hidden_states(step, tensors, longest, every_token=every_token)
+            logits = self._model.lm_head(hidden)
+            return logits if every_token else logits[np.flatnonzero(step.samples)]
 
     @property
     def waits_for_ranks(self) -> bool:

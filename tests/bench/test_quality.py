@@ -1,14 +1,20 @@
-"""The comparison of formats, on a few sums and texts of the demo model."""
+"""The comparison of formats, on a short text and the demo model."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from bench.quality.__main__ import main
+from bench.quality import main
+from bench.texts import read_tokens
 from tools.make_model import DEMO_MODEL
+
+TEXT = "Two hens and three cats walk to the old mill, and 12 + 34 is 46. " * 4
 
 
 def test_int8_is_compared_with_float32(
@@ -16,16 +22,36 @@ def test_int8_is_compared_with_float32(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("NANO_THREADS", "1")
-    out = tmp_path / "quality.json"
-    counts = ["--sums", "12", "--sums-after-chats", "2", "--texts", "3"]
-    assert main(["--model", str(DEMO_MODEL), "--only", "int8", "--out", str(out), *counts]) == 0
+    text, out = tmp_path / "text.txt", tmp_path / "quality.json"
+    text.write_text(TEXT)
+    args = ["--model", str(DEMO_MODEL), "--texts", str(text), "--context", "32"]
+    assert main([*args, "--only", "int8", "--out", str(out)]) == 0
 
-    reference, int8 = json.loads(out.read_text())["variants"]
+    found = json.loads(out.read_text())
+    tokens = read_tokens(DEMO_MODEL, [text])
+    windows = torch.from_numpy(tokens[: found["tokens"]]).long().view(-1, 32)
+    assert len(tokens) - found["tokens"] < 32
+    oracle = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).float().eval()
+    with torch.inference_mode():
+        expected = math.exp(oracle(windows, labels=windows).loss)
+    reference, int8 = found["variants"]
     assert [reference["name"], int8["name"]] == ["float32", "int8"]
-    assert reference["sums"]["share"] == int8["sums"]["share"] == 1
-    assert [int8["sums"]["count"], int8["sums_after_chats"]["count"]] == [12, 2]
-    assert reference["divergence"]["mean"] == 0
-    assert reference["divergence"]["same_greedy_token"] == 1
-    assert 0 < int8["divergence"]["mean"] < 0.01
-    assert 0.9 < int8["divergence"]["same_greedy_token"] <= 1
+    assert reference["perplexity"] == pytest.approx(expected, rel=1e-4)
+    low, high = reference["perplexity_interval"]
+    assert low < expected < high
+    assert [reference[name] for name in ("change", "divergence")] == [0, 0]
+    assert reference["same_greedy_token"] == 1
+    assert 0 < abs(int8["change"]) < 0.1
+    assert 0 < int8["divergence"] < int8["divergence_p99"] < 0.1
+    assert 0.8 < int8["same_greedy_token"] <= 1
     assert "compared with float32" in capsys.readouterr().out
+
+
+def test_a_text_shorter_than_a_window_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("short")
+    args = ["--model", str(DEMO_MODEL), "--texts", str(text), "--out", str(tmp_path / "out")]
+    assert main(args) == 1
+    assert "--texts: fewer than 1024 tokens" in capsys.readouterr().err
