@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from bench.errors import BenchError
 
@@ -49,6 +50,24 @@ def reference_workload(shape: Shape, vocab_size: int) -> list[Request]:
         Request(prompt, rng.randint(shape.min_output, shape.max_output), seed=index)
         for index, prompt in enumerate(prompts)
     ]
+
+
+def text_workload(shape: Shape, text: Sequence[int]) -> list[Request]:
+    """The reference workload's lengths, with pieces of a text's token ids as prompts."""
+    return [
+        replace(each, prompt=_piece(text, len(each.prompt), random.Random(f"piece {each.seed}")))
+        for each in reference_workload(shape, 1)
+    ]
+
+
+def text_request(text: Sequence[int], prompt_len: int, output_len: int) -> Request:
+    """A request with another piece of the text on every call, which no prefix cache holds."""
+    return Request(_piece(text, prompt_len, random.Random()), output_len, seed=0)
+
+
+def _piece(text: Sequence[int], size: int, rng: random.Random) -> list[int]:
+    start = rng.randrange(len(text) - size + 1)
+    return list(text[start : start + size])
 
 
 def warm_up_request(shape: Shape, vocab_size: int) -> Request:

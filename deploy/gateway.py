@@ -26,6 +26,7 @@ from pydantic import Field, field_validator, model_validator
 from smg.router import Router
 from smg.router_args import RouterArgs
 
+from deploy.chat_formats import choose_parsers
 from deploy.health import SERVING, http_health
 from deploy.ports import free_port
 from deploy.stack import gateway_url
@@ -37,7 +38,6 @@ from shared.config import Addresses, settings_or_exit, split_commas
 from shared.process.run import Ready, run_service
 from shared.telemetry.metrics_endpoint import list_endpoint
 from worker_svc.errors import ModelError
-from worker_svc.models.families import read_model_file
 
 log = structlog.get_logger(__name__)
 
@@ -150,9 +150,9 @@ def router_args(
         budgets: a file for tenants' limits, which smg reads.
 
     Raises:
-        ModelError: the model is of no family that is served.
+        ModelError: the model is of no family that is served, or a file cannot be read.
     """
-    family, _ = read_model_file(Path(settings.model))
+    parsers = choose_parsers(Path(settings.model))
     budgets.write_text(json.dumps(admission.budgets))  # JSON is YAML, too
     return RouterArgs(
         worker_urls=[f"grpc://{address}" for address in settings.gateway_addresses],
@@ -176,8 +176,8 @@ def router_args(
         history_backend="none",
         max_background_responses=0,
         shutdown_grace_period_secs=max(round(settings.drain_timeout_s), 1),
-        reasoning_parser=family.reasoning_parser,
-        tool_call_parser=family.tool_call_parser,
+        reasoning_parser=parsers.reasoning,
+        tool_call_parser=parsers.tool_call,
         tenant_api_keys=admission.keys,
         tenant_rate_limit_enabled=bool(admission.clients),
         tenant_rate_limit_config=str(budgets),

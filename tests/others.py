@@ -4,6 +4,7 @@ python = others_python()  # has requirements/test-clients.txt: what they need is
 folder = ray_packages()  # has requirements/ray.txt, for PYTHONPATH
 folder = node_modules()  # has what examples/typescript needs
 file = smollm2()  # the GGUF file of SmolLM2-135M-Instruct
+file = vocabulary("llama-spm")  # a GGUF file of llama.cpp without weights; .inp and .out are beside
 
 A test that asks for what is not installed is skipped.
 """
@@ -15,6 +16,8 @@ import hashlib
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 from deploy.model import SMOLLM2, resolve_model, smollm2_file
@@ -25,6 +28,11 @@ _LOCKED = {
     "ray": ROOT / "requirements" / "ray.txt",
     "node": ROOT / "examples" / "typescript" / "package-lock.json",
 }
+# llama.cpp's vocabularies and their test vectors are in the source of its package for Python.
+_LLAMA_CPP = (
+    "llama_cpp_python==0.3.36 "
+    "--hash=sha256:832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+)
 _INSTALL = [
     *("-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
     *("--require-hashes", "--no-deps", "--only-binary", ":all:"),
@@ -55,6 +63,17 @@ def smollm2() -> Path:
     return smollm2_file()
 
 
+def vocabulary(name: str) -> Path:
+    """llama.cpp's GGUF file of a real tokenizer. The files NAME.inp and NAME.out beside it have
+    texts and their token ids."""
+    path = _folder("vocabularies") / f"ggml-vocab-{name}.gguf"
+    if not path.exists():
+        import pytest
+
+        pytest.skip("llama.cpp's vocabularies are not downloaded: python -m tests.others")
+    return path
+
+
 def _installed(name: str) -> Path:
     if not _stamp(name).exists():
         import pytest  # not at the top: a program installs them, too
@@ -78,6 +97,8 @@ def install() -> None:
     (ROOT / ".run").mkdir(exist_ok=True)
     with (ROOT / ".run" / "tests-others.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _folder("vocabularies").exists():
+            _download_vocabularies()
         for name, locked in _LOCKED.items():
             if _stamp(name).exists() or (name == "node" and not shutil.which("npm")):
                 continue
@@ -94,6 +115,23 @@ def install() -> None:
                     shutil.copy(file, folder)
                 _run("npm", "ci", "--ignore-scripts", "--no-fund", "--prefix", folder)
             _stamp(name).touch()
+
+
+def _download_vocabularies() -> None:
+    with tempfile.TemporaryDirectory(dir=ROOT / ".run") as temporary:
+        locked = Path(temporary, "requirements.txt")
+        locked.write_text(_LLAMA_CPP)
+        options = ["--quiet", "--no-deps", "--no-binary", ":all:", "--require-hashes"]
+        _run(sys.executable, "-m", "pip", "download", *options, "--dest", temporary, "-r", locked)
+        (archive,) = Path(temporary).glob("*.tar.gz")
+        made = Path(temporary, "vocabularies")
+        made.mkdir()
+        with tarfile.open(archive) as source:
+            for member in source:
+                if "/models/ggml-vocab-" in member.name:
+                    member.name = Path(member.name).name
+                    source.extract(member, made, filter="data")
+        made.rename(_folder("vocabularies"))
 
 
 def _run(*command: str | Path) -> None:

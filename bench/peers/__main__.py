@@ -18,9 +18,12 @@ from typing import Any
 from rich.console import Console
 
 from bench.errors import BenchError
-from bench.peers.entries import ENTRIES, FULL, TINY, Entry, Job
-from bench.peers.install import HOME, ROOT, converted, python
+from bench.peers.entries import ENTRIES, FILE, FULL, TINY, Entry, Job
+from bench.peers.install import HOME, ROOT, converted, is_gguf, python
 from bench.peers.report import Comparison, Round
+from bench.texts import read_tokens
+from deploy.errors import LaunchError
+from deploy.model import model_name, resolve_model
 
 TIMEOUT_S = 3600.0
 _REASON_LINES = 12
@@ -29,15 +32,13 @@ _REASON_LINES = 12
 def parse_args(args: list[str]) -> argparse.Namespace:
     names = [entry.name for entry in ENTRIES]
     parser = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="directory of the model")
+    parser.add_argument("--model", required=True, help="what MODEL takes")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME",
                         help=f"default: {', '.join(names)}")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="%(default)s")
     parser.add_argument("--tiny", action="store_true", help="a few tokens: does everything run?")
     options = parser.parse_args(args)
-    if not (options.model / "config.json").exists():
-        parser.error(f"--model: {options.model} has no config.json")
     if options.rounds < 1:
         parser.error("--rounds: must be at least 1")
     return options
@@ -52,10 +53,10 @@ def compare(comparison: Comparison, model: Path, done: Callable[[Entry, Round], 
     for entry in comparison.entries:
         python(entry.peer)
     models = {entry: converted(entry, model) for entry in comparison.entries}
-    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    text = read_tokens(model).tolist()
     for _ in range(comparison.num_rounds):
         for entry in comparison.entries:
-            job = Job(str(models[entry]), vocab_size, entry, comparison.sizes, time.monotonic())
+            job = Job(str(models[entry]), text, entry, comparison.sizes, time.monotonic())
             try:
                 outcome = Round(run_driver(entry, job))
             except BenchError as error:
@@ -109,9 +110,17 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def main(args: list[str]) -> int:
     options = parse_args(args)
     console = Console()
+    try:
+        model = resolve_model(options.model).resolve()
+    except LaunchError as error:
+        print(f"bench.peers: --{error}", file=sys.stderr)
+        return 1
     entries: Sequence[Entry] = [entry for entry in ENTRIES if entry.name in options.only]
+    if not is_gguf(model):
+        entries = [entry for entry in entries if entry.weights != FILE]
     sizes = TINY if options.tiny else FULL
-    comparison = Comparison(options.model.resolve().name, entries, sizes, options.rounds)
+    name = model_name(options.model, model)
+    comparison = Comparison(name, entries, sizes, options.rounds)
 
     def done(entry: Entry, outcome: Round) -> None:
         comparison.write(options.out)
@@ -119,7 +128,7 @@ def main(args: list[str]) -> int:
         console.print(f"{entry.name}: {figures or outcome.error}", markup=False)
 
     try:
-        compare(comparison, options.model.resolve(), done)
+        compare(comparison, model, done)
     except BenchError as error:
         print(f"bench.peers: {error}", file=sys.stderr)
         return 1

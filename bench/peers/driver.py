@@ -18,7 +18,7 @@ from bench.errors import BenchError
 from bench.machine import cpu_s
 from bench.metrics import Trace, summarize
 from bench.peers.entries import Job
-from bench.workload import Request, random_request, reference_workload, warm_up_request
+from bench.workload import Request, text_request, text_workload
 
 Generate = Callable[[Sequence[Request]], list[Trace]]
 
@@ -51,20 +51,20 @@ def measure(job: Job, server: Server) -> Figures:
     Raises:
         BenchError: a completion is not as long as requested.
     """
-    sizes = job.sizes
-    warm_up = warm_up_request(sizes.shape, job.vocab_size)
+    sizes, shape = job.sizes, job.sizes.shape
+    warm_up = text_request(job.text, shape.min_input, min(shape.min_output, 16))
     _run(server, [replace(warm_up, output_len=1)])
     start_s = time.monotonic() - job.spawned_s
     _run(server, [warm_up])
-    workload = reference_workload(sizes.shape, job.vocab_size)
+    workload = text_workload(shape, job.text)
     cpu_before, before = cpu_s(), time.perf_counter()
     metrics = summarize(_run(server, workload))
     cores_busy = (cpu_s() - cpu_before) / (time.perf_counter() - before)
     rates, ttfts = [], []
     for _ in range(sizes.repeats):
-        stream = random_request(job.vocab_size, sizes.stream_prompt, sizes.stream_tokens)
+        stream = text_request(job.text, sizes.stream_prompt, sizes.stream_tokens)
         rates.append(_run(server, [stream])[0].tokens_per_s)
-        prompt = random_request(job.vocab_size, sizes.long_prompt, 1)
+        prompt = text_request(job.text, sizes.long_prompt, 1)
         ttfts.append(_run(server, [prompt])[0].ttft_s)
     return Figures(
         metrics.output_tokens_per_s,

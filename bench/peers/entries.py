@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 
 from bench.workload import LONG_PROMPT, REPEATS, STREAM_PROMPT, STREAM_TOKENS, Shape
 
+FILE = "file"  # the weights of a GGUF file as they are
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -27,6 +29,7 @@ ENTRIES = (
     Entry("llama-bf16", "llama_cpp", "BF16", "f16"),
     Entry("llama-q8_0", "llama_cpp", "Q8_0", "f16"),
     Entry("llama-q4_0", "llama_cpp", "Q4_0", "f16"),
+    Entry("llama-file", "llama_cpp", FILE, "f16"),
     Entry("vllm-bf16", "vllm", "bfloat16", "bf16"),
 )
 
@@ -57,7 +60,7 @@ class Job:
     """A driver's task, which it reads from stdin as JSON."""
 
     model: str  # directory or file, in the peer's format
-    vocab_size: int
+    text: list[int]  # token ids; prompts are pieces of it
     entry: Entry
     sizes: Sizes
     spawned_s: float  # on the monotonic clock, which all processes share

@@ -15,10 +15,15 @@ import sys
 import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from safetensors.torch import save_file
+
 from bench.errors import BenchError
-from bench.peers.entries import Entry
+from bench.peers.entries import FILE, Entry
+from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS
+from worker_svc.weights.gguf_file import read_gguf
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".peers"
@@ -76,17 +81,41 @@ def converted(entry: Entry, model: Path) -> Path:
     Raises:
         BenchError: the conversion failed.
     """
-    convert = PEERS[entry.peer].convert if entry.peer in PEERS else None
+    if entry.peer not in PEERS:
+        return model
+    if entry.weights == FILE:
+        return (model / GGUF_WEIGHTS).resolve()
+    folder = HOME / "models" / _fingerprint(model)
+    if is_gguf(model):
+        model = _made(folder / "safetensors", partial(_write_safetensors, model))
+    convert = PEERS[entry.peer].convert
     if convert is None:
         return model
-    out = HOME / "models" / _fingerprint(model) / f"{entry.peer}-{entry.weights}"
+    to_weights = partial(convert, environment(entry.peer), model, entry.weights)
+    return _made(folder / f"{entry.peer}-{entry.weights}", to_weights)
+
+
+def is_gguf(model: Path) -> bool:
+    """Whether a model directory was made of a GGUF file, which only some servers read."""
+    return (model / GGUF_INDEX).exists()
+
+
+def _made(out: Path, make: Callable[[Path], None]) -> Path:
+    """Returns `out`, which `make` writes if it is not there."""
     if not out.exists():
         unfinished = out.with_name(f"{out.name}.part")
         _remove(unfinished)
         out.parent.mkdir(parents=True, exist_ok=True)
-        convert(environment(entry.peer), model, entry.weights, unfinished)
+        make(unfinished)
         unfinished.rename(out)
     return out
+
+
+def _write_safetensors(model: Path, out: Path) -> None:
+    """Writes a directory with the values of a GGUF file's weights in float32."""
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns(GGUF_WEIGHTS, GGUF_INDEX))
+    tensors = {name: each.read(range(each.shape[0])) for name, each in read_gguf(model).items()}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
 
 
 def _convert_openvino(environment: Path, model: Path, weights: str, out: Path) -> None:

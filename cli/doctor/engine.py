@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from cli.doctor.host import Check, check_shared_memory
+from deploy.chat_formats import choose_parsers
 from frontend.text.model_files import ModelFilesError, read_model_facts
 from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2
@@ -33,7 +34,6 @@ from worker_svc.errors import ModelError, StartError
 from worker_svc.kv_cache import TOKEN_ID_BYTES, blocks_that_fit
 from worker_svc.models.config import ModelConfig, load_model_config
 from worker_svc.models.decoder import attention_shape
-from worker_svc.models.families import Family
 from worker_svc.settings import WorkerSettings
 from worker_svc.weights.files import INDEX, WeightReader, weight_files
 from worker_svc.weights.quantization.choice import choose_quantization
@@ -96,7 +96,7 @@ def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
         weights_format = choose_quantization(settings.quantization, config.quantization).name
         found = f"{config.family.architecture}, {config.num_layers} layers, {dtype}"
         yield Check(name, "ok", f"{found}, quantization: {weights_format}")
-        yield _check_parsers(config.family)
+        yield _check_parsers(directory)
         name = "attention"
         shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
         backend = platform.attention_backend(settings, shape)
@@ -109,9 +109,8 @@ def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
         yield Check(name, "wrong", str(error), _REMEDIES[name])
 
 
-def _check_parsers(family: Family) -> Check:
-    calls = family.tool_call_parser or "not read"
-    reasoning = family.reasoning_parser or "not read"
+def _check_parsers(model_dir: Path) -> Check:
+    reasoning, calls = (name or "not read" for name in choose_parsers(model_dir))
     return Check("gateway", "ok", f"tool calls: {calls}, reasoning: {reasoning}")
 
 

@@ -18,7 +18,7 @@ from bench.errors import BenchError
 from bench.http2 import Connection
 from bench.load_mode import Goals, arrivals, summarize_load
 from bench.metrics import Trace, summarize, tokens_over_time
-from bench.quality import intervals
+from bench.quality import interval
 from bench.scheduler_processes import Sizes, running_scheduler
 from bench.stack import measure_single_stream, run_request, run_stack
 from bench.step_clock import StepClock
@@ -227,33 +227,11 @@ async def test_the_error_of_a_failed_scheduler_has_its_log() -> None:
             pass
 
 
-# Intervals.
-
-
-def answers(both: int, first: int, second: int, neither: int) -> tuple[np.ndarray, np.ndarray]:
-    """Answers to the same questions, right or not, by how many each of two got right."""
-    counts = [both, first, second, neither]
-    return np.repeat([True, True, False, False], counts), np.repeat(
-        [True, False, True, False], counts
-    )
-
-
-def test_the_difference_of_paired_shares_equals_a_published_one() -> None:
-    # Fagerland, Lydersen, Laake: "Recommended tests and confidence intervals for paired binomial
-    # proportions" (2014), airway hyper-responsiveness.
-    found = intervals.paired_difference(*answers(1, 1, 7, 12))
-    assert found == pytest.approx((-0.508, -0.013), abs=6e-4)
-    low, high = intervals.paired_difference(*answers(1000, 0, 0, 0))
-    assert -0.005 < low < 0 < high < 0.005  # it has a width where no answers differ
-
-
 @pytest.mark.parametrize("share", [0.3, 0.98])
-def test_mean_over_texts_is_covered(share: float) -> None:
+def test_the_interval_of_a_mean_covers_it(share: float) -> None:
     rng = np.random.default_rng(3)
     covered = 0
     for seed in range(200):
-        counts = rng.integers(20, 60, size=80)
-        sums = rng.binomial(counts, share).astype(float)
-        low, high = intervals.mean(sums, counts, seed)
+        low, high = interval(rng.binomial(40, share, size=80) / 40, seed)
         covered += low <= share <= high
     assert covered / 200 == pytest.approx(0.95, abs=0.05)

@@ -181,6 +181,15 @@ def check_tools(given: Any) -> None:
             assert calls_of(given, messages=messages, tool_choice=choice) == [call], choice
 
 
+def check_forced_tool(given: Any) -> None:
+    messages = [{"role": "user", "content": "What is the weather in Rome?"}]
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for options in ({"tool_choice": named}, {"tool_choice": "required", "tools": [WEATHER]}):
+        ((name, arguments),) = calls_of(given, messages=messages, **options)
+        assert name == "get_weather"
+        assert arguments["city"] in ("Rome", "Bern")
+
+
 def check_tools_not_called(given: Any) -> None:
     choice = chat(given, tools=[WEATHER, SUM], max_tokens=None).choices[0]
     assert not choice.message.tool_calls

@@ -15,7 +15,9 @@ from bench.machine import cpu_s
 from bench.peers import __main__ as program
 from bench.peers import install
 from bench.peers.entries import ENTRIES, TINY, Entry, Job
-from bench.workload import reference_workload
+from bench.texts import read_tokens
+from bench.workload import text_workload
+from tools.make_model import DEMO_MODEL
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +29,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text('{"vocab_size": 1536}')
-    return directory
+def model() -> Path:
+    return DEMO_MODEL
 
 
 def run(
@@ -64,7 +63,7 @@ def test_entries_take_turns_and_figures_are_medians(
     assert run(monkeypatch, entries, model, out, rounds=2) == 0
 
     assert turns == ["one", "two", "one", "two"]
-    requests = reference_workload(TINY.shape, 1536)
+    requests = text_workload(TINY.shape, read_tokens(model))
     lengths = [request.output_len for request in requests]
     found = json.loads(out.read_text())
     for entry, first_ms in zip(found["entries"], (2, 10), strict=True):
@@ -128,7 +127,7 @@ def test_a_driver_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "driver_module", lambda entry: "tests.bench.peers.fake_driver")
     entry = Entry("slow", "nano", "2", "bf16")
     with pytest.raises(BenchError, match=r"slow: .*timed out"):
-        program.run_driver(entry, Job("model", 1536, entry, TINY, 0.0))
+        program.run_driver(entry, Job("model", [1, 2], entry, TINY, 0.0))
 
 
 def test_every_entry_has_a_driver_that_can_read_its_job() -> None:
@@ -136,7 +135,7 @@ def test_every_entry_has_a_driver_that_can_read_its_job() -> None:
     for entry in ENTRIES:
         assert (directory / f"{entry.peer}.py").exists()
         assert entry.peer == "nano" or entry.peer in install.PEERS
-        job = Job("model", 1536, entry, TINY, 1.5)
+        job = Job("model", [1, 2], entry, TINY, 1.5)
         assert Job.from_json(job.to_json()) == job
 
 

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from deploy.model import resolve_model
 from deploy.ports import free_port
+from tests.others import smollm2
 from tests.stack import DEMO_MODEL, RealStack, running_stack
 from tests.waiting import wait_for
 
@@ -110,3 +112,15 @@ def test_all_of_it_fits_a_small_screen_in_either_theme(tab: Tab, theme: str) -> 
         for name in ("backgroundColor", "color")
     )
     assert (sum(back) > sum(text)) == (theme == "light")
+
+
+def test_smollm2_answers_in_the_page() -> None:
+    with (
+        running_stack(model=resolve_model(str(smollm2())), ui_port=free_port()) as stack,
+        opened(stack.stack.dashboard_url) as tab,
+    ):
+        tab.wait_for("#health.good", "serving")
+        tab.type("What is the capital of France?")
+        tab.press("Enter")
+        tab.wait_for(ANSWER, "Paris")
+        assert not tab.complaints
