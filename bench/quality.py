@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,23 +112,28 @@ class Reader:
 
 @dataclass(frozen=True)
 class Scores:
-    """A variant's numbers for every position of windows [W, N]."""
+    """A variant's numbers for every position of a window [N], or of windows [W, N]."""
 
     losses: Floats  # -log of the next token's probability; N - 1 per window
     divergences: Floats
     same: NDArray[np.bool_]  # whether the likeliest token is the reference's
 
 
-def score(reference: torch.Tensor, logits: torch.Tensor, window: Int32s) -> Scores:
-    """Compares the logits of a window [N] with the reference's, both [N, vocab]."""
-    parts = []
-    for mine, other in zip(reference.split(_ROWS), logits.split(_ROWS), strict=True):
-        mine, other = (each.double().log_softmax(1) for each in (mine, other))
-        parts.append(((mine.exp() * (mine - other)).sum(1), mine.argmax(1) == other.argmax(1)))
-    divergences, same = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
-    following = torch.from_numpy(window[1:]).long()
-    losses = torch.nn.functional.cross_entropy(logits[:-1].float(), following, reduction="none")
-    return Scores(losses.double().numpy(), divergences, same)
+def score(logits: Sequence[torch.Tensor], window: Int32s) -> list[Scores]:
+    """Compares the logits of several variants, each [N, vocab], with those of the first."""
+    following = torch.from_numpy(np.append(window[1:], 0)).long()
+    parts: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in logits]
+    for first in range(0, len(window), _ROWS):
+        rows = slice(first, first + _ROWS)
+        logprobs = [each[rows].double().log_softmax(1) for each in logits]
+        reference = logprobs[0]
+        shares, likeliest = reference.exp(), reference.argmax(1)
+        for part, other in zip(parts, logprobs, strict=True):
+            losses = -other.gather(1, following[rows, None])[:, 0]
+            divergences = (shares * (reference - other)).sum(1)
+            part.append((losses, divergences, likeliest == other.argmax(1)))
+    columns = [[torch.cat(column).numpy() for column in zip(*part, strict=True)] for part in parts]
+    return [Scores(losses[:-1], *others) for losses, *others in columns]
 
 
 def stacked(scores: Sequence[Scores]) -> Scores:
@@ -172,11 +178,11 @@ def measure(
     """
     readers = {name: Reader(model, VARIANTS[name], len(windows[0])) for name in names}
     scores: dict[str, list[Scores]] = {name: [] for name in names}
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the workers' code leaves one
     for number, window in enumerate(windows, 1):
-        reference = readers[names[0]].logits(window)
-        for name, reader in readers.items():
-            logits = reference if name == names[0] else reader.logits(window)
-            scores[name].append(score(reference, logits, window))
+        logits = [reader.logits(window) for reader in readers.values()]
+        for each, part in zip(scores.values(), score(logits, window), strict=True):
+            each.append(part)
         print(f"{number} of {len(windows)} windows", file=sys.stderr)
     found = {name: stacked(each) for name, each in scores.items()}
     return [summarize(name, found[name], found[names[0]], seed) for name in names]
