@@ -1,0 +1,175 @@
+// Vectors of 16 numbers on any CPU, and the instructions that multiply and add them up.
+//
+// The compiler splits a vector into the registers that the CPU has. It must not contract or reorder
+// floating-point operations (-ffp-contract=off), so that a row's result is the same in every loop.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace nano {
+
+constexpr int LANES = 16;
+
+typedef float F32s __attribute__((vector_size(64)));
+typedef int32_t I32s __attribute__((vector_size(64)));
+typedef uint32_t U32s __attribute__((vector_size(64)));
+typedef double F64s __attribute__((vector_size(128)));
+typedef uint16_t U16s __attribute__((vector_size(32)));
+typedef uint8_t U8s __attribute__((vector_size(16)));
+
+template <class V>
+inline V load(const void* address) {
+    V v;
+    std::memcpy(&v, address, sizeof v);
+    return v;
+}
+
+template <class V>
+inline void store(void* address, V v) {
+    std::memcpy(address, &v, sizeof v);
+}
+
+template <class To, class From>
+inline To bits(From from) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+inline F32s splat(float x) { return F32s{} + x; }
+inline I32s splat(int32_t x) { return I32s{} + x; }
+
+// x · y + z, rounded once.
+inline F32s fma(F32s x, F32s y, F32s z) {
+#if defined(__AVX512F__)
+    return (F32s)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__FMA__)
+    union Halves {
+        F32s all;
+        __m256 half[2];
+    } a{x}, b{y}, c{z};
+    for (int i = 0; i < 2; i++) c.half[i] = _mm256_fmadd_ps(a.half[i], b.half[i], c.half[i]);
+    return c.all;
+#else
+    for (int i = 0; i < LANES; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+    return z;
+#endif
+}
+
+inline F32s to_floats(I32s x) { return __builtin_convertvector(x, F32s); }
+
+// The nearest integers, ties to even, of numbers within ±2²².
+inline I32s nearest(F32s x) {
+    const F32s shift = splat(12582912.0f);  // 1.5 · 2²³
+    return bits<I32s>(x + shift) - bits<I32s>(shift);
+}
+
+inline F32s larger(F32s x, F32s y) { return x > y ? x : y; }  // y where either is NaN
+inline F32s magnitude(F32s x) { return bits<F32s>(bits<U32s>(x) & 0x7fffffff); }
+
+// The sum of all lanes, always in the same order.
+inline float sum(F32s x) {
+    float part[LANES];
+    store(part, x);
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+
+inline int32_t sum(I32s x) {
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+// The largest lane; lanes of NaN count as −∞.
+inline float largest(F32s x) {
+    float top = -INFINITY;
+    for (int i = 0; i < LANES; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+// eˣ within 2 ulp, or 0 if it is below 2⁻¹²⁶.
+//
+// The integer part of x / ln 2 becomes the exponent. For the rest, in [−0.5, 0.5] · ln 2, the Taylor
+// series to the seventh power is exact to float32 (as in Moshier's Cephes, expf).
+inline F32s exp(F32s x) {
+    x = x < -88.0f ? splat(-88.0f) : x;
+    x = x > 88.0f ? splat(88.0f) : x;
+    I32s n = nearest(x * 1.4426950408889634f);
+    F32s exponent = to_floats(n);
+    F32s r = fma(exponent, splat(-0.693359375f), x);
+    r = fma(exponent, splat(2.12194440e-4f), r);
+    F32s series = splat(1.0f / 5040);
+    for (float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        series = fma(series, r, splat(term));
+    return series * bits<F32s>((n + 127) << 23);
+}
+
+// bfloat16 → float32
+inline float widen(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
+inline F32s widen(U16s x) { return bits<F32s>(__builtin_convertvector(x, U32s) << 16); }
+
+// float32 → the nearest bfloat16, ties to even
+inline uint16_t narrow(float x) {
+    uint32_t b = bits<uint32_t>(x);
+    return uint16_t((b + ((b >> 16) & 1) + 0x7fff) >> 16);
+}
+inline U16s narrow(F32s x) {
+    U32s b = bits<U32s>(x);
+    return __builtin_convertvector((b + ((b >> 16) & 1) + 0x7fff) >> 16, U16s);
+}
+
+// Adds to each lane of `total` the products of two pairs of bfloat16.
+inline F32s add_pairs(F32s total, U32s x, U32s y) {
+#if defined(__AVX512BF16__)
+    return (F32s)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)y);
+#else
+    total = fma(bits<F32s>(x << 16), bits<F32s>(y << 16), total);
+    return fma(bits<F32s>(x & 0xffff0000), bits<F32s>(y & 0xffff0000), total);
+#endif
+}
+
+// Adds to each lane of `total` the products of four unsigned bytes and four signed bytes.
+inline I32s add_codes(I32s total, U32s bytes, U32s signed_bytes) {
+#if defined(__AVX512VNNI__)
+    return (I32s)_mm512_dpbusd_epi32((__m512i)total, (__m512i)bytes, (__m512i)signed_bytes);
+#elif defined(__AVX2__)
+    union Halves {
+        U32s all;
+        __m256i half[2];
+    } w{bytes}, x{signed_bytes}, t{bits<U32s>(total)};
+    for (int i = 0; i < 2; i++) {
+#if defined(__AVXVNNI__)
+        t.half[i] = _mm256_dpbusd_avx_epi32(t.half[i], w.half[i], x.half[i]);
+#else
+        // By words, because products of bytes in `pmaddubsw` saturate.
+        __m256i even = _mm256_madd_epi16(_mm256_and_si256(w.half[i], _mm256_set1_epi16(0xff)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(x.half[i], 8), 8));
+        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w.half[i], 8),
+                                        _mm256_srai_epi16(x.half[i], 8));
+        t.half[i] = _mm256_add_epi32(t.half[i], _mm256_add_epi32(even, odd));
+#endif
+    }
+    return bits<I32s>(t.all);
+#else
+    for (int shift = 0; shift < 32; shift += 8) {
+        I32s w = bits<I32s>((bytes >> shift) & 0xff);
+        I32s x = bits<I32s>(signed_bytes << (24 - shift)) >> 24;
+        total += w * x;
+    }
+    return total;
+#endif
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t padded(int64_t size, int64_t multiple) { return ceil_div(size, multiple) * multiple; }
+
+}  // namespace nano
