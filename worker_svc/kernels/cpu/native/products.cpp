@@ -1,0 +1,326 @@
+#include "products.h"
+
+#include <algorithm>
+
+namespace nano {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 12;  // whose sums and weights fit into the vector registers
+#else
+constexpr int MAX_ROWS = 2;
+#endif
+constexpr int LINE = 64;
+// In bytes, the rows of x that are multiplied with a panel while both are in the L2 cache.
+constexpr int64_t X_BLOCK_BYTES = 512 << 10;
+// With fewer multiplications than this, one thread is done before another begins.
+constexpr int64_t PARALLEL_PRODUCTS = 1 << 15;
+
+// The kinds of weights: the bytes of a step, the words of x that it takes, and how it multiplies.
+
+struct Float32 {
+    using Sum = F32s;
+    static constexpr int BYTES = 128, WORDS = 1, INPUTS = 1;
+    static void load(const char* step, U32s (&w)[WORDS][2]) {
+        for (int half = 0; half < 2; half++) w[0][half] = nano::load<U32s>(step + 64 * half);
+    }
+    static F32s add(F32s total, U32s w, U32s x) {
+        return fma(bits<F32s>(x), bits<F32s>(w), total);
+    }
+};
+
+struct Bfloat16 : Float32 {
+    static constexpr int BYTES = 64;
+    static void load(const char* step, U32s (&w)[WORDS][2]) {
+        U32s both = nano::load<U32s>(step);
+        w[0][0] = both << 16;
+        w[0][1] = both & 0xffff0000;
+    }
+};
+
+struct Bf16Pairs : Float32 {
+    static constexpr int INPUTS = 2;
+    static F32s add(F32s total, U32s w, U32s x) { return add_pairs(total, w, x); }
+};
+
+struct Int8 : Float32 {
+    using Sum = I32s;
+    static constexpr int INPUTS = 4;
+    static I32s add(I32s total, U32s w, U32s x) { return add_codes(total, w, x); }
+};
+
+struct Int4 : Int8 {
+    static constexpr int WORDS = 2, INPUTS = 8;
+    static void load(const char* step, U32s (&w)[WORDS][2]) {
+        for (int half = 0; half < 2; half++) {
+            U32s both = nano::load<U32s>(step + 64 * half);
+            w[0][half] = both & 0x0f0f0f0f;
+            w[1][half] = (both >> 4) & 0x0f0f0f0f;
+        }
+    }
+};
+
+// Calls `call` with the type of a kind.
+template <class Call>
+auto with_kind(int64_t kind, const Call& call) {
+    switch (kind) {
+        case FLOAT32: return call(Float32{});
+        case BFLOAT16: return call(Bfloat16{});
+        case BF16_PAIRS: return call(Bf16Pairs{});
+        case INT8: return call(Int8{});
+        default: return call(Int4{});
+    }
+}
+
+struct Block {
+    const char* panel;
+    const float* scales;    // [groups, PANEL], or null
+    const int32_t* zeros;   // [groups, PANEL]
+    const float* bias;      // [PANEL], or null
+    int64_t groups, steps;  // steps per group
+    int64_t stride;         // of x
+    int64_t out_stride, columns;
+    // Of a tile:
+    const uint32_t* x = nullptr;       // of the first row
+    const int32_t* sums = nullptr;     // [rows, groups]
+    const float* x_scales = nullptr;   // [rows]
+    float* out = nullptr;
+    const char* ahead = nullptr;  // memory to fetch meanwhile, `pace` bytes per step
+    int64_t pace = 0;
+};
+
+inline void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
+
+template <class K, int ROWS>
+inline void add_steps(const Block& block, int64_t group, typename K::Sum (&sums)[ROWS][2]) {
+    const char* step = block.panel + group * block.steps * K::BYTES;
+    const uint32_t* x = block.x + group * block.steps * K::WORDS;
+    const char* ahead = block.ahead + group * block.steps * block.pace;
+    for (int64_t i = 0; i < block.steps; i++) {
+        fetch(ahead);
+        if (K::BYTES > LINE) fetch(ahead + block.pace / 2);
+        ahead += block.pace;
+        U32s w[K::WORDS][2];
+        K::load(step, w);
+        step += K::BYTES;
+        for (int word = 0; word < K::WORDS; word++)
+            for (int row = 0; row < ROWS; row++) {
+                U32s factor = U32s{} + x[row * block.stride + word];
+                for (int half = 0; half < 2; half++)
+                    sums[row][half] = K::add(sums[row][half], w[word][half], factor);
+            }
+        x += K::WORDS;
+    }
+}
+
+inline F32s as_floats(F32s x) { return x; }
+inline F32s as_floats(I32s x) { return to_floats(x); }
+
+template <class K, int ROWS>
+[[gnu::noinline]] void multiply(const Block& block) {
+    constexpr bool INTEGERS = std::is_same_v<typename K::Sum, I32s>;
+    F32s totals[ROWS][2] = {};
+    for (int64_t group = 0; group < block.groups; group++) {
+        typename K::Sum sums[ROWS][2];
+        for (int half = 0; half < 2; half++) {
+            if constexpr (INTEGERS) {
+                auto zero = load<I32s>(block.zeros + group * PANEL + half * LANES);
+                for (int row = 0; row < ROWS; row++)
+                    sums[row][half] = -zero * block.sums[row * block.groups + group];
+            } else {
+                for (int row = 0; row < ROWS; row++) sums[row][half] = F32s{};
+            }
+        }
+        add_steps<K, ROWS>(block, group, sums);
+        for (int half = 0; half < 2; half++) {
+            F32s scale = splat(1.0f);
+            if (block.scales) scale = load<F32s>(block.scales + group * PANEL + half * LANES);
+            for (int row = 0; row < ROWS; row++) {
+                F32s sum = as_floats(sums[row][half]);
+                totals[row][half] =
+                    group ? fma(sum, scale, totals[row][half]) : (block.scales ? sum * scale : sum);
+            }
+        }
+    }
+    for (int row = 0; row < ROWS; row++) {
+        F32s result[2];
+        for (int half = 0; half < 2; half++) {
+            result[half] = totals[row][half] * block.x_scales[row];
+            if (block.bias) result[half] += load<F32s>(block.bias + half * LANES);
+        }
+        std::memcpy(block.out + row * block.out_stride, result, block.columns * sizeof(float));
+    }
+}
+
+template <class K, int ROWS = MAX_ROWS>
+void multiply_rows(int rows, const Block& block) {
+    if (rows == ROWS) return multiply<K, ROWS>(block);
+    if constexpr (ROWS > 1) multiply_rows<K, ROWS - 1>(rows, block);
+}
+
+int64_t panels_of(const Weight& weight) { return ceil_div(weight.out, PANEL); }
+
+// Multiplies rows [first, end) with a panel, and meanwhile fetches `bytes` from `ahead` on.
+template <class K>
+void multiply_panel(const Weight& weight, int64_t panel, int64_t first, int64_t end,
+                    const ProductArgs& args, const char* ahead, int64_t bytes) {
+    const int64_t steps = ceil_div(weight.in / weight.groups, K::INPUTS);
+    const int64_t panel_steps = steps * weight.groups, column = panel * PANEL;
+    const int64_t columns = std::min<int64_t>(PANEL, weight.out - column);
+    float bias[PANEL] = {};
+    const float* of_panel = weight.bias ? weight.bias + column : nullptr;
+    if (of_panel && columns < PANEL) {
+        std::memcpy(bias, of_panel, columns * sizeof(float));
+        of_panel = bias;
+    }
+    Block block{
+        .panel = weight.codes + panel * panel_steps * K::BYTES,
+        .scales = weight.scales ? weight.scales + panel * weight.groups * PANEL : nullptr,
+        .zeros = weight.zeros + panel * weight.groups * PANEL,
+        .bias = of_panel,
+        .groups = weight.groups,
+        .steps = steps,
+        .stride = args.x.stride,
+        .out_stride = weight.out,
+        .columns = columns,
+    };
+    // Tiles of nearly equal size: small ones wait for the latency of their few sums.
+    const int64_t tiles = ceil_div(end - first, MAX_ROWS);
+    block.pace = bytes / (tiles * panel_steps);
+    for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t row = first + (end - first) * tile / tiles;
+        const int64_t next_row = first + (end - first) * (tile + 1) / tiles;
+        block.x = args.x.words + row * args.x.stride;
+        block.sums = args.x.sums + row * weight.groups;
+        block.x_scales = args.x.scales + row;
+        block.out = args.out + row * weight.out + column;
+        block.ahead = ahead + tile * panel_steps * block.pace;
+        multiply_rows<K>(next_row - row, block);
+    }
+}
+
+template <class K>
+void product_of(const ProductArgs& args, Member& member) {
+    const Weight& weight = *args.weight;
+    const int64_t rows = *args.rows, panels = panels_of(weight);
+    if (!rows) return;
+    const int64_t row_bytes = 4 * words_of(weight);
+    const int64_t block_rows = std::max<int64_t>(X_BLOCK_BYTES / row_bytes / MAX_ROWS, 1) * MAX_ROWS;
+    const int64_t blocks = ceil_div(rows, block_rows), units = panels * blocks;
+    const int64_t panel_bytes =
+        ceil_div(weight.in / weight.groups, K::INPUTS) * weight.groups * K::BYTES;
+    const bool alone = rows * weight.in * weight.out < PARALLEL_PRODUCTS;
+    if (alone && member.take() > 0) return;
+    int64_t unit = alone ? 0 : member.take();
+    while (unit < units) {
+        const int64_t following = alone ? unit + 1 : member.take();
+        // The next panel is fetched while all rows are multiplied. Without that, the CPU would read
+        // memory only during the first tile.
+        const char* ahead = weight.codes + unit % panels * panel_bytes;
+        int64_t bytes = 0;
+        if (following < units) {
+            ahead = weight.codes + following % panels * panel_bytes;
+            bytes = panel_bytes;
+        } else if (args.next) {
+            ahead = args.next->codes + member.number * panel_bytes;
+            bytes = panel_bytes;
+        }
+        const int64_t first = unit / panels * block_rows;
+        multiply_panel<K>(weight, unit % panels, first, std::min(rows, first + block_rows), args,
+                          ahead, bytes);
+        unit = following;
+    }
+}
+
+// Packing.
+
+void pack_floats(const float* x, int64_t in, uint32_t* words) {
+    std::memcpy(words, x, in * sizeof(float));
+}
+
+void pack_pairs(const float* x, int64_t in, uint32_t* words) {
+    auto* numbers = reinterpret_cast<uint16_t*>(words);
+    int64_t k = 0;
+    for (; k + LANES <= in; k += LANES) store(numbers + k, narrow(load<F32s>(x + k)));
+    for (; k < in; k++) numbers[k] = narrow(x[k]);
+    if (in % 2) numbers[in] = 0;
+}
+
+// The largest magnitude. A NaN becomes the largest of all, so that it stays in the result.
+float largest_magnitude(const float* x, int64_t in) {
+    I32s tops = {};
+    int64_t k = 0;
+    for (; k + LANES <= in; k += LANES) {
+        I32s b = load<I32s>(x + k) & 0x7fffffff;
+        tops = b > tops ? b : tops;
+    }
+    int32_t top = 0;
+    for (int i = 0; i < LANES; i++) top = std::max(top, tops[i]);
+    for (; k < in; k++) top = std::max(top, bits<int32_t>(x[k]) & 0x7fffffff);
+    return bits<float>(top);
+}
+
+inline int32_t pack_codes(const float* x, int64_t count, float factor, int8_t* codes) {
+    I32s totals = {};
+    int64_t k = 0;
+    for (; k + LANES <= count; k += LANES) {
+        I32s code = nearest(load<F32s>(x + k) * factor);
+        totals += code;
+        typedef int8_t Bytes __attribute__((vector_size(16)));
+        store(codes + k, __builtin_convertvector(code, Bytes));
+    }
+    int32_t total = sum(totals);
+    for (; k < count; k++) {
+        int32_t code = nearest(splat(x[k] * factor))[0];
+        codes[k] = int8_t(code);
+        total += code;
+    }
+    return total;
+}
+
+}  // namespace
+
+int64_t words_of(const Weight& weight) {
+    return with_kind(weight.kind, [&](auto kind) {
+        using K = decltype(kind);
+        return ceil_div(weight.in / weight.groups, K::INPUTS) * weight.groups * K::WORDS;
+    });
+}
+
+int64_t stride_of(int64_t words) { return (ceil_div(words, LANES) | 1) * LANES; }
+
+void pack_row(const Weight& weight, const float* x, float top, int64_t row, const Packed& out) {
+    uint32_t* words = out.words + row * out.stride;
+    if (weight.kind == INT8 || weight.kind == INT4) {
+        // The rounding of quantization.formats.quantize_rows.
+        if (!(top >= 0)) top = largest_magnitude(x, weight.in);
+        const float factor = top > 0 ? 127.0f / top : 0.0f;
+        out.scales[row] = top / 127.0f;
+        const int64_t size = weight.in / weight.groups;
+        auto* codes = reinterpret_cast<int8_t*>(words);
+        words[words_of(weight) - 1] = 0;
+        if (weight.kind == INT4) words[words_of(weight) - 2] = 0;
+        for (int64_t group = 0; group < weight.groups; group++)
+            out.sums[row * weight.groups + group] =
+                pack_codes(x + group * size, size, factor, codes + group * size);
+        return;
+    }
+    out.scales[row] = 1;
+    if (weight.kind == BF16_PAIRS)
+        pack_pairs(x, weight.in, words);
+    else
+        pack_floats(x, weight.in, words);
+}
+
+void pack(const PackArgs& args, Member& member) {
+    const int64_t rows = *args.rows;
+    for (int64_t row; (row = member.take()) < rows;)
+        pack_row(*args.weight, args.x + row * args.weight->in, args.tops ? args.tops[row] : -1.0f,
+                 row, args.out);
+}
+
+void product(const ProductArgs& args, Member& member) {
+    with_kind(args.weight->kind, [&](auto kind) { product_of<decltype(kind)>(args, member); });
+}
+
+}  // namespace nano
