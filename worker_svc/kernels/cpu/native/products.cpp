@@ -207,8 +207,7 @@ void product_of(const ProductArgs& args, Member& member) {
     const int64_t row_bytes = 4 * words_of(weight);
     const int64_t block_rows = std::max<int64_t>(X_BLOCK_BYTES / row_bytes / MAX_ROWS, 1) * MAX_ROWS;
     const int64_t blocks = ceil_div(rows, block_rows), units = panels * blocks;
-    const int64_t panel_bytes =
-        ceil_div(weight.in / weight.groups, K::INPUTS) * weight.groups * K::BYTES;
+    const int64_t panel_bytes = bytes_of_panel(weight);
     const bool alone = rows * weight.in * weight.out < PARALLEL_PRODUCTS;
     if (alone && member.take() > 0) return;
     int64_t unit = alone ? 0 : member.take();
@@ -246,20 +245,6 @@ void pack_pairs(const float* x, int64_t in, uint32_t* words) {
     if (in % 2) numbers[in] = 0;
 }
 
-// The largest magnitude. A NaN becomes the largest of all, so that it stays in the result.
-float largest_magnitude(const float* x, int64_t in) {
-    I32s tops = {};
-    int64_t k = 0;
-    for (; k + LANES <= in; k += LANES) {
-        I32s b = load<I32s>(x + k) & 0x7fffffff;
-        tops = b > tops ? b : tops;
-    }
-    int32_t top = 0;
-    for (int i = 0; i < LANES; i++) top = std::max(top, tops[i]);
-    for (; k < in; k++) top = std::max(top, bits<int32_t>(x[k]) & 0x7fffffff);
-    return bits<float>(top);
-}
-
 inline int32_t pack_codes(const float* x, int64_t count, float factor, int8_t* codes) {
     I32s totals = {};
     int64_t k = 0;
@@ -280,10 +265,30 @@ inline int32_t pack_codes(const float* x, int64_t count, float factor, int8_t* c
 
 }  // namespace
 
+float largest_magnitude(const float* x, int64_t in) {
+    I32s tops = {};
+    int64_t k = 0;
+    for (; k + LANES <= in; k += LANES) {
+        I32s b = load<I32s>(x + k) & 0x7fffffff;
+        tops = b > tops ? b : tops;
+    }
+    int32_t top = 0;
+    for (int i = 0; i < LANES; i++) top = std::max(top, tops[i]);
+    for (; k < in; k++) top = std::max(top, bits<int32_t>(x[k]) & 0x7fffffff);
+    return bits<float>(top);
+}
+
 int64_t words_of(const Weight& weight) {
     return with_kind(weight.kind, [&](auto kind) {
         using K = decltype(kind);
         return ceil_div(weight.in / weight.groups, K::INPUTS) * weight.groups * K::WORDS;
+    });
+}
+
+int64_t bytes_of_panel(const Weight& weight) {
+    return with_kind(weight.kind, [&](auto kind) {
+        using K = decltype(kind);
+        return ceil_div(weight.in / weight.groups, K::INPUTS) * weight.groups * K::BYTES;
     });
 }
 

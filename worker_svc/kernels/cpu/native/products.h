@@ -40,7 +40,10 @@ struct Packed {
     int64_t stride;
 };
 
-int64_t words_of(const Weight& weight);  // 32-bit words of a row
+int64_t words_of(const Weight& weight);  // 32-bit words of a row of x
+int64_t bytes_of_panel(const Weight& weight);
+// The largest magnitude of a row x [in]. NaN counts as the largest of all.
+float largest_magnitude(const float* x, int64_t in);
 // The distance between rows, in words: whole lines, and an odd number of them, because lines of
 // different rows would otherwise compete for the same places of the CPU's cache.
 int64_t stride_of(int64_t words);

@@ -1,0 +1,45 @@
+// Runs phases one after the other in one call. Python traces them from a model; see
+// worker_svc/kernels/cpu/program.py.
+
+#include "attention.h"
+#include "rows.h"
+
+namespace nano {
+namespace {
+
+enum Phase : int64_t { EMBED, NORM, PACK, PRODUCT, ROPE_STORE, ATTEND, SILU, MAXIMA };
+
+struct Op {
+    int64_t phase;
+    const void* args;
+};
+
+void run_phase(const Op& op, const Step& step, Member& member) {
+    switch (op.phase) {
+        case EMBED: return embed(*(const EmbedArgs*)op.args, step, member);
+        case NORM: return norm(*(const NormArgs*)op.args, step, member);
+        case PACK: return pack(*(const PackArgs*)op.args, member);
+        case PRODUCT: return product(*(const ProductArgs*)op.args, member);
+        case ROPE_STORE: return rope_store(*(const RopeStoreArgs*)op.args, step, member);
+        case ATTEND: return attend(*(const AttendArgs*)op.args, step, member);
+        case SILU: return silu(*(const SiluArgs*)op.args, member);
+        case MAXIMA: return maxima(*(const MaximaArgs*)op.args, member);
+    }
+}
+
+}  // namespace
+}  // namespace nano
+
+extern "C" void nano_run(nano::Team* team, int members, const nano::Op* ops, int64_t count,
+                         const nano::Step* step) {
+    team->run(members, [=](nano::Member& member) {
+        for (int64_t i = 0; i < count; i++) {
+            if (i) member.barrier();
+            nano::run_phase(ops[i], *step, member);
+        }
+    });
+}
+
+extern "C" int64_t nano_stride(const nano::Weight* weight) {
+    return nano::stride_of(nano::words_of(*weight));
+}

@@ -1,0 +1,61 @@
+// The operations between the products, each in one pass over its rows. Those whose result is only
+// multiplied pack it for that product, too.
+#pragma once
+
+#include "products.h"
+#include "step.h"
+
+namespace nano {
+
+struct Vector {
+    const void* data;
+    int64_t is_bfloat16;  // else float32
+};
+
+// Where rows are packed for a product, unless `weight` is null.
+struct PackTo {
+    const Weight* weight;
+    Packed out;
+};
+
+struct EmbedArgs {
+    const Weight* weight;
+    int64_t start, count;  // ids outside [start, start + count) give zeros
+    float* out;            // [T, in of weight]
+};
+void embed(const EmbedArgs& args, const Step& step, Member& member);
+
+// out = x / rms(x) · weight, after `residual += x` (then of residual) unless residual is null.
+// Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+struct NormArgs {
+    const int64_t* rows;
+    int64_t last_only;  // whether row r is the last token of sequence r
+    int64_t size;
+    const float* x;
+    float* residual;
+    Vector weight;
+    double eps;
+    float* out;  // [rows, size]
+    PackTo pack;
+};
+void norm(const NormArgs& args, const Step& step, Member& member);
+
+struct SiluArgs {
+    const int64_t* rows;
+    int64_t size;
+    const float* gate_up;  // [T, 2 · size], gate before up
+    float* out;            // [T, size] silu(gate) · up
+    PackTo pack;
+};
+void silu(const SiluArgs& args, Member& member);
+
+// The largest magnitudes [T] of rows x [T, size].
+struct MaximaArgs {
+    const int64_t* rows;
+    int64_t size;
+    const float* x;
+    float* out;
+};
+void maxima(const MaximaArgs& args, Member& member);
+
+}  // namespace nano
