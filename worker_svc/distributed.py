@@ -30,6 +30,7 @@ _POLL_S = 0.01
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Result = TypeVar("Result")
+Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TensorParallel:
@@ -46,6 +47,8 @@ class TensorParallel:
         self._store: TCPStore | None = None
         self._joined = False
         self.waiting = False  # whether a collective on a CPU is waiting for the other ranks
+        # While a model is traced: notes down an `all_reduce` instead of doing it.
+        self.defer: Callable[[Collective, torch.Tensor], torch.Tensor] | None = None
 
     def join(
         self,
@@ -131,6 +134,8 @@ class TensorParallel:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the ranks, in place."""
+        if self.defer is not None:
+            return self.defer(self.all_reduce, x)
         if self._joined:
             with self._collective():
                 dist.all_reduce(x)

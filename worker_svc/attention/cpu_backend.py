@@ -1,42 +1,26 @@
-"""Attention on a CPU, in the numba kernels of `kernels.cpu`."""
+"""Attention on a CPU, in the native library of `kernels.cpu`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.errors import StartError
-from worker_svc.kernels.cpu.attention import TILE_ROWS, attend
-from worker_svc.kernels.cpu.attention_loops import CHUNK
-from worker_svc.kernels.cpu.kv_store import cache_row, rope_store
-from worker_svc.kernels.cpu.simd import LANES, bits
+from worker_svc.kernels.cpu.program import rope_store_args, run_phase, step_of, tracing
+from worker_svc.kernels.cpu.structs import AttendArgs, Cache, Phase
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 
-Int64s = NDArray[np.int64]
-_NO_NORM = QKNorm(torch.empty(0), torch.empty(0), 0.0)
+_LANES = 16
+_CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_CHUNK = 256  # keys that attention takes at once; see `native/attention.cpp`
 
 
-@dataclass(frozen=True)
-class CpuMetadata:
-    """The columns of a step of T tokens and S sequences that attention reads."""
-
-    positions: Int64s  # [T]
-    slot_mapping: Int64s  # [T]
-    tiles: Int64s  # [N, 2], as `kernels.cpu.attention.attend` takes them
-    query_starts: Int64s  # [S + 1]
-    context_lens: Int64s  # [S]
-    block_table: Int64s
-    first_blocks: Int64s  # [S] into block_table
-
-
-class CpuBackend(AttentionBackend[CpuMetadata]):
+class CpuBackend(AttentionBackend[StepTensors]):
     """Attention on a CPU. The cache layout is [2, blocks, kv_heads, size], see
-    `kernels.cpu.kv_store`.
+    `native/kv_store.h`.
 
     Raises:
         StartError: the cache cannot have this dtype or blocks of this size.
@@ -48,9 +32,9 @@ class CpuBackend(AttentionBackend[CpuMetadata]):
         super().__init__(shape, block_size)
         if shape.kv_dtype == "fp8":
             raise StartError("kv_dtype: fp8 is not served on a CPU; use int8")
-        if block_size > CHUNK and block_size % LANES:
+        if block_size > _CHUNK and block_size % _LANES:
             raise StartError(
-                f"block_size: {block_size} is over {CHUNK} and not a multiple of {LANES}, as it "
+                f"block_size: {block_size} is over {_CHUNK} and not a multiple of {_LANES}, as it "
                 "has to be on a CPU"
             )
         self._dtype = torch.int8 if shape.kv_dtype == "int8" else shape.dtype
@@ -63,28 +47,28 @@ class CpuBackend(AttentionBackend[CpuMetadata]):
 
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         s = self.shape
-        size = cache_row(self.block_size, s.head_dim, scaled=self._dtype == torch.int8)
+        slots = -(-self.block_size // _LANES) * _LANES
+        scale_bytes = 4 if self._dtype == torch.int8 else 0
+        size = slots * (-(-s.head_dim // _LANES) * _LANES + scale_bytes)
         # Left uninitialized, so that memory which no sequence has used yet stays untouched.
         return [
             torch.empty(2, num_blocks, s.num_kv_heads, size, dtype=self._dtype)
             for _ in range(s.num_layers)
         ]
 
-    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> CpuMetadata:
-        query_starts = np.zeros(step.num_seqs + 1, np.int64)
-        np.cumsum(step.query_lens, out=query_starts[1:])
-        group = self.shape.num_heads // self.shape.num_kv_heads
-        counts = -(-step.query_lens.astype(np.int64) * group // TILE_ROWS)
-        sequences = np.repeat(np.arange(step.num_seqs), counts)
-        within = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return CpuMetadata(
-            positions=step.positions.astype(np.int64),
-            slot_mapping=step.slot_mapping.astype(np.int64),
-            tiles=np.stack((sequences, within * TILE_ROWS), axis=1),
-            query_starts=query_starts,
-            context_lens=step.context_lens.astype(np.int64),
-            block_table=step.block_table.astype(np.int64),
-            first_blocks=step.block_table_offsets[:-1].astype(np.int64),
+    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> StepTensors:
+        return tensors
+
+    def cache_of(self, cache: torch.Tensor) -> Any:
+        """A layer's cache, for the native library."""
+        shape = self.shape
+        return Cache(
+            cache.data_ptr(),
+            _CACHE_TYPES[cache.dtype],
+            cache.shape[1],
+            self.block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
         )
 
     def rope_store(
@@ -92,38 +76,24 @@ class CpuBackend(AttentionBackend[CpuMetadata]):
         qkv: torch.Tensor,
         norm: QKNorm | None,
         cos_sin: torch.Tensor,
-        cache: torch.Tensor,
-        metadata: CpuMetadata,
+        cache: Any,
+        metadata: StepTensors,
     ) -> torch.Tensor:
         heads, head_dim = self.shape.num_heads, self.shape.head_dim
-        q = torch.empty(len(qkv), heads, head_dim)
-        q_weight, k_weight, eps = norm or _NO_NORM
-        rope_store(
-            qkv.view(len(qkv), -1, head_dim).numpy(),
-            bits(q_weight),
-            bits(k_weight),
-            eps,
-            cos_sin.numpy(),
-            metadata.positions,
-            metadata.slot_mapping,
-            self.block_size,
-            bits(cache),
-            q.numpy(),
+        if trace := tracing():
+            return trace.rope_store(qkv, norm, cos_sin, cache, heads, head_dim)
+        q = torch.empty(len(qkv), heads * head_dim)
+        args = rope_store_args(
+            self.cache_of(cache), qkv.data_ptr(), q.data_ptr(), heads, norm, cos_sin.data_ptr()
         )
+        run_phase(Phase.ROPE_STORE, args, step_of(metadata))
         return q
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: CpuMetadata) -> torch.Tensor:
-        out = torch.empty(q.shape)
-        attend(
-            q.numpy(),
-            bits(cache),
-            self.block_size,
-            metadata.tiles,
-            metadata.query_starts,
-            metadata.context_lens,
-            metadata.block_table,
-            metadata.first_blocks,
-            self.shape.scale,
-            out.numpy(),
-        )
-        return out.flatten(1)
+    def attend(self, q: torch.Tensor, cache: Any, metadata: StepTensors) -> torch.Tensor:
+        heads, scale = self.shape.num_heads, self.shape.scale
+        if trace := tracing():
+            return trace.attend(q, cache, heads, scale)
+        out = torch.empty(len(q), heads * self.shape.head_dim)
+        args = AttendArgs(self.cache_of(cache), q.data_ptr(), out.data_ptr(), heads, scale)
+        run_phase(Phase.ATTEND, args, step_of(metadata))
+        return out

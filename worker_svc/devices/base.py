@@ -10,8 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionShape, Backend
+from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
+from worker_svc.layers.embedding import VocabParallelHead
+from worker_svc.models.decoder import Decoder
 from worker_svc.settings import WorkerSettings
+from worker_svc.step.tensors import StepTensors
 
 
 class PendingArrays(Protocol):
@@ -36,6 +40,24 @@ class Stopwatch(Protocol):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingArrays:
         """Copies `tensors` to the host once they are ready. The copies finish before a later launch
         can overwrite `tensors`."""
+        ...
+
+
+class Model(Protocol):
+    """The part of `Decoder` that steps call."""
+
+    lm_head: VocabParallelHead
+
+    def hidden_states(
+        self,
+        tensors: StepTensors,
+        last_tokens: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        metadata: Any,
+        *,
+        every_token: bool = False,
+    ) -> torch.Tensor:
+        """See `Decoder.hidden_states`."""
         ...
 
 
@@ -72,6 +94,10 @@ class Platform(ABC):
     def weight_copies(self) -> Callable[[torch.Tensor, torch.Tensor], object]:
         """Returns a function that copies a host tensor (second) into a contiguous device tensor."""
         return torch.Tensor.copy_
+
+    def prepare(self, model: Decoder, backend: Backend, tp: TensorParallel) -> Model:
+        """Returns what runs `model` on this device, by default the model itself."""
+        return model
 
     @abstractmethod
     def start(self, multiply_adds: int) -> Stopwatch:

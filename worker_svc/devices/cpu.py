@@ -87,6 +87,10 @@ class CpuPlatform(Platform):
         size = settings.block_size
         return CpuBackend(shape, DEFAULT_BLOCK_SIZE if size == "auto" else size)
 
+    def prepare(self, model: Decoder, backend: Backend, tp: TensorParallel) -> Model:
+        assert isinstance(backend, CpuBackend)
+        return ProgramModel(model, tp, backend.shape.num_layers, backend.cache_of)
+
     def start(self, multiply_adds: int) -> CpuStopwatch:
         """Begins a step, which runs on one thread if it is small.
 

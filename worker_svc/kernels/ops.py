@@ -57,6 +57,13 @@ class PlainWeight:
         return {"weight": self.weight}
 
 
+def pick_last_rows(x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
+    """`Ops.last_rows`, in torch."""
+    if len(query_starts) - 1 == len(x):
+        return x
+    return x[query_starts[1:] - 1]
+
+
 class Ops(Protocol):
     """The operations besides attention. Two modules of functions implement them: `kernels.cpu.ops`
     in numba and `kernels.triton.ops` in Triton."""
@@ -102,6 +109,10 @@ class Ops(Protocol):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Adds x to residual [T, size] in place -> `rms_norm` of the sum."""
+        ...
+
+    def last_rows(self, x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
+        """x [T, size] -> the rows [S, size] of the sequences' last tokens. query_starts [S + 1]."""
         ...
 
     def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -181,6 +181,7 @@ class Decoder:
         self.layers = [layer(parts, f"model.layers.{number}") for number in numbers]
         self.norm = parts.norm("model.norm")
         self.lm_head = parts.head("lm_head", self.embed_tokens)
+        self._ops = parts.ops
 
     def hidden_states(
         self,
@@ -201,17 +202,11 @@ class Decoder:
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, cache, metadata)
         if residual is not None and not every_token:
-            x, residual = last_of_each(tensors, x, residual)
+            x, residual = (
+                self._ops.last_rows(each, tensors.query_starts) for each in (x, residual)
+            )
         x, _ = self.norm(x, residual)
         return x
-
-
-def last_of_each(tensors: StepTensors, *each: torch.Tensor) -> list[torch.Tensor]:
-    """Picks from each tensor [T, hidden] the rows [S, hidden] of the sequences' last tokens."""
-    if len(tensors.context_lens) == len(tensors.input_ids):
-        return list(each)
-    last = tensors.query_starts[1:] - 1
-    return [x[last] for x in each]
 
 
 def attention_shape(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
+from ctypes import addressof
+
 import torch
 import torch.nn.functional as F
 
 from worker_svc.kernels import cpu_features
-from worker_svc.kernels.cpu.fused import add_rms_norm, rms_norm, silu_and_multiply
+from worker_svc.kernels.cpu.program import run_phase, tracing, vector
 from worker_svc.kernels.cpu.quantize import quantize
 from worker_svc.kernels.cpu.sampling.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.cpu.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.kernels.cpu.sampling.tokens import apply_masks, penalize, store_tokens
 from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized
-from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
+from worker_svc.kernels.cpu.structs import EmbedArgs, NormArgs, Phase, SiluArgs, Step, Vector
+from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight, pick_last_rows
 from worker_svc.weights.quantization.formats import QuantizedWeight
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "chunk_statistics",
     "count_by_key",
     "embed",
+    "last_rows",
     "layout",
     "pack",
     "penalize",
@@ -38,7 +41,7 @@ __all__ = [
 
 # Instruction sets on which a layout or the order of sums depends.
 _SETS = ("avx2", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16")
-layout = "-".join(["panels-1", *filter(cpu_features.has, _SETS)])
+layout = "-".join(["panels-2", *filter(cpu_features.has, _SETS)])
 
 
 def embed(
@@ -48,17 +51,59 @@ def embed(
     start: int,
     count: int,
 ) -> torch.Tensor:
-    # numpy takes half of torch's time for arrays this small.
-    local = input_ids.numpy() - np.int64(start)
-    sampled = input_ids.numpy() < 0
-    if sampled.any():
-        local[sampled] = last_tokens.numpy()[-1 - input_ids.numpy()[sampled]] - start
-    elsewhere = (local < 0) | (local >= count)
-    if not elsewhere.any():
-        return weight.rows(torch.from_numpy(local)).float()
-    local[elsewhere] = 0
-    rows = weight.rows(torch.from_numpy(local)).float()
-    return rows.masked_fill(torch.from_numpy(elsewhere)[:, None], 0)
+    table, codes = Vector(), None
+    if isinstance(weight, PlainWeight):
+        table, size = vector(weight.weight), weight.weight.shape[1]
+    else:
+        assert isinstance(weight, PanelWeight)  # no other weight of a device is looked up
+        codes, size = addressof(weight.struct(None)), weight.in_features
+    if trace := tracing():
+        return trace.embed(table, codes, size, start, count)
+    out = torch.empty(len(input_ids), size)
+    step = Step(tokens=len(input_ids))
+    step.input_ids, step.last_tokens = input_ids.data_ptr(), last_tokens.data_ptr()
+    run_phase(Phase.EMBED, EmbedArgs(table, codes, size, start, count, out.data_ptr()), step)
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return _norm(x, None, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return _norm(x, residual, weight, eps)
+
+
+def _norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if trace := tracing():
+        return trace.norm(x, residual, weight, eps)
+    out, step = torch.empty_like(x), Step(tokens=len(x))
+    total = None if residual is None else residual.data_ptr()
+    args = NormArgs(
+        addressof(step), 0, x.shape[1], x.data_ptr(), total, vector(weight), eps, out.data_ptr()
+    )
+    run_phase(Phase.NORM, args, step)
+    return out
+
+
+def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    if trace := tracing():
+        return trace.silu(gate_up)
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out, step = torch.empty(rows, size), Step(tokens=rows)
+    args = SiluArgs(addressof(step), size, gate_up.data_ptr(), out.data_ptr())
+    run_phase(Phase.SILU, args, step)
+    return out
+
+
+def last_rows(x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
+    if trace := tracing():
+        return trace.last_rows(x)
+    return pick_last_rows(x, query_starts)
 
 
 def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
@@ -100,11 +145,14 @@ class OneDnnWeight:
         reorder = torch.ops.mkldnn._reorder_linear_weight
         self._weight: torch.Tensor = reorder(weight, self._BEST_FOR_ROWS)
         self._dtype = weight.dtype
+        self._out_features = weight.shape[0]
         self._plain: torch.Tensor | None = None
 
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
     ) -> torch.Tensor:
+        if trace := tracing():
+            return trace.call(lambda rows: self.matmul(rows, bias), x, self._out_features)
         linear = torch.ops.mkldnn._linear_pointwise
         bias = None if bias is None else bias.to(self._dtype)
         y: torch.Tensor = linear(x.to(self._dtype), self._weight, bias, "none", [], "")

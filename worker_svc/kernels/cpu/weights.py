@@ -1,6 +1,9 @@
-"""Packs weights in the panels that `kernels.cpu.linear` reads."""
+"""Weights in the panels that the native library multiplies."""
 
 from __future__ import annotations
+
+from ctypes import addressof
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,71 +11,103 @@ import torch.nn.functional as F
 
 from worker_svc.errors import ModelError
 from worker_svc.kernels import cpu_features
-from worker_svc.kernels.cpu.linear import linear
-from worker_svc.kernels.cpu.panels import KINDS, PANEL
-from worker_svc.kernels.cpu.simd import LANES
+from worker_svc.kernels.cpu.library import library
+from worker_svc.kernels.cpu.program import run, tracing
+from worker_svc.kernels.cpu.structs import (
+    Kind,
+    Op,
+    PackArgs,
+    Packed,
+    Phase,
+    ProductArgs,
+    Step,
+    Weight,
+)
 from worker_svc.kernels.ops import Exchange
 from worker_svc.weights.quantization.formats import QuantizedWeight
 
-_NO_FLOATS = np.empty(0, np.float32)
-# An e4m3 code is read as a float16 that is smaller than its value by this factor.
-_FP8_FACTOR = 2.0**8
+LANES = 16  # numbers in a vector
+PANEL = 2 * LANES
+KINDS = {
+    torch.float32: Kind.FLOAT32,
+    torch.uint32: Kind.BFLOAT16,
+    torch.uint16: Kind.BF16_PAIRS,
+    torch.int8: Kind.INT8,
+    torch.int32: Kind.INT4,
+}
 
 
 class PanelWeight:
-    """W [out, in] in panels of one of the kinds in `panels.KINDS`.
+    """W [out, in] in panels, as `native/products.h` describes them.
 
     Args:
-        state: the codes, scales and zeros that `linear` takes, and the shape int64 [2].
+        state: the codes, scales and zeros of `native/products.h`, and the shape int64 [2].
     """
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         self._state = state
-        if state["codes"].is_meta:
-            return  # a weight without numbers has only a state
-        self._out_features, self._in_features = state["shape"].tolist()
         self._codes, self._scales, self._zeros = (
-            state[name].numpy() for name in ("codes", "scales", "zeros")
+            state[name] for name in ("codes", "scales", "zeros")
         )
-        kind = KINDS[self._codes.dtype.name]
-        self._words = -(-self._in_features // kind.depth) * kind.elements
-        self._quantizes = kind.quantizes
+        if self._codes.is_meta:
+            return  # a weight without numbers has only a state
+        self.out_features, self.in_features = state["shape"].tolist()
+        self.groups = self._scales.shape[1] if len(self._scales) else 1
+        self.kind = KINDS[self._codes.dtype]
+        self.quantizes = self.kind in (Kind.INT8, Kind.INT4)
+        self._structs: dict[int, tuple[Any, torch.Tensor | None]] = {}
+        self.stride = int(library().nano_stride(addressof(self.struct(None))))
+
+    def struct(self, bias: torch.Tensor | None) -> Any:
+        """The `Weight` for the library. It lives as long as this object."""
+        key = 0 if bias is None else bias.data_ptr()
+        if key not in self._structs:
+            bias = None if bias is None else bias.float()
+            addresses = [
+                each.data_ptr() if each is not None and each.numel() else None
+                for each in (self._codes, self._scales, self._zeros, bias)
+            ]
+            sizes = self.in_features, self.out_features, self.groups
+            self._structs[key] = Weight(self.kind, *sizes, *addresses), bias
+        return self._structs[key][0]
 
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
     ) -> torch.Tensor:
-        maxima = _NO_FLOATS
-        if exchange is not None and self._quantizes:
-            maxima = exchange(x.abs().amax(dim=1)).numpy()
-        out = torch.empty(x.shape[0], self._out_features)
-        linear(
-            x.contiguous().numpy(),
-            self._codes,
-            self._scales,
-            self._zeros,
-            maxima,
-            _NO_FLOATS if bias is None else bias.float().numpy(),
-            self._words,
-            out.numpy(),
-        )
+        if trace := tracing():
+            return trace.product(self, x, bias, exchange)
+        x = x.float().contiguous()
+        tops = exchange(x.abs().amax(dim=1)) if exchange and self.quantizes else None
+        rows = len(x)
+        out = torch.empty(rows, self.out_features)
+        words = torch.empty(rows, self.stride, dtype=torch.int32)
+        sums = torch.empty(rows, self.groups, dtype=torch.int32)
+        scales = torch.empty(rows)
+        packed = Packed(words.data_ptr(), sums.data_ptr(), scales.data_ptr(), self.stride)
+        weight, step = addressof(self.struct(bias)), Step(tokens=rows)
+        count = addressof(step)  # its first field
+        pack = PackArgs(weight, count, x.data_ptr(), None if tops is None else tops.data_ptr(), packed)
+        product = ProductArgs(weight, count, packed, out.data_ptr(), None)
+        ops = (Op * 2)(Op(Phase.PACK, addressof(pack)), Op(Phase.PRODUCT, addressof(product)))
+        run(ops, step)
         return out
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         panel, column = np.divmod(indices.numpy(), PANEL)
-        codes = self._codes
+        codes = self._codes.numpy()
         if codes.dtype == np.uint32:
             halves = codes.view(np.uint16).reshape(*codes.shape, 2)
             chosen = halves[panel, :, column % LANES, column // LANES]
         else:
             chosen = codes[panel, :, column]
         values = _values(torch.from_numpy(np.ascontiguousarray(chosen)))
-        values = values[:, : self._in_features]
+        values = values[:, : self.in_features]
         if not len(self._scales):
             return values
         groups = values.view(len(values), self._scales.shape[1], -1)
         if len(self._zeros):
-            groups = groups - torch.from_numpy(self._zeros[panel, :, column, None]).float()
-        groups = groups * torch.from_numpy(self._scales[panel, :, column, None])
+            groups = groups - self._zeros[panel, :, column, None].float()
+        groups = groups * self._scales[panel, :, column, None]
         return groups.flatten(1)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -80,8 +115,7 @@ class PanelWeight:
 
 
 def _values(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of T columns, of any kind -> float32 [T, in, padded]. Values of fp8 are smaller by
-    `_FP8_FACTOR`."""
+    """Codes of T columns, of any kind -> float32 [T, in, padded]."""
     if codes.dtype == torch.uint16:
         codes = codes.view(torch.bfloat16)
     elif codes.dtype == torch.int32:
@@ -89,13 +123,11 @@ def _values(codes: torch.Tensor) -> torch.Tensor:
         codes = torch.stack((fours & 15, fours >> 4), dim=2)
     elif codes.dtype == torch.int8:
         codes = codes.view(torch.uint8)
-    elif codes.dtype == torch.uint8:
-        return codes.view(torch.float8_e4m3fn).float() / _FP8_FACTOR
     return codes.float().flatten(1)
 
 
-def pack_floats(weight: torch.Tensor) -> PanelWeight:
-    """Packs weight [out, in] float32 or bfloat16."""
+def pack_floats(weight: torch.Tensor, scales: torch.Tensor | None = None) -> PanelWeight:
+    """Packs weight [out, in] float32 or bfloat16, with scales [out, groups] if there are any."""
     if weight.dtype == torch.float32:
         codes = _in_panels(weight, 1).squeeze(3)
     elif cpu_features.has("avx512bf16"):
@@ -105,7 +137,8 @@ def pack_floats(weight: torch.Tensor) -> PanelWeight:
         columns = _in_panels(weight.view(torch.int16), 1).unflatten(2, (2, LANES)).squeeze(4)
         codes = columns.transpose(2, 3).contiguous().view(torch.uint32).squeeze(3)
     nothing = torch.empty(0, 0, 0)
-    return _weight(codes, nothing, nothing.int(), *weight.shape)
+    of_columns = nothing if scales is None else _columns(scales)
+    return _weight(codes, of_columns, nothing.int(), *weight.shape)
 
 
 def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
@@ -117,9 +150,7 @@ def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
     out_features, in_features = weight.shape
     scales = weight.scales
     if weight.format == "fp8":
-        codes = _in_panels(weight.codes.view(torch.uint8), 1).squeeze(3)
-        scales, zeros = scales * _FP8_FACTOR, torch.empty(0, 0, 0, dtype=torch.int32)
-        return _weight(codes, _columns(scales), zeros, out_features, in_features)
+        return pack_floats(weight.codes.to(torch.bfloat16), scales)  # which holds every code
     int8 = weight.format == "int8"
     depth = 4 if int8 else 8
     if scales.shape[1] > 1 and weight.group_size % depth:

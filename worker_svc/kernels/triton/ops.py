@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
+from worker_svc.kernels.ops import pick_last_rows as last_rows
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.quantized.weights import pack_quantized, unpack_quantized
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
@@ -29,6 +30,7 @@ __all__ = [
     "quantize",
     "rms_norm",
     "select_tokens",
+    "last_rows",
     "silu_and_multiply",
     "store_tokens",
     "unpack",

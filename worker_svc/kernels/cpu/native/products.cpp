@@ -62,12 +62,12 @@ struct Int4 : Int8 {
 
 // Calls `call` with the type of a kind.
 template <class Call>
-auto with_kind(int64_t kind, const Call& call) {
+auto with_kind(Kind kind, const Call& call) {
     switch (kind) {
-        case FLOAT32: return call(Float32{});
-        case BFLOAT16: return call(Bfloat16{});
-        case BF16_PAIRS: return call(Bf16Pairs{});
-        case INT8: return call(Int8{});
+        case Kind::FLOAT32: return call(Float32{});
+        case Kind::BFLOAT16: return call(Bfloat16{});
+        case Kind::BF16_PAIRS: return call(Bf16Pairs{});
+        case Kind::INT8: return call(Int8{});
         default: return call(Int4{});
     }
 }
@@ -296,7 +296,7 @@ int64_t stride_of(int64_t words) { return (ceil_div(words, LANES) | 1) * LANES; 
 
 void pack_row(const Weight& weight, const float* x, float top, int64_t row, const Packed& out) {
     uint32_t* words = out.words + row * out.stride;
-    if (weight.kind == INT8 || weight.kind == INT4) {
+    if (weight.kind == Kind::INT8 || weight.kind == Kind::INT4) {
         // The rounding of quantization.formats.quantize_rows.
         if (!(top >= 0)) top = largest_magnitude(x, weight.in);
         const float factor = top > 0 ? 127.0f / top : 0.0f;
@@ -304,14 +304,14 @@ void pack_row(const Weight& weight, const float* x, float top, int64_t row, cons
         const int64_t size = weight.in / weight.groups;
         auto* codes = reinterpret_cast<int8_t*>(words);
         words[words_of(weight) - 1] = 0;
-        if (weight.kind == INT4) words[words_of(weight) - 2] = 0;
+        if (weight.kind == Kind::INT4) words[words_of(weight) - 2] = 0;
         for (int64_t group = 0; group < weight.groups; group++)
             out.sums[row * weight.groups + group] =
                 pack_codes(x + group * size, size, factor, codes + group * size);
         return;
     }
     out.scales[row] = 1;
-    if (weight.kind == BF16_PAIRS)
+    if (weight.kind == Kind::BF16_PAIRS)
         pack_pairs(x, weight.in, words);
     else
         pack_floats(x, weight.in, words);

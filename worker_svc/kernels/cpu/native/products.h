@@ -13,7 +13,7 @@ namespace nano {
 constexpr int PANEL = 2 * LANES;
 
 // How the weights of a panel lie in memory, step after step of the loop.
-enum Kind : int64_t {
+enum class Kind : int64_t {
     FLOAT32,     // one input: float32 [PANEL]
     BFLOAT16,    // one input: bfloat16 of a column in the low half of 32 bits, and in the high half
                  // of the column LANES to its right
@@ -24,7 +24,8 @@ enum Kind : int64_t {
 
 // W [out, in], padded to whole panels and, in each group of inputs, to whole steps.
 struct Weight {
-    int64_t kind, in, out;
+    Kind kind;
+    int64_t in, out;
     int64_t groups;        // groups of inputs with a scale of their own; 1 if there are no scales
     const char* codes;     // [panels, groups, steps of a group, ...]
     const float* scales;   // [panels, groups, PANEL], or null

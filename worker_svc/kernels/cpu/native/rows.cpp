@@ -53,55 +53,32 @@ void silu_row(const float* gate, const float* up, int64_t size, float* out) {
     }
 }
 
-// One column of a weight's panels, which is one row of W.
-float element(const Weight& weight, const char* panel, int64_t group_words, int64_t k, int column) {
-    const int64_t size = weight.in / weight.groups, group = k / size, within = k % size;
-    const char* codes = panel + group * group_words;
-    float value;
-    switch (weight.kind) {
-        case FLOAT32: value = ((const float*)codes)[within * PANEL + column]; break;
-        case BFLOAT16:
-            value = widen(((const uint16_t*)codes)[(within * LANES + column % LANES) * 2 +
-                                                   column / LANES]);
-            break;
-        case BF16_PAIRS:
-            value = widen(((const uint16_t*)codes)[(within / 2 * PANEL + column) * 2 + within % 2]);
-            break;
-        case INT8: value = ((const uint8_t*)codes)[(within / 4 * PANEL + column) * 4 + within % 4]; break;
-        default: {
-            uint8_t both = ((const uint8_t*)codes)[(within / 8 * PANEL + column) * 4 + within % 4];
-            value = within % 8 < 4 ? both & 15 : both >> 4;
-        }
-    }
-    return value;
+// A row of W, which is a column of a panel.
+void int8_row(const Weight& weight, int64_t row, float* out) {
+    const int64_t panel = row / PANEL, column = row % PANEL, place = panel * PANEL + column;
+    const auto* codes = (const uint8_t*)weight.codes + panel * bytes_of_panel(weight) + 4 * column;
+    for (int64_t k = 0; k < weight.in; k++)
+        out[k] = (codes[k / 4 * 4 * PANEL + k % 4] - weight.zeros[place]) * weight.scales[place];
 }
 
-void weight_row(const Weight& weight, int64_t row, float* out) {
-    const int64_t panel_bytes = bytes_of_panel(weight), panel = row / PANEL;
-    const int column = row % PANEL;
-    const char* codes = weight.codes + panel * panel_bytes;
-    const int64_t size = weight.in / weight.groups;
-    for (int64_t group = 0; group < weight.groups; group++) {
-        const int64_t place = (panel * weight.groups + group) * PANEL + column;
-        const float zero = weight.zeros ? weight.zeros[place] : 0;
-        const float scale = weight.scales ? weight.scales[place] : 1;
-        for (int64_t k = group * size; k < (group + 1) * size; k++)
-            out[k] = (element(weight, codes, panel_bytes / weight.groups, k, column) - zero) * scale;
-    }
+void copy_row(const Vector& table, int64_t first, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i++) out[i] = number_of(table, first + i);
 }
 
 }  // namespace
 
 void embed(const EmbedArgs& args, const Step& step, Member& member) {
-    const int64_t size = args.weight->in;
+    const int64_t size = args.size;
     for (int64_t t; (t = member.take()) < step.tokens;) {
         const int32_t given = step.input_ids[t];
         const int64_t id = (given < 0 ? step.last_tokens[-1 - given] : given) - args.start;
         float* out = args.out + t * size;
-        if (id >= 0 && id < args.count)
-            weight_row(*args.weight, id, out);
-        else
+        if (id < 0 || id >= args.count)
             std::memset(out, 0, size * sizeof(float));
+        else if (args.codes)
+            int8_row(*args.codes, id, out);
+        else
+            copy_row(args.table, id * size, size, out);
     }
 }
 

@@ -19,9 +19,11 @@ struct PackTo {
 };
 
 struct EmbedArgs {
-    const Weight* weight;
+    Vector table;          // [rows, size], unless there are codes
+    const Weight* codes;   // INT8 without groups, or null
+    int64_t size;
     int64_t start, count;  // ids outside [start, start + count) give zeros
-    float* out;            // [T, in of weight]
+    float* out;            // [T, size]
 };
 void embed(const EmbedArgs& args, const Step& step, Member& member);
 
