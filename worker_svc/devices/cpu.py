@@ -14,11 +14,15 @@ from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.cpu_backend import CpuBackend
-from worker_svc.devices.base import Platform
+from worker_svc.devices.base import Model, Platform
+from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.kernels.cpu.library import set_threads
+from worker_svc.kernels.cpu.program import ProgramModel
 from worker_svc.kernels.cpu_features import num_cores
 from worker_svc.kernels.ops import Ops
+from worker_svc.models.decoder import Decoder
 from worker_svc.settings import WorkerSettings
 
 DEFAULT_BLOCK_SIZE = 16
@@ -102,6 +106,7 @@ class CpuPlatform(Platform):
 
     def _use(self, threads: int) -> None:
         torch.set_num_threads(threads)
+        set_threads(threads)
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
     def capture(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import addressof
+from ctypes import addressof, c_int, c_int64, c_void_p
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,9 +52,17 @@ def vector(tensor: torch.Tensor) -> Any:
     return Vector(tensor.data_ptr(), tensor.dtype == torch.bfloat16)
 
 
+@cache
+def _nano_run() -> Any:
+    function = library().nano_run
+    function.argtypes = (c_void_p, c_int, c_void_p, c_int64, c_void_p)
+    function.restype = None
+    return function
+
+
 def run(ops: Any, step: Any) -> None:
     """Runs phases in order."""
-    library().nano_run(*team(), ops, len(ops), addressof(step))
+    _nano_run()(*team(), ops, len(ops), addressof(step))
 
 
 def run_phase(phase: Phase, args: Any, step: Any) -> None:

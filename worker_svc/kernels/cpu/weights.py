@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import addressof
+from ctypes import addressof, byref
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ class PanelWeight:
         self.kind = KINDS[self._codes.dtype]
         self.quantizes = self.kind in (Kind.INT8, Kind.INT4)
         self._structs: dict[int, tuple[Any, torch.Tensor | None]] = {}
-        self.stride = int(library().nano_stride(addressof(self.struct(None))))
+        self.stride = int(library().nano_stride(byref(self.struct(None))))
 
     def struct(self, bias: torch.Tensor | None) -> Any:
         """The `Weight` for the library. It lives as long as this object."""

@@ -36,6 +36,21 @@ inline void store(void* address, V v) {
     std::memcpy(address, &v, sizeof v);
 }
 
+// The first `count` numbers at an address, or as many as a vector holds; the other lanes are 0.
+template <class V>
+inline V load_first(const void* address, int64_t count) {
+    if (count >= LANES) return load<V>(address);
+    V v{};
+    std::memcpy(&v, address, count * sizeof(v[0]));
+    return v;
+}
+
+template <class V>
+inline void store_first(void* address, V v, int64_t count) {
+    if (count >= LANES) return store(address, v);
+    std::memcpy(address, &v, count * sizeof(v[0]));
+}
+
 template <class To, class From>
 inline To bits(From from) {
     static_assert(sizeof(To) == sizeof(From));
