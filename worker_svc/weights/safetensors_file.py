@@ -35,6 +35,8 @@ DTYPES = {
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; the library has this limit too
