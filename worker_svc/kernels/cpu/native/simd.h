@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -35,6 +36,21 @@ inline void store(void* address, V v) {
     std::memcpy(address, &v, sizeof v);
 }
 
+// The first `count` numbers at an address, or as many as a vector holds; the other lanes are 0.
+template <class V>
+inline V load_first(const void* address, int64_t count) {
+    if (count >= LANES) return load<V>(address);
+    V v{};
+    std::memcpy(&v, address, count * sizeof(v[0]));
+    return v;
+}
+
+template <class V>
+inline void store_first(void* address, V v, int64_t count) {
+    if (count >= LANES) return store(address, v);
+    std::memcpy(address, &v, count * sizeof(v[0]));
+}
+
 template <class To, class From>
 inline To bits(From from) {
     static_assert(sizeof(To) == sizeof(From));
@@ -51,12 +67,12 @@ inline F32s fma(F32s x, F32s y, F32s z) {
 #if defined(__AVX512F__)
     return (F32s)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
 #elif defined(__FMA__)
-    union Halves {
-        F32s all;
-        __m256 half[2];
-    } a{x}, b{y}, c{z};
-    for (int i = 0; i < 2; i++) c.half[i] = _mm256_fmadd_ps(a.half[i], b.half[i], c.half[i]);
-    return c.all;
+    struct Halves {
+        __m256 low, high;
+    };
+    auto a = bits<Halves>(x), b = bits<Halves>(y), c = bits<Halves>(z);
+    return bits<F32s>(Halves{_mm256_fmadd_ps(a.low, b.low, c.low),
+                             _mm256_fmadd_ps(a.high, b.high, c.high)});
 #else
     for (int i = 0; i < LANES; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
     return z;
@@ -137,28 +153,32 @@ inline F32s add_pairs(F32s total, U32s x, U32s y) {
 #endif
 }
 
+#if defined(__AVX2__)
+inline __m256i add_codes(__m256i total, __m256i bytes, __m256i signed_bytes) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(total, bytes, signed_bytes);
+#else
+    // By words, because the sums of bytes' products in `pmaddubsw` saturate.
+    auto even = _mm256_madd_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0xff)),
+                                  _mm256_srai_epi16(_mm256_slli_epi16(signed_bytes, 8), 8));
+    auto odd = _mm256_madd_epi16(_mm256_srli_epi16(bytes, 8), _mm256_srai_epi16(signed_bytes, 8));
+    return _mm256_add_epi32(total, _mm256_add_epi32(even, odd));
+#endif
+}
+#endif
+
 // Adds to each lane of `total` the products of four unsigned bytes and four signed bytes.
 inline I32s add_codes(I32s total, U32s bytes, U32s signed_bytes) {
 #if defined(__AVX512VNNI__)
     return (I32s)_mm512_dpbusd_epi32((__m512i)total, (__m512i)bytes, (__m512i)signed_bytes);
 #elif defined(__AVX2__)
-    union Halves {
-        U32s all;
-        __m256i half[2];
-    } w{bytes}, x{signed_bytes}, t{bits<U32s>(total)};
-    for (int i = 0; i < 2; i++) {
-#if defined(__AVXVNNI__)
-        t.half[i] = _mm256_dpbusd_avx_epi32(t.half[i], w.half[i], x.half[i]);
-#else
-        // By words, because products of bytes in `pmaddubsw` saturate.
-        __m256i even = _mm256_madd_epi16(_mm256_and_si256(w.half[i], _mm256_set1_epi16(0xff)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(x.half[i], 8), 8));
-        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w.half[i], 8),
-                                        _mm256_srai_epi16(x.half[i], 8));
-        t.half[i] = _mm256_add_epi32(t.half[i], _mm256_add_epi32(even, odd));
-#endif
-    }
-    return bits<I32s>(t.all);
+    struct Halves {
+        __m256i low, high;
+    };
+    auto w = bits<Halves>(bytes), x = bits<Halves>(signed_bytes), t = bits<Halves>(total);
+    t.low = add_codes(t.low, w.low, x.low);
+    t.high = add_codes(t.high, w.high, x.high);
+    return bits<I32s>(t);
 #else
     for (int shift = 0; shift < 32; shift += 8) {
         I32s w = bits<I32s>((bytes >> shift) & 0xff);
