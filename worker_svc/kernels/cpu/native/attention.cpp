@@ -1,0 +1,346 @@
+// A unit of work is a tile of up to TILE_ROWS queries of a key-value head. They are of one token in
+// a decode and of several tokens in a prompt. A tile goes through the context CHUNK keys at a time.
+// It keeps, per query, the largest score and the sum of the weights so far (online softmax: Milakov
+// and Gimelshein, 2018, and Dao et al., "FlashAttention", 2022).
+//
+// The order of a query's sums does not depend on the rest of its tile or its step, and chunks begin
+// at multiples of the same size. So a result depends only on the query's own context.
+#include "attention.h"
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "attention_kinds.h"
+
+namespace nano {
+namespace {
+
+constexpr int TILE_ROWS = 12;
+constexpr int CHUNK = 256;  // keys whose scores are computed at once
+// The floats from one row of scores to the next. With a power of two, all rows would compete for
+// the same lines of the CPU's cache. The last vector of scores may end behind the chunk.
+constexpr int SCORES = CHUNK + LANES;
+
+#if defined(__AVX512F__)
+constexpr int REGISTERS = 24;  // of 16 numbers, for sums
+#else
+constexpr int REGISTERS = 6;
+#endif
+
+// The vectors that a loop multiplies at once.
+constexpr int width(int rows, int sums, int limit) {
+    int width = 1;
+    while (2 * width * rows * sums <= REGISTERS && 2 * width <= limit) width *= 2;
+    return width;
+}
+
+// Calls work(n) with n ≤ MAX as a constant.
+template <int MAX, class Work>
+inline void with_constant(int64_t n, const Work& work) {
+    if constexpr (MAX > 1)
+        if (n < MAX) return with_constant<MAX - 1>(n, work);
+    work(std::integral_constant<int, MAX>{});
+}
+
+// Calls work(width, i) with constant widths, at most WIDTH, for all items i, ..., i + width − 1.
+template <int WIDTH, class Work>
+inline void in_blocks(int64_t items, const Work& work, int64_t i = 0) {
+    for (; i + WIDTH <= items; i += WIDTH) work(std::integral_constant<int, WIDTH>{}, i);
+    if constexpr (WIDTH > 1) in_blocks<WIDTH / 2>(items, work, i);
+}
+
+template <class Kind>
+class Tile {
+  public:
+    // Computes rows of a sequence's key-value head. Row r is the head r % group of its group, for
+    // the query r / group.
+    void attend(const AttendArgs& args, const Step& step, int64_t sequence, int64_t kv_head,
+                int64_t first_row) {
+        const Cache& cache = args.cache;
+        const int64_t group = args.heads / cache.kv_heads, start = step.query_starts[sequence];
+        const int64_t tokens = step.query_starts[sequence + 1] - start;
+        const int64_t before = step.context_lens[sequence] - tokens;
+        const int32_t* blocks = step.block_table + step.table_offsets[sequence];
+        const auto place = [&](int64_t row) {
+            const int64_t token = start + (first_row + row) / group;
+            const int64_t head = kv_head * group + (first_row + row) % group;
+            return (token * args.heads + head) * cache.head_dim;
+        };
+        const auto visible = [&](int64_t row) { return before + (first_row + row) / group + 1; };
+
+        rows_ = std::min<int64_t>(tokens * group - first_row, TILE_ROWS);
+        resize(cache);
+        for (int64_t row = 0; row < rows_; row++)
+            pack(row, args.q + place(row), cache.head_dim, float(args.scale));
+        const int64_t seen = visible(rows_ - 1);
+        const int64_t chunk = cache.block_size < CHUNK ? CHUNK / cache.block_size * cache.block_size
+                                                       : CHUNK;
+        for (int64_t first = 0; first < seen; first += chunk) {
+            gather(cache, blocks, kv_head, first, std::min(chunk, seen - first));
+            for (int64_t row = 0; row < rows_;) {
+                // Of nearly equal sizes.
+                const int64_t left = rows_ - row, rows = ceil_div(left, ceil_div(left, MAX_ROWS));
+                with_constant<MAX_ROWS>(rows, [&](auto rows) {
+                    score<rows>(row);
+                    for (int64_t i = row; i < row + rows; i++)
+                        soften(i, std::min(visible(i) - first, size_));
+                    weigh<rows>(row);
+                });
+                row += rows;
+            }
+        }
+        for (int64_t row = 0; row < rows_; row++)
+            write(row, args.out + place(row), cache.head_dim);
+    }
+
+  private:
+    typedef typename Kind::Factor Factor;
+    static constexpr int MAX_ROWS = std::min(6, REGISTERS / Kind::SUMS);
+
+    void resize(const Cache& cache) {
+        steps_ = ceil_div(cache.head_dim, Kind::DEPTH);
+        row_vectors_ = cache.row_size() / LANES;
+        packed_.resize(row_vectors_ * LANES / Kind::DEPTH);
+        factors_.resize(steps_ * TILE_ROWS);
+        totals_.assign(rows_ * row_vectors_, F32s{});
+        last_values_.resize(row_vectors_ * LANES);
+    }
+
+    void pack(int64_t row, const float* query, int64_t head_dim, float scale) {
+        queries_[row] = Kind::pack(query, head_dim, scale, (uint8_t*)packed_.data());
+        for (int64_t i = 0; i < steps_; i++) factors_[i * TILE_ROWS + row] = packed_[i];
+        tops_[row] = -INFINITY;
+        sums_[row] = F32s{};
+    }
+
+    // Finds the keys and values of a chunk of the context.
+    void gather(const Cache& cache, const int32_t* blocks, int64_t kv_head, int64_t first,
+                int64_t size) {
+        const int64_t row_bytes = 4 * cache.row_size(), code_bytes = cache.code_bytes();
+        size_ = size;
+        vectors_ = groups_ = 0;
+        for (int64_t done = 0; done < size;) {
+            const int64_t slot = (first + done) % cache.block_size;
+            const int64_t block = blocks[(first + done) / cache.block_size];
+            const int64_t run = std::min(cache.block_size - slot, size - done);
+            const uint8_t* keys = cache.keys(block, kv_head);
+            const uint8_t* values = cache.values(block, kv_head);
+            for (int64_t i = 0; i < run; i += LANES) {
+                keys_[vectors_] = keys + (slot + i) * steps_ * 4;
+                columns_[vectors_++] = done + i;
+                if constexpr (Kind::SCALED) {
+                    const int64_t scales = code_bytes + 4 * (slot + i);
+                    store(key_scales_ + done + i, load<F32s>(keys + scales));
+                    store(value_scales_ + done + i, load<F32s>(values + scales));
+                }
+            }
+            for (int64_t i = 0; i < run; i += Kind::DEPTH)
+                values_[groups_++] = values + (slot + i) / Kind::DEPTH * row_bytes;
+            done += run;
+        }
+        if constexpr (Kind::SCALED) {
+            float* last = value_scales_ + size / LANES * LANES;
+            store(last, first_lanes(load<F32s>(last), size % LANES, 0));
+        }
+        if constexpr (Kind::DEPTH == 2) {
+            if (size % 2) hide_last_value(values_[groups_ - 1]);
+        }
+    }
+
+    // Replaces the last words by words without the unused slot, whose value might be NaN.
+    void hide_last_value(const uint8_t*& words) {
+        for (size_t i = 0; i < last_values_.size(); i += LANES)
+            store(&last_values_[i], load<U32s>(words + 4 * i) & 0xffff);
+        words = (const uint8_t*)last_values_.data();
+    }
+
+    // Adds the products of WIDTH vectors of words with each row's factor.
+    template <int ROWS, int WIDTH, class Words, class Factors, class Add>
+    static inline void multiply(typename Kind::Sums (&sums)[ROWS][WIDTH], int64_t steps,
+                                const Words& words_at, const Factors& factor_at, const Add& add) {
+        for (int64_t step = 0; step < steps; step++) {
+            U32s words[WIDTH];
+#pragma GCC unroll 8
+            for (int i = 0; i < WIDTH; i++) words[i] = load<U32s>(words_at(step, i));
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; row++) {
+                const Factor factor = load<Factor>(factor_at(step, row));
+#pragma GCC unroll 8
+                for (int i = 0; i < WIDTH; i++) add(sums[row][i], words[i], factor);
+            }
+        }
+    }
+
+    // Computes the scores of ROWS rows and all keys of the chunk.
+    template <int ROWS>
+    void score(int64_t first_row) {
+        in_blocks<width(ROWS, Kind::SUMS, 4)>(vectors_, [&](auto width, int64_t vector) {
+            constexpr int WIDTH = width;
+            typename Kind::Sums sums[ROWS][WIDTH];
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+                for (int i = 0; i < WIDTH; i++)
+                    sums[row][i] = Kind::keys_start(queries_[first_row + row]);
+            const Factor* factors = factors_.data() + first_row;
+            const uint8_t* keys[WIDTH];
+            for (int i = 0; i < WIDTH; i++) keys[i] = keys_[vector + i];
+            multiply(
+                sums, steps_, [&](int64_t step, int i) { return keys[i] + 4 * LANES * step; },
+                [&](int64_t step, int row) { return factors + step * TILE_ROWS + row; },
+                Kind::add_key);
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+                for (int i = 0; i < WIDTH; i++) {
+                    const int32_t column = columns_[vector + i];
+                    F32s scales = Kind::SCALED ? load<F32s>(key_scales_ + column) : F32s{};
+                    store(scores_[first_row + row] + column,
+                          Kind::score(sums[row][i], queries_[first_row + row], scales));
+                }
+        });
+    }
+
+    // Turns a row's scores into weights, and those into factors in the same place. A key that the
+    // row does not see has weight 0.
+    void soften(int64_t row, int64_t visible) {
+        float* scores = scores_[row];
+        uint8_t* factors = (uint8_t*)scores;
+        const int64_t seen = padded(std::max<int64_t>(visible, 0), LANES);
+        if (visible > 0) {
+            F32s tops = splat(-INFINITY), scales{};
+            for (int64_t i = 0; i < seen; i += LANES) {
+                F32s x = load<F32s>(scores + i);
+                F32s scale = Kind::SCALED ? load<F32s>(value_scales_ + i) : F32s{};
+                if (i + LANES > visible) {
+                    store(scores + i, x = first_lanes(x, visible - i, -INFINITY));
+                    scale = first_lanes(scale, visible - i, 0);
+                }
+                tops = larger(x, tops);
+                if (Kind::SCALED) scales = larger(scale, scales);
+            }
+            const float chunk_top = largest(tops);
+            raise(row, chunk_top);
+            const float top = tops_[row];
+            float code_factor = 0;
+            if constexpr (Kind::SCALED) {
+                // At least the largest weight times its scale; does not depend on other rows.
+                const float bound = exp(splat(chunk_top - top))[0] * largest(scales);
+                code_factor = bound > 0 ? Kind::WEIGHT_CODE / bound : 0;
+                code_scales_[row] = bound / Kind::WEIGHT_CODE;
+            }
+            F32s sums = sums_[row];
+            for (int64_t i = 0; i < seen; i += LANES) {
+                const F32s weights = exp(load<F32s>(scores + i) - top);
+                sums += weights;
+                Kind::put_weights(factors + i * sizeof(Factor) / Kind::DEPTH, weights,
+                                  load<F32s>(value_scales_ + i), code_factor);
+            }
+            sums_[row] = sums;
+        }
+        const int64_t end = ceil_div(size_, Kind::DEPTH);
+        for (int64_t i = seen / Kind::DEPTH; i < end; i++) store(factors + i * sizeof(Factor), Factor{});
+    }
+
+    // Makes room for larger scores: scales what a row has summed up so far.
+    void raise(int64_t row, float top) {
+        if (!(top > tops_[row])) return;
+        const float fading = exp(splat(tops_[row] - top))[0];
+        sums_[row] *= fading;
+        for (int64_t i = 0; i < row_vectors_; i++) totals_[row * row_vectors_ + i] *= fading;
+        tops_[row] = top;
+    }
+
+    // Adds the weighted values of the chunk to the totals of ROWS rows.
+    template <int ROWS>
+    void weigh(int64_t first_row) {
+        in_blocks<width(ROWS, Kind::SUMS, 8)>(row_vectors_, [&](auto width, int64_t vector) {
+            constexpr int WIDTH = width;
+            typename Kind::Sums sums[ROWS][WIDTH];
+            F32s* totals = totals_.data() + first_row * row_vectors_ + vector;
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+                for (int i = 0; i < WIDTH; i++)
+                    sums[row][i] = Kind::values_start(totals[row * row_vectors_ + i]);
+            const uint8_t* factors = (const uint8_t*)scores_[first_row];
+            multiply(
+                sums, groups_,
+                [&](int64_t step, int i) { return values_[step] + 4 * LANES * (vector + i); },
+                [&](int64_t step, int row) {
+                    return factors + 4 * SCORES * row + step * sizeof(Factor);
+                },
+                Kind::add_value);
+#pragma GCC unroll 8
+            for (int row = 0; row < ROWS; row++)
+#pragma GCC unroll 8
+                for (int i = 0; i < WIDTH; i++) {
+                    F32s& total = totals[row * row_vectors_ + i];
+                    total = Kind::total(sums[row][i], code_scales_[first_row + row], total);
+                }
+        });
+    }
+
+    void write(int64_t row, float* out, int64_t head_dim) const {
+        const float divisor = sum(sums_[row]);
+        for (int64_t i = 0; i < row_vectors_; i++)
+            store_first(out + LANES * i, totals_[row * row_vectors_ + i] / divisor,
+                        head_dim - LANES * i);
+    }
+
+    int64_t rows_, steps_, row_vectors_;
+    std::vector<Factor> packed_;    // of one query
+    std::vector<Factor> factors_;   // [steps, TILE_ROWS], of queries
+    typename Kind::Query queries_[TILE_ROWS];
+    // Per row so far: the largest score, the sums of weights and of weighted values.
+    float tops_[TILE_ROWS];
+    F32s sums_[TILE_ROWS];
+    std::vector<F32s> totals_;
+
+    // Of a chunk: vectors of 16 keys, the columns of their scores, and groups of DEPTH values.
+    int64_t size_, vectors_, groups_;
+    const uint8_t* keys_[CHUNK];
+    int32_t columns_[CHUNK];
+    const uint8_t* values_[CHUNK];
+    std::vector<uint32_t> last_values_;
+    alignas(64) float key_scales_[SCORES], value_scales_[SCORES];
+    alignas(64) float scores_[TILE_ROWS][SCORES];  // and then the factors of weights
+    float code_scales_[TILE_ROWS];
+};
+
+template <class Kind>
+void attend_tiles(const AttendArgs& args, const Step& step, Member& member) {
+    static thread_local Tile<Kind> tile;
+    const int64_t kv_heads = args.cache.kv_heads, group = args.heads / kv_heads;
+    const auto tiles_of = [&](int64_t n) {
+        return ceil_div((step.query_starts[n + 1] - step.query_starts[n]) * group, TILE_ROWS);
+    };
+    // Units of a sequence follow each other, so a member walks through the sequences once.
+    int64_t sequence = 0, first = 0;
+    while (true) {
+        const int64_t unit = member.take();
+        while (sequence < step.sequences && unit >= first + tiles_of(sequence) * kv_heads)
+            first += tiles_of(sequence++) * kv_heads;
+        if (sequence == step.sequences) return;
+        const int64_t tiles = tiles_of(sequence), number = unit - first;
+        tile.attend(args, step, sequence, number / tiles, number % tiles * TILE_ROWS);
+    }
+}
+
+}  // namespace
+
+void attend(const AttendArgs& args, const Step& step, Member& member) {
+    switch (args.cache.type) {
+        case FLOAT32: return attend_tiles<Floats>(args, step, member);
+        case BFLOAT16: return attend_tiles<Pairs>(args, step, member);
+        case INT8: return attend_tiles<Codes>(args, step, member);
+    }
+}
+
+}  // namespace nano
+
+extern "C" void nano_attend(nano::Team* team, int members, const nano::AttendArgs* args,
+                            const nano::Step* step) {
+    team->run(members, [&](nano::Member& member) { nano::attend(*args, *step, member); });
+}

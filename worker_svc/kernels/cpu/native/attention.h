@@ -1,0 +1,20 @@
+// Attention over a paged cache. One pass computes prompts, parts of prompts and decodes, without
+// copying keys or values.
+#pragma once
+
+#include "kv_store.h"
+
+namespace nano {
+
+struct AttendArgs {
+    Cache cache;
+    const float* q;  // [T, heads, head_dim]
+    float* out;      // [T, heads, head_dim]
+    int64_t heads;
+    double scale;
+};
+
+// Sets out to softmax(scale · q Kᵀ) V. Each query sees its sequence up to itself.
+void attend(const AttendArgs& args, const Step& step, Member& member);
+
+}  // namespace nano
