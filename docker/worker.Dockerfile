@@ -42,7 +42,7 @@ RUN if [ -n "$APT_PACKAGES" ]; then \
         && apt-get install --yes --no-install-recommends $APT_PACKAGES \
         && rm -rf /var/lib/apt/lists/* /var/cache/apt/*; \
     fi
-# The cache has compiled kernels and packed weights: a volume there outlives the container.
+# The cache has packed weights and Triton's kernels: a volume there outlives the container.
 RUN useradd --create-home --uid 10001 nano && install --directory --owner nano /tmp/cache
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /app /app
