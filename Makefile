@@ -72,10 +72,16 @@ $(STAMP): $(INSTALLED)
 	$(PIP) --no-deps --no-build-isolation -e . && \
 	touch $@
 
+# The kernels of workers on a CPU, so that the first start need not compile them. Without a compiler,
+# workers on a GPU do start.
+KERNELS := $(STAMP)-kernels
+$(KERNELS): $(STAMP) worker_svc/kernels/cpu/build.py $(wildcard worker_svc/kernels/cpu/native/*.*)
+	@$(BIN)/python -m worker_svc.kernels.cpu.build || echo "no worker will start on a CPU"; touch $@
+
 # Ray is installed on demand.
 $(STAMP)-ray: $(STAMP) requirements/ray.txt
 	$(PIP_HASHED) $(PIP_ARGS) -r requirements/ray.txt && touch $@
-READY := $(STAMP)$(if $(filter ray,$(RUNTIME)),-ray)
+READY := $(KERNELS)$(if $(filter ray,$(RUNTIME)), $(STAMP)-ray)
 
 setup: $(READY)  ## make .venv with pinned dependencies (PIP_ARGS: extra arguments for pip; RUNTIME=ray: with Ray)
 
@@ -112,10 +118,10 @@ generate: $(STAMP)  ## complete the prompts in IN, JSON lines, to OUT; run it ag
 	@$(CLI) generate $(if $(IN),$(call quote,$(IN))) $(if $(OUT),$(call quote,$(OUT))) \
 		--address $(call quote,$(ADDRESS)) $(ARGS)
 
-doctor: $(STAMP)  ## find problems that keep make up, with the same variables, from starting a stack
+doctor: $(KERNELS)  ## find problems that keep make up, with the same variables, from starting a stack
 	@$(CLI) doctor $(call flags,$(filter-out RUNTIME,$(STACK)))
 
-bench: $(STAMP)  ## run benchmarks (MODE, OUT: a JSON file, PORT: of a running stack; ARGS=--help lists more)
+bench: $(KERNELS)  ## run benchmarks (MODE, OUT: a JSON file, PORT: of a running stack; ARGS=--help lists more)
 	@$(call environment,$(OF_ENGINE)) $(CLI) bench $(call flags,MODE OUT MODEL) \
 		$(if $(PORT),--address $(call quote,$(ADDRESS))) $(ARGS)
 
@@ -134,22 +140,22 @@ images:  ## build the container images for CPUs on BASE, which has Python (BUILD
 # A module's tests run in one process and share its fixtures. Modules begin in their own order: that of
 # xdist, by the number of tests, would leave some of the longest for the end.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
-test: $(STAMP)  ## run the tests that need at most one stack, on all cores (ARGS: for pytest)
+test: $(KERNELS)  ## run the tests that need at most one stack, on all cores (ARGS: for pytest)
 	$(PYTEST) -m "not system and not soak" $(ARGS)
 
-test-system: $(STAMP)  ## run the tests of whole stacks: faults, security, HTTP, the dashboard (ARGS: for pytest)
+test-system: $(KERNELS)  ## run the tests of whole stacks: faults, security, HTTP, the dashboard (ARGS: for pytest)
 	$(PYTEST) -m "system and not soak" $(ARGS)
 
-soak: $(STAMP)  ## run all random tests for hours, with new seeds (OUT: a JSON file; run it again to continue)
+soak: $(KERNELS)  ## run all random tests for hours, with new seeds (OUT: a JSON file; run it again to continue)
 	@$(BIN)/python -m tests.soak $(call flags,OUT) $(ARGS)
 
 simulate: $(STAMP)  ## run the scheduler under simulated faults (SEEDS: how many, SEED: the first)
 	@$(BIN)/python -m tests.simulation $(call flags,SEEDS SEED)
 
-chaos: $(STAMP)  ## kill and stop processes of a stack under load (FAULTS: how many, SEED, ENGINES, OUT; ARGS=--help lists more)
+chaos: $(KERNELS)  ## kill and stop processes of a stack under load (FAULTS: how many, SEED, ENGINES, OUT; ARGS=--help lists more)
 	@$(BIN)/python -m tests.chaos $(call flags,FAULTS SEED ENGINES OUT) $(ARGS)
 
-abuse: $(STAMP)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the maximum factor, OUT; ARGS=--help lists more)
+abuse: $(KERNELS)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the maximum factor, OUT; ARGS=--help lists more)
 	@$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack $(ATTACK)) $(call flags,CHECK OUT) $(ARGS)
 
 check: check-style check-types check-imports check-protos check-stubs check-lines check-house  ## check style, format, types, imports, protos, stubs, README's table, and the limits of size
@@ -206,5 +212,5 @@ stubs = PATH=$(BIN):$$PATH python -m grpc_tools.protoc -I$(2)=protos --python_ou
 
 clean:  ## stop all stacks, remove .venv and everything generated
 	-@$(CLI) down --all
-	rm -rf .venv .run build *.egg-info .*_cache .hypothesis
+	rm -rf .venv .run build *.egg-info .*_cache .hypothesis worker_svc/kernels/cpu/native/build
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,9 +1,12 @@
 # One rank of the model, on CPU or GPU: PyPI's torch contains the CUDA libraries, and the NVIDIA
 # container runtime adds the host's driver. PIP_ARGS can point to CPU-only wheels, APT_PACKAGES adds
 # the C compiler that Triton needs on a GPU. BASE is an image with Python and its venv module,
-# optionally with a digest.
+# optionally with a digest. If it has no C++ compiler, the build installs Debian's.
 ARG BASE=python:3.12-slim
 FROM $BASE AS build
+
+RUN command -v c++ \
+    || { apt-get update && apt-get install --yes --no-install-recommends g++; }
 
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
@@ -18,6 +21,12 @@ RUN pip install --no-cache-dir --no-compile --require-hashes --no-deps --only-bi
     && cd /opt/venv/lib/python3*/site-packages \
     && find . -depth -type d -name tests -exec rm -r {} + \
     && rm -rf torch/include torch/test torch/bin/test_*
+# The CPU kernels, for all CPUs. Other changes of the code do not compile them again.
+COPY worker_svc/__init__.py worker_svc/errors.py worker_svc/user_cache.py worker_svc/
+COPY worker_svc/kernels/__init__.py worker_svc/kernels/cpu_features.py worker_svc/kernels/
+COPY worker_svc/kernels/cpu/__init__.py worker_svc/kernels/cpu/build.py worker_svc/kernels/cpu/
+COPY worker_svc/kernels/cpu/native worker_svc/kernels/cpu/native
+RUN python -m worker_svc.kernels.cpu.build --all
 COPY nano_vllm_grpc nano_vllm_grpc
 COPY shared shared
 COPY worker_svc worker_svc
@@ -33,7 +42,7 @@ RUN if [ -n "$APT_PACKAGES" ]; then \
         && apt-get install --yes --no-install-recommends $APT_PACKAGES \
         && rm -rf /var/lib/apt/lists/* /var/cache/apt/*; \
     fi
-# The cache has compiled kernels and packed weights: a volume there outlives the container.
+# The cache has packed weights and Triton's kernels: a volume there outlives the container.
 RUN useradd --create-home --uid 10001 nano && install --directory --owner nano /tmp/cache
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /app /app

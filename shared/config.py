@@ -85,6 +85,8 @@ KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.spli
 _PYTORCH_NAMES = ("master_addr", "master_port")
 # Settings of clients and of the launcher, which may share the services' environment.
 _CLIENT_NAMES = ("token", "tls_ca", "tls_server_name", "client_cert", "client_key")
+# Variables that are not settings.
+_OTHER_NAMES = ("config_file", "cpu_features")
 
 
 def load_settings(
@@ -95,7 +97,7 @@ def load_settings(
     Raises:
         SettingsError: settings are unknown or have impossible values; the message names each.
     """
-    names = (*KNOWN_NAMES, *_CLIENT_NAMES, "config_file")
+    names = (*KNOWN_NAMES, *_CLIENT_NAMES, *_OTHER_NAMES)
     variables = {PREFIX + name.upper(): name for name in names}
     given = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
     if unknown := given.keys() - variables:

@@ -1,4 +1,5 @@
-"""Opens folders and files in the user's cache directory that no other user can have written."""
+"""Opens folders and files, such as those of the user's cache directory, that only this user or root
+can have written."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def private_folder(path: Path, *, create: bool = False) -> Iterator[int]:
     """Opens folder `path` -> a descriptor.
 
     Raises:
-        OSError: the folder is missing, is a link, belongs to another user, or other users may write
-            to it.
+        OSError: the folder is missing, is a link, belongs to another user than root, or other
+            users may write to it.
     """
     if create:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -56,7 +57,7 @@ def _opened(path: Path | str, flags: int, folder: int | None) -> Iterator[int]:
         status = os.fstat(number)
         if not flags & os.O_DIRECTORY and not stat.S_ISREG(status.st_mode):
             raise PermissionError(f"{path} is not a regular file")
-        if status.st_uid != os.geteuid():
+        if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(f"{path} belongs to user {status.st_uid}")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"other users may write to {path}; chmod go-w allows its use")

@@ -49,6 +49,7 @@ _CPU_SETS = {
 _BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _REMEDIES = {
     "device": "see nvidia-smi; install the build for the driver (pytorch.org), or use DEVICE=cpu",
+    "kernels": "install GCC 11 or newer, such as with apt install g++",
     "attention": "",  # the reason names an alternative
     "model": "docs/models.md lists the models that are served",
     "weights": "download or copy the model again",
@@ -89,6 +90,9 @@ def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
         yield _check_device(platform, settings.engines_on_host * settings.tp)
         if platform.device.type == "cuda" and settings.tp > 1:
             yield check_shared_memory()
+        if platform.device.type == "cpu":
+            name = "kernels"
+            yield _check_kernels()
         name, directory = "model", Path(settings.model)
         config = load_model_config(directory)
         dtype = platform.choose_dtype(settings.dtype, config.dtype)
@@ -131,6 +135,18 @@ def _check_device(platform: Platform, ranks: int) -> Check:
         found += f" for {ranks} ranks"
         return Check("device", "warning", found, "run the other ranks on other hosts")
     return Check("device", "ok", found)
+
+
+def _check_kernels() -> Check:
+    """
+    Raises:
+        StartError: the kernels cannot be compiled or loaded.
+    """
+    from worker_svc.kernels.cpu.build import choose_variant
+    from worker_svc.kernels.cpu.library import library
+
+    library()
+    return Check("kernels", "ok", f"compiled for {choose_variant()}")
 
 
 def _check_attention(backend: Backend, platform: Platform) -> Check:

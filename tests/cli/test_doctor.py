@@ -18,6 +18,8 @@ from cli.doctor.engine import checks
 from deploy.native.processes import MARKER
 from deploy.ports import free_port
 from tests.stack import DEMO_MODEL
+from worker_svc.errors import StartError
+from worker_svc.kernels.cpu import library
 from worker_svc.settings import WorkerSettings
 
 
@@ -31,8 +33,8 @@ def test_nothing_is_wrong_with_the_demo_model() -> None:
     done = doctor("--model", DEMO_MODEL, "--port", free_port(), "--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wrong" not in done.stdout
-    names = "port", "torch", "device", "model", "gateway", "attention", "weights", "memory"
-    for name in (*names, "tokenizer"):
+    names = "port", "torch", "device", "kernels", "model", "gateway", "attention", "weights"
+    for name in (*names, "memory", "tokenizer"):
         assert f"  {name} " in done.stdout
 
 
@@ -121,3 +123,15 @@ def test_a_broken_model(
     assert [(each.name, each.state) for each in others] == [(name, state)]
     assert found in others[0].found
     assert others[0].remedy
+
+
+def test_the_cpu_kernels_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise StartError("there is no C++ compiler")
+
+    monkeypatch.setattr(library, "library", fail)
+    settings = WorkerSettings(model=str(DEMO_MODEL), device="cpu")
+    (found,) = (each for each in checks(settings, ["worker"]) if each.state != "ok")
+    assert (found.name, found.state) == ("kernels", "wrong")
+    assert found.found == "there is no C++ compiler"
+    assert "apt install g++" in found.remedy

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -121,6 +122,29 @@ def test_packages_are_installed_by_hash_but_for_torch(image: str) -> None:
     names = {image, "torch"} if needs_torch else {image}
     assert hashed == {f"requirements/{name}.txt": name != "torch" for name in names}
     assert hashed.keys() <= set(copied(image))
+
+
+def test_the_workers_image_compiles_the_cpu_kernels_and_keeps_no_compiler(tmp_path: Path) -> None:
+    steps = instructions("worker")
+    (compiles,) = (at for at, (_, words) in enumerate(steps) if "kernels.cpu.build --all" in words)
+    final = max(at for at, (name, _) in enumerate(steps) if name == "FROM")
+    assert any("install" in words and "g++" in words for _, words in steps[:compiles])
+    assert not any("g++" in words for _, words in steps[final:])
+    assert ("COPY", "--from=build /app /app") in steps[final:]
+    # It needs nothing that is copied later.
+    for name, words in steps[:compiles]:
+        *sources, target = words.split()
+        if name == "COPY" and target.startswith("worker_svc"):
+            (tmp_path / target).mkdir(parents=True, exist_ok=True)
+            for source in sources:
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, tmp_path / target, dirs_exist_ok=True)
+                else:
+                    shutil.copy(ROOT / source, tmp_path / target)
+    command = [sys.executable, "-m", "worker_svc.kernels.cpu.build", "--help"]
+    subprocess.run(command, cwd=tmp_path, check=True, stdout=PIPE)
+    assert list(tmp_path.glob("worker_svc/kernels/cpu/native/*.cpp"))
+    assert "worker_svc/kernels/cpu/native/build" in (ROOT / ".dockerignore").read_text().split()
 
 
 @pytest.mark.parametrize("name", SETTINGS)

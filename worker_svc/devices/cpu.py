@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from worker_svc.devices.base import Model, Platform
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu import ops as cpu_ops
-from worker_svc.kernels.cpu.library import set_threads
 from worker_svc.kernels.cpu.program import ProgramModel
+from worker_svc.kernels.cpu.library import library, set_threads
 from worker_svc.kernels.cpu_features import num_cores
 from worker_svc.kernels.ops import Ops
 from worker_svc.models.decoder import Decoder
@@ -66,10 +67,10 @@ class CpuPlatform(Platform):
     pinned = False
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Sets how many threads torch and numba use for calls from the current thread.
+        """Sets how many threads torch and the kernels use for calls from the current thread.
 
         The number is the setting `threads`. For auto it is the number of cores divided by the
-        number of ranks of all engines on the machine. Both libraries keep the number per thread.
+        number of ranks of all engines on the machine. Both keep the number per thread.
         """
         share = max(num_cores() // (settings.engines_on_host * settings.tp), 1)
         threads = share if settings.threads == "auto" else settings.threads
@@ -88,6 +89,7 @@ class CpuPlatform(Platform):
     def attention_backend(self, settings: WorkerSettings, shape: AttentionShape) -> Backend:
         if settings.attention not in ("auto", "torch"):
             raise StartError(f"attention: {settings.attention} runs on a GPU; on a CPU use torch")
+        library()  # if it cannot be compiled, it is better to know before the weights are read
         size = settings.block_size
         return CpuBackend(shape, DEFAULT_BLOCK_SIZE if size == "auto" else size)
 
@@ -106,7 +108,7 @@ class CpuPlatform(Platform):
 
     def _use(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        set_threads(threads)
+        set_threads(min(threads, len(os.sched_getaffinity(0))))
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
     def capture(

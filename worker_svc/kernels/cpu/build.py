@@ -17,14 +17,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from worker_svc.errors import StartError
 from worker_svc.kernels.cpu_features import has
@@ -35,10 +36,10 @@ PREBUILT = SOURCES / "build"  # what `make setup` or the build of an image compi
 
 # No flag may let the compiler contract or reorder operations: a row's bits must not depend on where
 # it is computed.
-FLAGS = (
-    "-std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -fno-exceptions -fno-rtti "
-    "-fPIC -pthread"
-).split()
+FLAGS = [
+    *("-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fno-exceptions", "-fno-rtti", "-fPIC", "-pthread"),
+]
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512dq")
 # Variants with the features that they need, the best first.
@@ -62,48 +63,45 @@ def choose_variant(has: Callable[[str], bool] = has) -> str:
     return next(name for name, needed in VARIANTS.items() if all(map(has, needed)))
 
 
-def digest(sources: Path = SOURCES) -> str:
+def digest() -> str:
+    """The digest of the sources and flags."""
     found = hashlib.sha256(repr((FLAGS, VARIANTS)).encode())
-    for path in sorted([*sources.glob("*.h"), *sources.glob("*.cpp")]):
+    for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         content = path.read_bytes()
         found.update(f"\n{path.name} {len(content)}\n".encode() + content)
     return found.hexdigest()[:32]
 
 
 def find(base: Path, variant: str) -> Path | None:
-    """The library in `base` that was built last, by any compiler."""
+    """The library in folder `base` that was asked for last, built by any compiler."""
     found = (base / digest()).glob(f"{variant}-*.so")
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def build(base: Path, variants: Iterable[str], sources: Path = SOURCES) -> list[Path]:
-    """Compiles those variants that are not in folder `base` yet -> their files.
+def build(base: Path, variants: Iterable[str]) -> list[Path]:
+    """Compiles those variants that folder `base` does not have yet -> their files.
 
-    Waits while another process compiles the same sources. A library appears only when it is
-    complete.
+    Waits while another process compiles the same sources. A file appears when it is complete.
 
     Raises:
         CompilerError: there is no compiler, or it cannot compile the kernels.
         OSError: the folder cannot be written to, or other users may write to it.
     """
     compiler = Compiler.find()
-    folder = base / digest(sources)
-    # Others may read: root builds images for other users.
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    folder = base / digest()
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # users may load what root has built
     libraries = {name: folder / f"{name}-{compiler.digest}.so" for name in variants}
-    with (
-        private_folder(folder) as number,
-        private_file(number, "lock", os.O_RDWR | os.O_CREAT) as lock,
-    ):
+    with ExitStack() as stack:
+        number = stack.enter_context(private_folder(folder))
+        lock = stack.enter_context(private_file(number, "lock", os.O_RDWR | os.O_CREAT))
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.utime(number)  # folders used last are dropped last
         for part in folder.glob("part-*"):  # of a process that was killed
             shutil.rmtree(part, ignore_errors=True)
-        missing = {name: path for name, path in libraries.items() if not path.exists()}
-        with tempfile.TemporaryDirectory(dir=folder, prefix="part-") as part:
-            compiler.compile(sorted(sources.glob("*.cpp")), missing, Path(part))
-        for path in libraries.values():
-            os.utime(path)  # `find` prefers the file that was asked for last
+        if missing := {name: path for name, path in libraries.items() if not path.exists()}:
+            part = Path(stack.enter_context(TemporaryDirectory(dir=folder, prefix="part-")))
+            compiler.compile(missing, part)
+        for path in (folder, *libraries.values()):
+            os.utime(path)  # what was asked for last is found first and dropped last
     _drop_old(base)
     return list(libraries.values())
 
@@ -142,41 +140,48 @@ class Compiler:
         version = self._run(["--version"], "tell its version")
         return hashlib.sha256(version.encode()).hexdigest()[:8]
 
-    def compile(self, sources: list[Path], libraries: dict[str, Path], part: Path) -> None:
-        """Compiles libraries, by variant, in folder `part`, then moves them to their places."""
+    def compile(self, libraries: dict[str, Path], part: Path) -> None:
+        """Compiles libraries, by variant, in folder `part`, then moves them to their paths."""
+        sources = sorted(SOURCES.glob("*.cpp"))
 
-        def compile_source(job: tuple[str, Path]) -> None:
-            variant, source = job
-            target = part / f"{variant}-{source.stem}.o"
+        def compile_source(variant: str, source: Path) -> None:
             flags = [*FLAGS, *(f"-m{feature}" for feature in VARIANTS[variant])]
+            target = part / f"{variant}-{source.stem}.o"
             self._run([*flags, "-c", str(source), "-o", str(target)], f"compile {source.name}")
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(compile_source, [(each, file) for each in libraries for file in sources]))
-        for variant, library in libraries.items():
+            list(pool.map(compile_source, *zip(*product(libraries, sources), strict=True)))
+        for variant, path in libraries.items():
             objects = [str(part / f"{variant}-{source.stem}.o") for source in sources]
-            linked = part / library.name
-            self._run(["-shared", "-pthread", *objects, "-o", str(linked)], f"link {linked.name}")
+            linked = part / path.name
+            self._run(["-shared", "-pthread", *objects, "-o", str(linked)], f"link {path.name}")
             linked.chmod(0o755)  # the umask may let others write
-            linked.replace(library)
+            linked.replace(path)
 
     def _run(self, arguments: list[str], purpose: str) -> str:
-        ran = subprocess.run([*self.words, *arguments], capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            [*self.words, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )
         if ran.returncode:
             lines = ran.stderr.splitlines()
             reason = next((line for line in lines if "error" in line), "".join(lines[:1]))
             raise CompilerError(
-                f"{shlex.join(self.words)} cannot {purpose}: {reason or ran.returncode}; "
-                "the CPU kernels need GCC 11, Clang 14 or a newer one"
+                f"{shlex.join(self.words)} cannot {purpose}: {reason or ran.returncode} "
+                "(the CPU kernels need GCC 11, Clang 14 or a newer one)"
             )
         return ran.stdout
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m worker_svc.kernels.cpu.build", description=__doc__
+        prog="python -m worker_svc.kernels.cpu.build",
+        description="Compiles the CPU kernels for this machine, with $CXX or c++.",
     )
-    parser.add_argument("--all", action="store_true", help="all variants, not only this machine's")
+    parser.add_argument("--all", action="store_true", help="for all machines like this one, too")
     parser.add_argument("--out", type=Path, default=PREBUILT, metavar="DIR")
     options = parser.parse_args(arguments)
     variants = [choose_variant()]
@@ -184,13 +189,12 @@ def main(arguments: list[str]) -> int:
         variants = list(VARIANTS) if platform.machine() == "x86_64" else ["generic"]
     started = time.monotonic()
     try:
-        libraries = build(options.out, variants)
+        build(options.out, variants)
     except (CompilerError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(
-        f"CPU kernels in {libraries[0].parent}: {', '.join(variants)} ({time.monotonic() - started:.0f} s)"
-    )
+    took = time.monotonic() - started
+    print(f"the CPU kernels are compiled for {', '.join(variants)} ({took:.0f} s)")
     return 0
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import tempfile
 import threading
 import time
 import weakref
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import structlog
 
@@ -26,23 +27,14 @@ log = structlog.get_logger(__name__)
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library for this machine's CPU. Compiles it if neither `make setup`, the build of the
+    """The library for this machine's CPU. Compiles it if neither `make setup`, the build of an
     image nor an earlier start has.
 
     Raises:
         StartError: it cannot be compiled or loaded.
     """
     variant = choose_variant()
-    loaded = _load_from(PREBUILT, variant)
-    if loaded is None:
-        try:
-            kept = cache_folder("kernels")
-            loaded = _load_from(kept, variant) or _compile(kept, variant)
-        except OSError as error:
-            log.warning(
-                "compiled CPU kernels are not kept; each start compiles again", reason=str(error)
-            )
-            loaded = _compile_once(variant)
+    loaded = _load_from(PREBUILT, variant) or _load_or_compile(variant)
     loaded.nano_team_create.restype = ctypes.c_void_p
     return loaded
 
@@ -55,6 +47,9 @@ def _load_from(base: Path, variant: str) -> ctypes.CDLL | None:
         return _load(path)
     except OSError as error:
         log.warning("compiled CPU kernels cannot be used", path=str(path), reason=str(error))
+        if base != PREBUILT:  # others may still be able to use that
+            with suppress(OSError):
+                path.unlink()
         return None
 
 
@@ -67,6 +62,21 @@ def _load(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
 
 
+def _load_or_compile(variant: str) -> ctypes.CDLL:
+    try:
+        kept = cache_folder("kernels")
+        return _load_from(kept, variant) or _compile(kept, variant)
+    except OSError as error:
+        log.warning(
+            "compiled CPU kernels are not kept; each start compiles again", reason=str(error)
+        )
+    try:
+        with TemporaryDirectory() as folder:
+            return _compile(Path(folder), variant)
+    except OSError as error:
+        raise StartError(f"the CPU kernels cannot be compiled or loaded: {error}") from error
+
+
 def _compile(base: Path, variant: str) -> ctypes.CDLL:
     log.info("compiling the CPU kernels", variant=variant, folder=str(base))
     started = time.monotonic()
@@ -74,14 +84,6 @@ def _compile(base: Path, variant: str) -> ctypes.CDLL:
     loaded = _load(path)
     log.info("compiled the CPU kernels", seconds=round(time.monotonic() - started, 1))
     return loaded
-
-
-def _compile_once(variant: str) -> ctypes.CDLL:
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            return _compile(Path(folder), variant)
-    except OSError as error:
-        raise StartError(f"the CPU kernels cannot be compiled or loaded: {error}") from error
 
 
 class _Team:
