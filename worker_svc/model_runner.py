@@ -80,8 +80,8 @@ class ModelRunner:
         self._tp = TensorParallel(settings.rank, settings.tp)
         shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
         self._backend = platform.attention_backend(settings, shape)
-        model, fingerprint = self._load(quantization)
-        self._model = platform.prepare(model, self._backend, self._tp)
+        self._model, fingerprint = self._load(quantization)
+        self._run_layers = platform.hidden_states(self._model, self._backend, self._tp)
         self._vocab = vocab = VocabPartition(config.vocab_size, settings.rank, settings.tp)
         self._sampler = Sampler(vocab, self._tp, platform.ops)
         self._upload = partial(upload, device=platform.device, pinned=platform.pinned)
@@ -260,7 +260,7 @@ class ModelRunner:
             self._tokens.slots, tensors.slot_mapping, tensors.input_ids, self._last_tokens
         )
         metadata = self._backend.plan(step, tensors, max_context_len)
-        return self._model.hidden_states(
+        return self._run_layers(
             tensors, self._last_tokens, self._caches, metadata, every_token=every_token
         )
 

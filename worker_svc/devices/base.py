@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
-from worker_svc.layers.embedding import VocabParallelHead
 from worker_svc.models.decoder import Decoder
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.tensors import StepTensors
 
 
 class PendingArrays(Protocol):
@@ -40,24 +38,6 @@ class Stopwatch(Protocol):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingArrays:
         """Copies `tensors` to the host once they are ready. The copies finish before a later launch
         can overwrite `tensors`."""
-        ...
-
-
-class Model(Protocol):
-    """The part of `Decoder` that steps call."""
-
-    lm_head: VocabParallelHead
-
-    def hidden_states(
-        self,
-        tensors: StepTensors,
-        last_tokens: torch.Tensor,
-        caches: Sequence[torch.Tensor],
-        metadata: Any,
-        *,
-        every_token: bool = False,
-    ) -> torch.Tensor:
-        """See `Decoder.hidden_states`."""
         ...
 
 
@@ -95,9 +75,11 @@ class Platform(ABC):
         """Returns a function that copies a host tensor (second) into a contiguous device tensor."""
         return torch.Tensor.copy_
 
-    def prepare(self, model: Decoder, backend: Backend, tp: TensorParallel) -> Model:
-        """Returns what runs `model` on this device, by default the model itself."""
-        return model
+    def hidden_states(
+        self, model: Decoder, backend: Backend, tp: TensorParallel
+    ) -> Callable[..., torch.Tensor]:
+        """Returns the device's way to do what `Decoder.hidden_states` does."""
+        return model.hidden_states
 
     @abstractmethod
     def start(self, multiply_adds: int) -> Stopwatch:

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.cpu_backend import CpuBackend
-from worker_svc.devices.base import Model, Platform
+from worker_svc.devices.base import Platform
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu import ops as cpu_ops
-from worker_svc.kernels.cpu.program import ProgramModel
+from worker_svc.kernels.cpu.program import Programs
 from worker_svc.kernels.cpu.library import library, set_threads
 from worker_svc.kernels.cpu_features import num_cores
 from worker_svc.kernels.ops import Ops
@@ -93,9 +93,11 @@ class CpuPlatform(Platform):
         size = settings.block_size
         return CpuBackend(shape, DEFAULT_BLOCK_SIZE if size == "auto" else size)
 
-    def prepare(self, model: Decoder, backend: Backend, tp: TensorParallel) -> Model:
+    def hidden_states(
+        self, model: Decoder, backend: Backend, tp: TensorParallel
+    ) -> Callable[..., torch.Tensor]:
         assert isinstance(backend, CpuBackend)
-        return ProgramModel(model, tp, backend.shape.num_layers, backend.cache_of)
+        return Programs(model, tp, backend.shape.num_layers, backend.cache_of)
 
     def start(self, multiply_adds: int) -> CpuStopwatch:
         """Begins a step, which runs on one thread if it is small.

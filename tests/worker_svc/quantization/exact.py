@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.kernels.cpu.program import tracing
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
 from worker_svc.weights.quantization.formats import QuantizedWeight, quantize_rows
 
@@ -22,6 +24,9 @@ class ExactWeight:
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
     ) -> torch.Tensor:
+        if trace := tracing():
+            multiply = partial(self.matmul, bias=bias, exchange=exchange)
+            return trace.call(multiply, x, self.weight.shape[0])
         left = x.double()
         if self.weight.format != "fp8":
             maxima = x.float().abs().amax(dim=1)
@@ -44,8 +49,33 @@ class ExactWeight:
         return {weight.format: weight.codes, "scales": weight.scales} | zeros
 
 
+class ExactFloats(PlainWeight):
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
+        if trace := tracing():
+            return trace.call(partial(self.matmul, bias=bias), x, len(self.weight))
+        return super().matmul(x.to(self.weight.dtype), bias).float()
+
+
+def embed(
+    input_ids: torch.Tensor,
+    last_tokens: torch.Tensor,
+    weight: PackedWeight,
+    start: int,
+    count: int,
+) -> torch.Tensor:
+    if isinstance(weight, ExactWeight):
+        weight = PlainWeight(weight.weight.dequantized())
+        _tables.append(weight)  # the trace has its address
+    return _embed(input_ids, last_tokens, weight, start, count)
+
+
+_embed, _tables = cpu_ops.embed, list[PlainWeight]()
+
+
 def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
-    return ExactWeight(weight) if isinstance(weight, QuantizedWeight) else PlainWeight(weight)
+    return ExactWeight(weight) if isinstance(weight, QuantizedWeight) else ExactFloats(weight)
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
@@ -58,4 +88,5 @@ def use_exact_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has a CPU multiply with `ExactWeight`."""
     monkeypatch.setattr(cpu_ops, "pack", pack)
     monkeypatch.setattr(cpu_ops, "unpack", unpack)
+    monkeypatch.setattr(cpu_ops, "embed", embed)
     monkeypatch.setattr(cpu_ops, "layout", "exact")

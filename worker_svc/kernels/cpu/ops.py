@@ -109,29 +109,14 @@ def last_rows(x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
 def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     if isinstance(weight, QuantizedWeight):
         return pack_quantized(weight)
-    if _has_panels(weight.dtype):
-        return pack_floats(weight)
-    if not has_onednn(weight.dtype):
-        weight = weight.float()
-    return OneDnnWeight(weight) if has_onednn(weight.dtype) else PlainWeight(weight)
+    amx = weight.dtype == torch.bfloat16 and cpu_features.has("amx-bf16")  # only oneDNN uses it
+    if amx and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return OneDnnWeight(weight)
+    return pack_floats(weight if weight.dtype == torch.bfloat16 else weight.float())
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
     return PanelWeight(state) if "codes" in state else pack(state["weight"], torch.float32)
-
-
-def _has_panels(dtype: torch.dtype) -> bool:
-    """Whether panels are at least as fast as oneDNN. They are slower with AMX, which only oneDNN
-    uses."""
-    amx = cpu_features.has("amx-bf16") and dtype == torch.bfloat16
-    return cpu_features.has("avx2") and not amx
-
-
-def has_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is available and multiplies `dtype` on this CPU."""
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return bool(torch._C._has_mkldnn)
 
 
 class OneDnnWeight:

@@ -475,8 +475,9 @@ def _runs(parts: Sequence[_Traced | _Cut]) -> Iterator[tuple[bool, list[Any]]]:
         yield False, run_
 
 
-class ProgramModel:
-    """A model whose steps run as programs, traced when they are first needed.
+class Programs:
+    """Does what a decoder's `hidden_states` does, by programs that are traced when they are first
+    needed.
 
     Args:
         cache_of: a layer's cache -> the structure that phases take.
@@ -489,14 +490,13 @@ class ProgramModel:
         num_layers: int,
         cache_of: Callable[[torch.Tensor], Any],
     ) -> None:
-        self.lm_head = model.lm_head
         self._tp = tp
         self._model = model
         self._num_layers = num_layers
         self._cache_of = cache_of
         self._programs: dict[bool, Program] = {}  # by `every_token`
 
-    def hidden_states(
+    def __call__(
         self,
         tensors: StepTensors,
         last_tokens: torch.Tensor,
@@ -505,7 +505,7 @@ class ProgramModel:
         *,
         every_token: bool = False,
     ) -> torch.Tensor:
-        """Does what `Decoder.hidden_states` does. The result is valid until the next step."""
+        """The result is valid until the next step."""
         if every_token not in self._programs:
             self._programs[every_token] = self._trace(every_token)
         return self._programs[every_token].run(tensors, last_tokens, caches)
