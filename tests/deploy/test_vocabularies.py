@@ -18,23 +18,30 @@ from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar import vocabulary as grammar_vocabulary
 from scheduler_svc.grammar.compiler import Matcher, compile_grammar, make_compilers
 from shared.vocabulary import read_vocabulary
-from tests.others import vocabulary
+from tests.others import smollm2, vocabulary
 from tests.scheduler_svc.grammar.test_grammar import allowed
 
 NAMES = ("llama-spm", "llama-bpe", "qwen2", "gpt-2")
+# The ids that llama-server's /tokenize gives for the same texts with SmolLM2's file, a line each.
+SMOLLM2 = Path(__file__).parent / "smollm2-tokens.txt"
 _BETWEEN = "\n__ggml_vocab_test__\n"
 
 
 def vectors(name: str) -> list[tuple[str, list[int]]]:
     """Texts with llama.cpp's token ids."""
-    path = vocabulary(name)
+    path = vocabulary("gpt-2" if name == "smollm2" else name)
     texts = path.with_suffix(".gguf.inp").read_text(encoding="utf-8").split(_BETWEEN)
-    lines = path.with_suffix(".gguf.out").read_text().splitlines()
-    assert not texts[-1].strip()
-    return list(zip(texts[:-1], [list(map(int, line.split())) for line in lines], strict=True))
+    assert not texts.pop().strip()
+    answers = SMOLLM2 if name == "smollm2" else path.with_suffix(".gguf.out")
+    lines = answers.read_text().splitlines()
+    return list(zip(texts, [list(map(int, line.split())) for line in lines], strict=True))
 
 
-@pytest.fixture(scope="module", params=NAMES)
+def gguf_file(name: str) -> Path:
+    return smollm2() if name == "smollm2" else vocabulary(name)
+
+
+@pytest.fixture(scope="module", params=[*NAMES, "smollm2"])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -43,7 +50,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def model(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the tokenizer."""
     directory = tmp_path_factory.mktemp(name)
-    keys = Keys(read_header(vocabulary(name)).keys)
+    keys = Keys(read_header(gguf_file(name)).keys)
     make_tokenizer(keys).save(str(directory / "tokenizer.json"))
     size = len(keys.get("tokenizer.ggml.tokens", list))
     (directory / "config.json").write_text(json.dumps({"vocab_size": size}))
