@@ -87,6 +87,13 @@ def test_the_gateway_stays_on_its_host_unless_told_otherwise(
         load_settings(GatewaySettings, [*flags, "--allow-public-plaintext=1"])
 
 
+@pytest.mark.parametrize("name", ["NANO_TOKEN", "NANO_CPU_FEATURES"])
+def test_variables_of_others_are_no_unknown_settings(name: str) -> None:
+    load_settings(FrontendSettings, [], {name: "any"})
+    with pytest.raises(SettingsError, match=f"unknown in the environment: {name}S"):
+        load_settings(FrontendSettings, [], {f"{name}S": "any"})
+
+
 @pytest.mark.parametrize("args", [["--port", "70000"], ["--prot", "1"]])
 def test_a_program_exits_with_2_and_says_why(
     args: list[str], capsys: pytest.CaptureFixture[str]

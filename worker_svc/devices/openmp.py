@@ -1,7 +1,7 @@
 """Sets how the OpenMP threads of a step wait for work.
 
-Call `let_threads_spin_briefly` before importing torch and numba: OpenMP reads its settings only
-once, when it is loaded.
+Call `let_threads_spin_briefly` before importing torch: OpenMP reads its settings only once, when it
+is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def let_threads_spin_briefly() -> None:
 
     A step has hundreds of short parallel regions. A sleeping thread takes 70 us to wake for one, a
     spinning thread 2 us. By default threads spin for much longer, and the threads of torch's pool
-    would occupy cores that numba's threads need.
+    would occupy cores that the kernels' threads need.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")

@@ -64,8 +64,8 @@ def choose_variant(has: Callable[[str], bool] = has) -> str:
 
 
 def digest() -> str:
-    """The digest of the sources and flags."""
-    found = hashlib.sha256(repr((FLAGS, VARIANTS)).encode())
+    """The digest of the sources, the flags and the kind of machine."""
+    found = hashlib.sha256(repr((FLAGS, VARIANTS, platform.machine())).encode())
     for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         content = path.read_bytes()
         found.update(f"\n{path.name} {len(content)}\n".encode() + content)
@@ -136,7 +136,7 @@ class Compiler:
 
     @cached_property
     def digest(self) -> str:
-        """Eight digits that depend on the compiler's version and target."""
+        """Eight digits that depend on the compiler and its version."""
         version = self._run(["--version"], "tell its version")
         return hashlib.sha256(version.encode()).hexdigest()[:8]
 
