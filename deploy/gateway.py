@@ -26,7 +26,6 @@ from pydantic import Field, field_validator, model_validator
 from smg.router import Router
 from smg.router_args import RouterArgs
 
-from deploy.chat_formats import choose_parsers
 from deploy.health import SERVING, http_health
 from deploy.ports import free_port
 from deploy.stack import gateway_url
@@ -38,6 +37,7 @@ from shared.config import Addresses, settings_or_exit, split_commas
 from shared.process.run import Ready, run_service
 from shared.telemetry.metrics_endpoint import list_endpoint
 from worker_svc.errors import ModelError
+from worker_svc.models.chat_formats import choose_parsers
 
 log = structlog.get_logger(__name__)
 

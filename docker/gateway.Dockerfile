@@ -16,7 +16,8 @@ COPY shared shared
 COPY frontend/__init__.py frontend/settings.py frontend/
 COPY frontend/callers/__init__.py frontend/callers/tenants.py frontend/callers/
 COPY worker_svc/__init__.py worker_svc/errors.py worker_svc/
-COPY worker_svc/models/__init__.py worker_svc/models/families.py worker_svc/models/
+COPY worker_svc/models/__init__.py worker_svc/models/chat_formats.py worker_svc/models/families.py \
+    worker_svc/models/
 COPY deploy/__init__.py deploy/errors.py deploy/gateway.py deploy/health.py deploy/ports.py \
     deploy/stack.py deploy/
 # Fails if a module is missing, and compiles the modules that every start imports.

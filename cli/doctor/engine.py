@@ -18,7 +18,6 @@ import psutil
 import torch
 
 from cli.doctor.host import Check, check_shared_memory
-from deploy.chat_formats import choose_parsers
 from frontend.text.model_files import ModelFilesError, read_model_facts
 from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2
@@ -32,6 +31,7 @@ from worker_svc.devices.choice import choose_platform
 from worker_svc.devices.driver import driver_version
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kv_cache import TOKEN_ID_BYTES, blocks_that_fit
+from worker_svc.models.chat_formats import choose_parsers
 from worker_svc.models.config import ModelConfig, load_model_config
 from worker_svc.models.decoder import attention_shape
 from worker_svc.settings import WorkerSettings

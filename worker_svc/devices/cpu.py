@@ -19,8 +19,8 @@ from worker_svc.devices.base import Platform
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu import ops as cpu_ops
-from worker_svc.kernels.cpu.program import Programs
 from worker_svc.kernels.cpu.library import library, set_threads
+from worker_svc.kernels.cpu.program import Programs
 from worker_svc.kernels.cpu_features import num_cores
 from worker_svc.kernels.ops import Ops
 from worker_svc.models.decoder import Decoder

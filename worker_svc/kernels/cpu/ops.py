@@ -13,8 +13,8 @@ from worker_svc.kernels.cpu.quantize import quantize
 from worker_svc.kernels.cpu.sampling.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.cpu.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.kernels.cpu.sampling.tokens import apply_masks, penalize, store_tokens
-from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized
 from worker_svc.kernels.cpu.structs import EmbedArgs, NormArgs, Phase, SiluArgs, Step, Vector
+from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight, pick_last_rows
 from worker_svc.weights.quantization.formats import QuantizedWeight
 

@@ -86,7 +86,9 @@ class PanelWeight:
         packed = Packed(words.data_ptr(), sums.data_ptr(), scales.data_ptr(), self.stride)
         weight, step = addressof(self.struct(bias)), Step(tokens=rows)
         count = addressof(step)  # its first field
-        pack = PackArgs(weight, count, x.data_ptr(), None if tops is None else tops.data_ptr(), packed)
+        pack = PackArgs(
+            weight, count, x.data_ptr(), None if tops is None else tops.data_ptr(), packed
+        )
         product = ProductArgs(weight, count, packed, out.data_ptr(), None)
         ops = (Op * 2)(Op(Phase.PACK, addressof(pack)), Op(Phase.PRODUCT, addressof(product)))
         run(ops, step)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.chat_formats import Parsers, choose_parsers
 from deploy.model import resolve_model
 from tests.others import smollm2
 from tools.make_model import DEMO_MODEL
 from worker_svc.errors import ModelError
+from worker_svc.models.chat_formats import Parsers, choose_parsers
 
 # The ends of templates.
 CHATML = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
