@@ -17,7 +17,7 @@ from worker_svc.kernels import cpu
 SOURCES = Path(cpu.__file__).parent / "native"
 FLAGS = (
     "-O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -std=c++20 -fPIC -shared -pthread "
-    "-fno-exceptions -fno-rtti -Wall -Wextra -Werror"
+    "-fno-exceptions -fno-rtti -Wall -Wextra -Werror -Wno-psabi"
 ).split()
 # Flags for machines: this one, and older ones.
 MACHINES = {
