@@ -245,7 +245,9 @@ def test_threads_change_nothing(dtype: type[np.generic]) -> None:
     np.testing.assert_array_equal(*queries)
     np.testing.assert_array_equal(*(layer.cache for layer in layers))
     outs = [
-        layer.attend_to(q, list(range(len(whole))), [len(x) for x in whole], [len(x) for x in whole])
+        layer.attend_to(
+            q, list(range(len(whole))), [len(x) for x in whole], [len(x) for x in whole]
+        )
         for layer, q in zip(layers, queries, strict=True)
     ]
     assert torch.equal(*outs)
