@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from worker_svc.kernels import cpu
 
 SOURCES = Path(cpu.__file__).parent / "native"
-FLAGS = (
-    "-O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -std=c++20 -fPIC -shared -pthread "
-    "-fno-exceptions -fno-rtti -Wall -Wextra -Werror -Wno-psabi"
-).split()
+FLAGS = [
+    *("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++20"),
+    *("-fPIC", "-shared", "-pthread", "-fno-exceptions", "-fno-rtti"),
+    *("-Wall", "-Wextra", "-Werror", "-Wno-psabi"),
+]
 # Flags for machines: this one, and older ones.
 MACHINES = {
     "native": ["-march=native"],

@@ -243,7 +243,8 @@ class Tile {
             sums_[row] = sums;
         }
         const int64_t end = ceil_div(size_, Kind::DEPTH);
-        for (int64_t i = seen / Kind::DEPTH; i < end; i++) store(factors + i * sizeof(Factor), Factor{});
+        for (int64_t i = seen / Kind::DEPTH; i < end; i++)
+            store(factors + i * sizeof(Factor), Factor{});
     }
 
     // Makes room for larger scores: scales what a row has summed up so far.
