@@ -72,6 +72,9 @@ class Tile {
         rows_ = std::min<int64_t>(tokens * group - first_row, TILE_ROWS);
         resize(cache);
         for (int64_t row = 0; row < rows_; row++)
+            for (int64_t i = 0; i < cache.head_dim; i += LANES)
+                __builtin_prefetch(args.q + place(row) + i);
+        for (int64_t row = 0; row < rows_; row++)
             pack(row, args.q + place(row), cache.head_dim, float(args.scale));
         const int64_t seen = visible(rows_ - 1);
         const int64_t chunk = cache.block_size < CHUNK ? CHUNK / cache.block_size * cache.block_size
@@ -240,7 +243,8 @@ class Tile {
             sums_[row] = sums;
         }
         const int64_t end = ceil_div(size_, Kind::DEPTH);
-        for (int64_t i = seen / Kind::DEPTH; i < end; i++) store(factors + i * sizeof(Factor), Factor{});
+        for (int64_t i = seen / Kind::DEPTH; i < end; i++)
+            store(factors + i * sizeof(Factor), Factor{});
     }
 
     // Makes room for larger scores: scales what a row has summed up so far.

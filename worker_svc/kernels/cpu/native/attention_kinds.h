@@ -62,7 +62,9 @@ struct Pairs : Unscaled<Pairs> {
     static constexpr int DEPTH = 2;
     typedef uint32_t Factor;
 
-    static void put(uint8_t* factors, F32s numbers) { store(factors, narrow(numbers)); }
+    static void put(uint8_t* factors, F32s numbers) {
+        store(factors, _mm512_cvtneps_pbh((__m512)numbers));
+    }
     static void add_key(F32s& sums, U32s words, Factor factor) {
         sums = add_pairs(sums, words, U32s{} + factor);
     }

@@ -71,10 +71,30 @@ class Heads {
         const float scale = round(0);
         const int64_t depth = cache_.depth();
         uint8_t* words = values + 4 * (slot / depth * cache_.row_size());
-        if (depth == 1) put_each<4>(words);
-        if (depth == 2) put_each<2>(words + 2 * (slot % 2));
-        if (depth == 4) put_each<1>(words + slot % 4);
+        if (depth == 1) put_codes<U32s>(words, 0);
+        if (depth == 2) put_codes<U16s>(words, slot % 2);
+        if (depth == 4) put_codes<U8s>(words, slot % 4);
         store_scale(values, slot, scale);
+    }
+
+    // Writes each code of a value to part of a word. The other bytes of the word belong to other
+    // slots, which another thread may be writing.
+    template <class Numbers>
+    void put_codes(uint8_t* words, int64_t part) const {
+        constexpr int SIZE = sizeof(Numbers) / LANES;
+        for (int64_t i = 0; i < cache_.row_size(); i += LANES) {
+            const uint8_t* codes = &codes_[SIZE * i];
+#if defined(__AVX512BW__)
+            constexpr uint64_t FIRST = SIZE == 4   ? 0xffffffffffffffff
+                                       : SIZE == 2 ? 0x3333333333333333
+                                                   : 0x1111111111111111;
+            U32s whole = __builtin_convertvector(load<Numbers>(codes), U32s) << (8 * SIZE * part);
+            _mm512_mask_storeu_epi8(words + 4 * i, FIRST << (SIZE * part), (__m512i)whole);
+#else
+            for (int n = 0; n < LANES; n++)
+                std::memcpy(words + 4 * (i + n) + SIZE * part, codes + SIZE * n, SIZE);
+#endif
+        }
     }
 
     // Rounds `numbers_` to codes of the cache's type -> the scale of int8 codes. Those have `zero`
@@ -95,13 +115,6 @@ class Heads {
         return top / 127;
     }
 
-    // Writes each code of a value to a word. The other bytes of a word belong to other slots, which
-    // another thread may be writing.
-    template <int BYTES>
-    void put_each(uint8_t* words) const {
-        for (int64_t i = 0; i < dim_; i++) std::memcpy(words + 4 * i, &codes_[BYTES * i], BYTES);
-    }
-
     void store_scale(uint8_t* codes, int64_t slot, float scale) const {
         if (cache_.type == INT8) std::memcpy(codes + cache_.code_bytes() + 4 * slot, &scale, 4);
     }
@@ -114,7 +127,7 @@ class Heads {
     std::vector<uint8_t> codes_;
 };
 
-// The heads that a member takes at once, at least. They take about a microsecond.
+// The minimum number of heads that a member takes at once. They take about a microsecond.
 constexpr int64_t UNIT_HEADS = 16;
 
 }  // namespace

@@ -46,8 +46,8 @@ struct RopeStoreArgs {
     const float* cos_sin;  // [positions, 2, head_dim / 2]
 };
 
-// Normalizes and rotates the queries of qkv into q. Normalizes and rotates the keys and stores them,
-// and the values, in their slots of the cache. A token of slot −1 is not stored.
+// Normalizes and rotates the queries of qkv into q. Normalizes and rotates the keys and stores
+// them, and the values, in their slots of the cache. A token of slot −1 is not stored.
 void rope_store(const RopeStoreArgs& args, const Step& step, Member& member);
 
 }  // namespace nano

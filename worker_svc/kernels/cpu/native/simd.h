@@ -90,13 +90,26 @@ inline I32s nearest(F32s x) {
 inline F32s larger(F32s x, F32s y) { return x > y ? x : y; }  // y where either is NaN
 inline F32s magnitude(F32s x) { return bits<F32s>(bits<U32s>(x) & 0x7fffffff); }
 
+// Joins lanes i and i + 8, and then those of the rest in this way, until 4 are left.
+template <class Join>
+inline auto join_to_4(F32s x, const Join& join) {
+    typedef float F32s8 __attribute__((vector_size(32)));
+    typedef float F32s4 __attribute__((vector_size(16)));
+    struct Halves {
+        F32s8 low, high;
+    };
+    struct Quarters {
+        F32s4 low, high;
+    };
+    const auto halves = bits<Halves>(x);
+    const auto quarters = bits<Quarters>(join(halves.low, halves.high));
+    return join(quarters.low, quarters.high);
+}
+
 // The sum of all lanes, always in the same order.
 inline float sum(F32s x) {
-    float part[LANES];
-    store(part, x);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
+    const auto part = join_to_4(x, [](auto a, auto b) { return a + b; });
+    return (part[0] + part[2]) + (part[1] + part[3]);
 }
 
 inline int32_t sum(I32s x) {
@@ -107,8 +120,10 @@ inline int32_t sum(I32s x) {
 
 // The largest lane; lanes of NaN count as −∞.
 inline float largest(F32s x) {
-    float top = -INFINITY;
-    for (int i = 0; i < LANES; i++) top = x[i] > top ? x[i] : top;
+    x = x == x ? x : splat(-INFINITY);
+    const auto part = join_to_4(x, [](auto a, auto b) { return a > b ? a : b; });
+    float top = part[0];
+    for (int i = 1; i < 4; i++) top = part[i] > top ? part[i] : top;
     return top;
 }
 
