@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -51,12 +52,12 @@ inline F32s fma(F32s x, F32s y, F32s z) {
 #if defined(__AVX512F__)
     return (F32s)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
 #elif defined(__FMA__)
-    union Halves {
-        F32s all;
-        __m256 half[2];
-    } a{x}, b{y}, c{z};
-    for (int i = 0; i < 2; i++) c.half[i] = _mm256_fmadd_ps(a.half[i], b.half[i], c.half[i]);
-    return c.all;
+    struct Halves {
+        __m256 low, high;
+    };
+    auto a = bits<Halves>(x), b = bits<Halves>(y), c = bits<Halves>(z);
+    return bits<F32s>(Halves{_mm256_fmadd_ps(a.low, b.low, c.low),
+                             _mm256_fmadd_ps(a.high, b.high, c.high)});
 #else
     for (int i = 0; i < LANES; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
     return z;
@@ -71,16 +72,46 @@ inline I32s nearest(F32s x) {
     return bits<I32s>(x + shift) - bits<I32s>(shift);
 }
 
-inline F32s larger(F32s x, F32s y) { return x > y ? x : y; }  // y where either is NaN
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// `f` of both halves. GCC makes scalar code of comparisons that are longer than a register.
+template <class F>
+inline F32s by_halves(F32s x, F32s y, const F& f) {
+    struct Halves {
+        __m256 low, high;
+    };
+    auto a = bits<Halves>(x), b = bits<Halves>(y);
+    return bits<F32s>(Halves{f(a.low, b.low), f(a.high, b.high)});
+}
+
+// y where either is NaN
+inline F32s larger(F32s x, F32s y) {
+    return by_halves(x, y, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
+}
+inline F32s smaller(F32s x, F32s y) {
+    return by_halves(x, y, [](__m256 a, __m256 b) { return _mm256_min_ps(a, b); });
+}
+#else
+// y where either is NaN
+inline F32s larger(F32s x, F32s y) { return x > y ? x : y; }
+inline F32s smaller(F32s x, F32s y) { return x < y ? x : y; }
+#endif
+
 inline F32s magnitude(F32s x) { return bits<F32s>(bits<U32s>(x) & 0x7fffffff); }
 
-// The sum of all lanes, always in the same order.
-inline float sum(F32s x) {
+// Combines all lanes, always in the same order.
+template <class Combine>
+inline float fold(F32s x, const Combine& combine) {
     float part[LANES];
     store(part, x);
+#pragma GCC unroll 4
     for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
+#pragma GCC unroll 8
+        for (int i = 0; i < width; i++) part[i] = combine(part[i], part[i + width]);
     return part[0];
+}
+
+inline float sum(F32s x) {
+    return fold(x, [](float a, float b) { return a + b; });
 }
 
 inline int32_t sum(I32s x) {
@@ -91,18 +122,15 @@ inline int32_t sum(I32s x) {
 
 // The largest lane; lanes of NaN count as −∞.
 inline float largest(F32s x) {
-    float top = -INFINITY;
-    for (int i = 0; i < LANES; i++) top = x[i] > top ? x[i] : top;
-    return top;
+    x = larger(x, splat(-INFINITY));
+    return fold(x, [](float a, float b) { return a > b ? a : b; });
 }
 
-// eˣ within 2 ulp, or 0 if it is below 2⁻¹²⁶.
+// eˣ within 2 ulp, or 0 if it is below 2⁻¹²⁶, for x in [−88, 88].
 //
 // The integer part of x / ln 2 becomes the exponent. For the rest, in [−0.5, 0.5] · ln 2, the Taylor
 // series to the seventh power is exact to float32 (as in Moshier's Cephes, expf).
-inline F32s exp(F32s x) {
-    x = x < -88.0f ? splat(-88.0f) : x;
-    x = x > 88.0f ? splat(88.0f) : x;
+inline F32s exp_in_range(F32s x) {
     I32s n = nearest(x * 1.4426950408889634f);
     F32s exponent = to_floats(n);
     F32s r = fma(exponent, splat(-0.693359375f), x);
@@ -111,6 +139,11 @@ inline F32s exp(F32s x) {
     for (float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
         series = fma(series, r, splat(term));
     return series * bits<F32s>((n + 127) << 23);
+}
+
+// eˣ of x, or of the nearest number in [−88, 88].
+inline F32s exp(F32s x) {
+    return exp_in_range(smaller(splat(88.0f), larger(splat(-88.0f), x)));
 }
 
 // bfloat16 → float32
@@ -137,28 +170,32 @@ inline F32s add_pairs(F32s total, U32s x, U32s y) {
 #endif
 }
 
+#if defined(__AVX2__)
+inline __m256i add_codes(__m256i total, __m256i bytes, __m256i signed_bytes) {
+#if defined(__AVXVNNI__)
+    return _mm256_dpbusd_avx_epi32(total, bytes, signed_bytes);
+#else
+    // By words, because the sums of bytes' products in `pmaddubsw` saturate.
+    auto even = _mm256_madd_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0xff)),
+                                  _mm256_srai_epi16(_mm256_slli_epi16(signed_bytes, 8), 8));
+    auto odd = _mm256_madd_epi16(_mm256_srli_epi16(bytes, 8), _mm256_srai_epi16(signed_bytes, 8));
+    return _mm256_add_epi32(total, _mm256_add_epi32(even, odd));
+#endif
+}
+#endif
+
 // Adds to each lane of `total` the products of four unsigned bytes and four signed bytes.
 inline I32s add_codes(I32s total, U32s bytes, U32s signed_bytes) {
 #if defined(__AVX512VNNI__)
     return (I32s)_mm512_dpbusd_epi32((__m512i)total, (__m512i)bytes, (__m512i)signed_bytes);
 #elif defined(__AVX2__)
-    union Halves {
-        U32s all;
-        __m256i half[2];
-    } w{bytes}, x{signed_bytes}, t{bits<U32s>(total)};
-    for (int i = 0; i < 2; i++) {
-#if defined(__AVXVNNI__)
-        t.half[i] = _mm256_dpbusd_avx_epi32(t.half[i], w.half[i], x.half[i]);
-#else
-        // By words, because products of bytes in `pmaddubsw` saturate.
-        __m256i even = _mm256_madd_epi16(_mm256_and_si256(w.half[i], _mm256_set1_epi16(0xff)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(x.half[i], 8), 8));
-        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(w.half[i], 8),
-                                        _mm256_srai_epi16(x.half[i], 8));
-        t.half[i] = _mm256_add_epi32(t.half[i], _mm256_add_epi32(even, odd));
-#endif
-    }
-    return bits<I32s>(t.all);
+    struct Halves {
+        __m256i low, high;
+    };
+    auto w = bits<Halves>(bytes), x = bits<Halves>(signed_bytes), t = bits<Halves>(total);
+    t.low = add_codes(t.low, w.low, x.low);
+    t.high = add_codes(t.high, w.high, x.high);
+    return bits<I32s>(t);
 #else
     for (int shift = 0; shift < 32; shift += 8) {
         I32s w = bits<I32s>((bytes >> shift) & 0xff);
