@@ -110,7 +110,7 @@ class Batch:
                 int32(*self.rows),
                 int32(*map(len, self.histories)),
                 int32(*self.prompt_lens),
-                *torch.tensor(self.penalties, device=DEVICE).T.contiguous(),
+                *torch.tensor(self.penalties, dtype=torch.float32, device=DEVICE).T.contiguous(),
             )
             assert local[:, vocab.num_tokens :].isnan().all()
             parts.append(part.cpu())

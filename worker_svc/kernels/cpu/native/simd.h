@@ -87,7 +87,30 @@ inline I32s nearest(F32s x) {
     return bits<I32s>(x + shift) - bits<I32s>(shift);
 }
 
-inline F32s larger(F32s x, F32s y) { return x > y ? x : y; }  // y where either is NaN
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// `f` of both halves. GCC makes scalar code of comparisons that are longer than a register.
+template <class F>
+inline F32s by_halves(F32s x, F32s y, const F& f) {
+    struct Halves {
+        __m256 low, high;
+    };
+    auto a = bits<Halves>(x), b = bits<Halves>(y);
+    return bits<F32s>(Halves{f(a.low, b.low), f(a.high, b.high)});
+}
+
+// y where either is NaN
+inline F32s larger(F32s x, F32s y) {
+    return by_halves(x, y, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
+}
+inline F32s smaller(F32s x, F32s y) {
+    return by_halves(x, y, [](__m256 a, __m256 b) { return _mm256_min_ps(a, b); });
+}
+#else
+// y where either is NaN
+inline F32s larger(F32s x, F32s y) { return x > y ? x : y; }
+inline F32s smaller(F32s x, F32s y) { return x < y ? x : y; }
+#endif
+
 inline F32s magnitude(F32s x) { return bits<F32s>(bits<U32s>(x) & 0x7fffffff); }
 
 // Joins lanes i and i + 8, and then those of the rest in this way, until 4 are left.
@@ -127,13 +150,11 @@ inline float largest(F32s x) {
     return top;
 }
 
-// eˣ within 2 ulp, or 0 if it is below 2⁻¹²⁶.
+// eˣ within 2 ulp, or 0 if it is below 2⁻¹²⁶, for x in [−88, 88].
 //
 // The integer part of x / ln 2 becomes the exponent. For the rest, in [−0.5, 0.5] · ln 2, the Taylor
 // series to the seventh power is exact to float32 (as in Moshier's Cephes, expf).
-inline F32s exp(F32s x) {
-    x = x < -88.0f ? splat(-88.0f) : x;
-    x = x > 88.0f ? splat(88.0f) : x;
+inline F32s exp_in_range(F32s x) {
     I32s n = nearest(x * 1.4426950408889634f);
     F32s exponent = to_floats(n);
     F32s r = fma(exponent, splat(-0.693359375f), x);
@@ -142,6 +163,11 @@ inline F32s exp(F32s x) {
     for (float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
         series = fma(series, r, splat(term));
     return series * bits<F32s>((n + 127) << 23);
+}
+
+// eˣ of x, or of the nearest number in [−88, 88].
+inline F32s exp(F32s x) {
+    return exp_in_range(smaller(splat(88.0f), larger(splat(-88.0f), x)));
 }
 
 // bfloat16 → float32
