@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-_PACKAGES = ("nano-vllm-grpc", "grpcio", "numba", "torch", "transformers")
+_PACKAGES = ("nano-vllm-grpc", "grpcio", "torch", "transformers")
 
 
 @dataclass(frozen=True)

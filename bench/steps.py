@@ -4,7 +4,8 @@
         [--parts] [--out FILE.json]
 
 Run it on an otherwise idle machine. `--parts` also shows the time of each part of a step, summed
-over all layers. docs/operations.md describes how to profile a running stack.
+over all layers, and how long the thread that computes it then waits for other threads.
+docs/operations.md describes how to profile a running stack.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from ctypes import addressof
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,9 +25,12 @@ from typing import Any
 from bench.gpu.steps import make_step
 from bench.machine import this_machine
 from shared.config import load_settings
-from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from worker_svc.kernels.cpu import traced_model
+from worker_svc.kernels.cpu.program import run_timed
+from worker_svc.kernels.cpu.structs import Phase, ProductArgs
+from worker_svc.kernels.cpu.weights import PanelWeight
+from worker_svc.layers.embedding import VocabParallelHead
 from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear
-from worker_svc.layers.norm import RMSNorm
 from worker_svc.model_runner import ModelRunner
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
@@ -35,11 +41,30 @@ STEPS = ((1, 0), (8, 0), (32, 0), (256, 0), (0, 128), (0, 1024), (31, 128), (8, 
 _MIN_S, _MIN_RUNS = 1.0, 3
 
 
-def time_parts(runner: ModelRunner) -> dict[str, float]:
-    """Returns a dictionary to which each part of a step adds its seconds. The products of a layer
+@dataclass
+class PartTimes:
+    """Seconds of the thread that calls the kernels."""
+
+    work: float = 0.0
+    waits: float = 0.0  # for other threads, after its own work
+
+
+Parts = dict[str, PartTimes]
+
+
+def time_parts(runner: ModelRunner) -> Parts:
+    """Returns a dictionary to which each part of a step adds its times. The products of a layer
     have the names of their attributes."""
-    seconds: dict[str, float] = defaultdict(float)
+    parts: Parts = defaultdict(PartTimes)
     products = dict(_products(runner._model))
+
+    def run_and_time(ops: Any, step: Any) -> None:
+        for op, times in zip(ops, run_timed(ops, step), strict=True):
+            part = Phase(op.phase).name.lower()
+            if op.phase == Phase.PRODUCT:
+                part = products[ProductArgs.from_address(op.args).weight]
+            parts[part].work += times.work
+            parts[part].waits += times.wait
 
     def wrap(owner: Any, method: str, part: str) -> None:
         function = getattr(owner, method)
@@ -47,36 +72,33 @@ def time_parts(runner: ModelRunner) -> dict[str, float]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             result = function(*args, **kwargs)
-            seconds[products.get(id(args[0]), part)] += time.perf_counter() - started
+            parts[part].work += time.perf_counter() - started
             return result
 
         setattr(owner, method, timed)
 
-    for layer in (ColumnParallelLinear, RowParallelLinear):
-        wrap(layer, "__call__", "other products")
-    wrap(VocabParallelEmbedding, "__call__", "embedding")
+    traced_model.run = run_and_time
+    wrap(traced_model.Program, "_run_cut", "between native calls")
     wrap(VocabParallelHead, "__call__", "head")
-    wrap(RMSNorm, "__call__", "norm")
     wrap(Sampler, "__call__", "sampler")
-    wrap(runner._backend, "rope_store", "rope, cache write")
-    wrap(runner._backend, "attend", "attention")
-    wrap(runner._platform.ops, "silu_and_multiply", "SiLU")
-    return seconds
+    return parts
 
 
 def _products(owner: object) -> Iterator[tuple[int, str]]:
-    """Yields the id and the attribute's name of each linear layer in a part of the model."""
+    """Yields the address of the library's weight, and the attribute's name, of each linear layer in
+    a part of the model."""
     for name, value in vars(owner).items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, ColumnParallelLinear | RowParallelLinear):
-                yield id(each), name
+                if isinstance(each._weight, PanelWeight):
+                    yield addressof(each._weight.struct(each._bias)), name
             elif type(each).__module__.startswith("worker_svc.models."):
                 yield from _products(each)
 
 
-def measure(runner: ModelRunner, decodes: int, prompt: int, parts: dict[str, float]) -> float:
+def measure(runner: ModelRunner, decodes: int, prompt: int, parts: Parts) -> float:
     """The median seconds of a step, from runs that together take at least a second. Leaves the mean
-    seconds of its parts in `parts`."""
+    times of its parts in `parts`."""
     prompts = [prompt] if prompt else []
     info = runner.info
     step = make_step(
@@ -89,8 +111,9 @@ def measure(runner: ModelRunner, decodes: int, prompt: int, parts: dict[str, flo
         started = time.perf_counter()
         runner.run(step)
         runs.append(time.perf_counter() - started)
-    for part in parts:
-        parts[part] /= len(runs)
+    for part in parts.values():
+        part.work /= len(runs)
+        part.waits /= len(runs)
     return median(runs)
 
 
@@ -109,16 +132,17 @@ def main() -> None:
     runner = ModelRunner(load_settings(WorkerSettings, flags))
     blocks = max(seqs * -(-CONTEXT // runner.info.block_size) for seqs, _ in STEPS)
     runner.configure(1, blocks + 1024)
-    parts = time_parts(runner) if args.parts else {}
+    parts: Parts = time_parts(runner) if args.parts else {}
     seconds, parts_of = {}, {}
     for decodes, prompt in STEPS:
         rows = [f"{decodes} decodes"] * (decodes > 0) + [f"{prompt} tokens"] * (prompt > 0)
         name = " and ".join(rows)
         seconds[name] = measure(runner, decodes, prompt, parts)
         print(f"{name:<32}{1e3 * seconds[name]:10.2f} ms", flush=True)
-        parts_of[name] = dict(parts)
-        for part, part_s in sorted(parts.items(), key=lambda each: -each[1]):
-            print(f"  {part:<30}{1e3 * part_s:10.2f} ms", flush=True)
+        parts_of[name] = {part: dataclasses.asdict(times) for part, times in parts.items()}
+        for part, times in sorted(parts.items(), key=lambda each: -each[1].work):
+            waits = f" + {1e3 * times.waits:.2f} ms of waits" if times.waits else ""
+            print(f"  {part:<30}{1e3 * times.work:10.2f} ms{waits}", flush=True)
     if args.out:
         result = {
             **dataclasses.asdict(this_machine()),

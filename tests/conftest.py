@@ -17,13 +17,8 @@ import pytest
 
 from tests.certificates import Authority
 from worker_svc.kernels.cpu.build import PREBUILT, CompilerError, build, choose_variant
-from worker_svc.user_cache import cache_folder
 
 ON_GPU = os.environ.get("TEST_DEVICE") == "cuda"
-
-with suppress(OSError):  # the user has no home
-    # Stacks with a cache directory of their own need not compile kernels again.
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder("numba")))
 
 if not ON_GPU:
     # Before any other import: Triton reads this when it is imported, by torch for one.

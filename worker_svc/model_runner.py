@@ -81,7 +81,7 @@ class ModelRunner:
         shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
         self._backend = platform.attention_backend(settings, shape)
         self._model, fingerprint = self._load(quantization)
-        self._run_layers = platform.hidden_states(self._model, self._backend, self._tp)
+        self._run_layers = platform.prepare(self._model.hidden_states, self._backend, self._tp)
         self._vocab = vocab = VocabPartition(config.vocab_size, settings.rank, settings.tp)
         self._sampler = Sampler(vocab, self._tp, platform.ops)
         self._upload = partial(upload, device=platform.device, pinned=platform.pinned)

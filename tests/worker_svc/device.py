@@ -38,9 +38,9 @@ cpu_only = pytest.mark.skipif(ON_GPU, reason="what it checks is the same on a CP
 gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 
 
-def of_numba(module: str, function: str | None = None) -> list[Any]:
-    """Parameters of a kernel's test: a CPU's substitutes for the kernel. A machine with a GPU need
-    not have numba."""
+def of_cpu(module: str, function: str | None = None) -> list[Any]:
+    """Parameters of a kernel's test: the CPU's implementations of the kernel. There are none on a
+    GPU."""
     if ON_GPU:
         return []
     found = import_module(f"worker_svc.kernels.{module}")

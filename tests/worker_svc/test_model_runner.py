@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qw
 from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
 from worker_svc.devices import cpu
 from worker_svc.errors import StartError
+from worker_svc.kernels.cpu.library import set_threads
 from worker_svc.kernels.cpu_features import has
 from worker_svc.model_runner import ModelRunner
 
@@ -246,8 +246,8 @@ def test_neither_chunks_nor_neighbours_change_a_bit(
         done = 0
         while done < len(text):
             end = done + int(rng.integers(1, 90))
-            torch.set_num_threads(threads := min(1 + end % 2, numba.config.NUMBA_NUM_THREADS))
-            numba.set_num_threads(threads)
+            torch.set_num_threads(threads := 1 + end % 2)
+            set_threads(threads)
             alone = runner.logits(batch.step([(100 + number, text[done:end])]))
             done = end
         assert torch.equal(alone[0], crowd[number])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -29,29 +29,12 @@ class ThreadRank(TensorParallel):
         return gathered
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.defer is not None:
+            return self.defer(self.all_reduce, x)
         return x.copy_(self.all_gather(x.clone()).sum(0))
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
         return x.copy_(self.all_gather(x.clone()).amax(0))
-
-
-class _OneAtATime:
-    """Serializes calls: not every threading layer of numba can be entered by several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        from worker_svc.kernels.cpu import ops as cpu_ops  # needs numba, which a GPU does not
-
-        def run(*args: object) -> Any:
-            with self._lock:
-                return getattr(cpu_ops, name)(*args)
-
-        return run
-
-
-OPS: Any = _OneAtATime()  # `cpu_ops`
 
 
 def on_ranks(ranks: int, run: Callable[[TensorParallel], Result]) -> list[Result]:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
-from worker_svc.models.decoder import Decoder
 from worker_svc.settings import WorkerSettings
 
 
@@ -75,11 +74,11 @@ class Platform(ABC):
         """Returns a function that copies a host tensor (second) into a contiguous device tensor."""
         return torch.Tensor.copy_
 
-    def hidden_states(
-        self, model: Decoder, backend: Backend, tp: TensorParallel
+    def prepare(
+        self, hidden_states: Callable[..., torch.Tensor], backend: Backend, tp: TensorParallel
     ) -> Callable[..., torch.Tensor]:
-        """Returns the device's way to do what `Decoder.hidden_states` does."""
-        return model.hidden_states
+        """Returns the device's way to do what a model's `Decoder.hidden_states` does."""
+        return hidden_states
 
     @abstractmethod
     def start(self, multiply_adds: int) -> Stopwatch:

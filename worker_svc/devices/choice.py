@@ -17,7 +17,7 @@ def choose_platform(settings: WorkerSettings) -> Platform:
         StartError: the device that the settings ask for does not exist.
     """
     choose_vector_math()
-    # Imports one module only: there is no Triton without a GPU, and a GPU needs no numba.
+    # Imports one module only: there is no Triton without a GPU.
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
         from worker_svc.devices.cuda import CudaPlatform
 
@@ -45,6 +45,3 @@ def preload(device: str) -> None:
         import_module("worker_svc.devices.cuda")
         return
     import_module("worker_svc.devices.cpu")
-    target = import_module("numba.core.registry").cpu_target
-    target.typing_context.refresh()  # otherwise the first compilation would do it
-    target.target_context.refresh()

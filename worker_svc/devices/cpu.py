@@ -1,4 +1,4 @@
-"""CPUs: torch, oneDNN and numba."""
+"""CPUs: the kernels in C++, torch and oneDNN."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import psutil
 import torch
 from numpy.typing import NDArray
@@ -20,10 +19,9 @@ from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu.library import library, set_threads
-from worker_svc.kernels.cpu.program import Programs
+from worker_svc.kernels.cpu.traced_model import TracedModel
 from worker_svc.kernels.cpu_features import num_cores
 from worker_svc.kernels.ops import Ops
-from worker_svc.models.decoder import Decoder
 from worker_svc.settings import WorkerSettings
 
 DEFAULT_BLOCK_SIZE = 16
@@ -93,17 +91,17 @@ class CpuPlatform(Platform):
         size = settings.block_size
         return CpuBackend(shape, DEFAULT_BLOCK_SIZE if size == "auto" else size)
 
-    def hidden_states(
-        self, model: Decoder, backend: Backend, tp: TensorParallel
+    def prepare(
+        self, hidden_states: Callable[..., torch.Tensor], backend: Backend, tp: TensorParallel
     ) -> Callable[..., torch.Tensor]:
         assert isinstance(backend, CpuBackend)
-        return Programs(model, tp, backend.shape.num_layers, backend.cache_of)
+        return TracedModel(hidden_states, tp, backend.shape.num_layers, backend.cache_of)
 
     def start(self, multiply_adds: int) -> CpuStopwatch:
         """Begins a step, which runs on one thread if it is small.
 
-        A step has dozens of short parallel parts, and each part waits for its last thread. On a
-        machine that is busy with other processes, a small step takes many times as long.
+        A step has hundreds of short phases, and each phase waits for its last thread. On a machine
+        that is busy with other processes, a small step takes many times as long.
         """
         self._use(1 if multiply_adds < SMALL_STEP else self._max_threads)
         return CpuStopwatch()
@@ -111,7 +109,6 @@ class CpuPlatform(Platform):
     def _use(self, threads: int) -> None:
         torch.set_num_threads(threads)
         set_threads(min(threads, len(os.sched_getaffinity(0))))
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
     def capture(
         self,

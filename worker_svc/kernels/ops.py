@@ -66,7 +66,7 @@ def pick_last_rows(x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
 
 class Ops(Protocol):
     """The operations besides attention. Two modules of functions implement them: `kernels.cpu.ops`
-    in numba and `kernels.triton.ops` in Triton."""
+    in C++ and `kernels.triton.ops` in Triton."""
 
     layout: str  # names the layout that `pack` makes, and the kind of CPU that it is made for
 

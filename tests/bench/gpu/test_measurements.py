@@ -110,7 +110,7 @@ def test_the_workload_halfway() -> None:
     assert 750 < sum(contexts) / len(contexts) < 950
 
 
-# Packages that a machine with a GPU need not have. A worker on a CPU needs numba, too.
+# Packages that a machine with a GPU need not have.
 UNUSED = {"matplotlib", "opentelemetry-sdk", "smg", "smg-grpc-proto", "starlette", "xgrammar"}
 
 

@@ -11,8 +11,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RotaryEmbedding,
     apply_rotary_pos_emb,
 )
-
 from worker_svc.kernels.cpu.kv_store import cache_row, rope_store
+
 from worker_svc.layers.rotary import rotary_table
 from worker_svc.models.config import _rope
 

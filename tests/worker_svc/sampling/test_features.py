@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from tests.worker_svc.harness import Asked, Batch, limits
-from tests.worker_svc.thread_ranks import OPS, on_ranks, random_logits, shard
+from tests.worker_svc.thread_ranks import on_ranks, random_logits, shard
 from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kv_cache import TokenCache
 from worker_svc.sampling.features import FeatureSampler, feature_tensors
 from worker_svc.sampling.sampler import Sampler
@@ -66,7 +67,7 @@ def process(logits: torch.Tensor, step: Step, ranks: int = 1) -> torch.Tensor:
         features = feature_tensors(step.features, step.temperatures, vocab, UPLOAD)
         chosen = local[features.rows]
         temperatures = tensors.temperatures[features.rows]
-        sampler = FeatureSampler(vocab, tp, OPS)
+        sampler = FeatureSampler(vocab, tp, cpu_ops)
         sampler.process(chosen, temperatures, features, tensors, history)
         return chosen[:, : vocab.num_tokens]
 
@@ -81,7 +82,7 @@ def sample(logits: torch.Tensor, step: Step, ranks: int = 1) -> list[int]:
         vocab, local = shard(logits, tp)
         assert step.features
         features = feature_tensors(step.features, step.temperatures, vocab, UPLOAD)
-        return FeatureSampler(vocab, tp, OPS)(local, features, tensors, history).tolist()
+        return FeatureSampler(vocab, tp, cpu_ops)(local, features, tensors, history).tolist()
 
     first, *others = on_ranks(ranks, run)
     assert all(other == first for other in others)
@@ -165,7 +166,7 @@ def test_tokens_are_those_of_the_processed_logits(ranks: int) -> None:
 
     def run(tp: TensorParallel) -> list[int]:
         vocab, local = shard(process(logits, step), tp)
-        sampler = Sampler(vocab, tp, OPS)
+        sampler = Sampler(vocab, tp, cpu_ops)
         return sampler(local, tensors.temperatures[rows], tensors.uniforms[rows]).tolist()
 
     assert sample(logits, step, ranks) == on_ranks(1, run)[0]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
@@ -15,16 +14,16 @@ from transformers import (
 )
 
 from tests.worker_svc.device import DEVICE, ON_GPU, VOCAB_SIZES, by_device, cpu_only
-from tests.worker_svc.thread_ranks import OPS, on_ranks
+from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampling.filters import Limit, keep_likely
 
 EPS = 1e-6  # of probability: tokens this near to a boundary may be on either side of it
-# A machine with a GPU need not have numba.
-DEVICE_OPS: Any = triton_ops if ON_GPU else import_module("worker_svc.kernels.cpu.ops")
+DEVICE_OPS: Any = triton_ops if ON_GPU else cpu_ops
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def filtered(
 
     def run(tp: TensorParallel) -> torch.Tensor:
         return filter_shard(
-            logits, params, VocabPartition(logits.shape[1], tp.rank, ranks), tp, OPS
+            logits, params, VocabPartition(logits.shape[1], tp.rank, ranks), tp, cpu_ops
         )
 
     return torch.cat(on_ranks(ranks, run), dim=1)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.thread_ranks import OPS, on_ranks, random_logits, shard
+from tests.worker_svc.thread_ranks import on_ranks, random_logits, shard
 from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.sampling.logprobs import PIECE, LogprobScorer, requested_entries
 
 Scores = tuple[np.ndarray, np.ndarray]
@@ -16,7 +17,7 @@ def score(logits: torch.Tensor, tokens: list[int], counts: list[int], ranks: int
 
     def run(tp: TensorParallel) -> Scores:
         vocab, local = shard(logits, tp)
-        scorer = LogprobScorer(vocab, tp, OPS)
+        scorer = LogprobScorer(vocab, tp, cpu_ops)
         found = scorer(lambda piece: local[piece], torch.tensor(tokens).int(), np.array(counts))
         return requested_entries(found.counts, found.ids.numpy(), found.values.numpy())
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.thread_ranks import OPS, on_ranks, random_logits, shard
+from tests.worker_svc.thread_ranks import on_ranks, random_logits, shard
 from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.uniforms import uniforms
@@ -23,7 +24,7 @@ def sample(
     def run(tp: TensorParallel) -> list[int]:
         vocab, local = shard(logits, tp)
         random = uniforms(np.array(seeds, np.uint64), np.array(positions, np.int32))
-        sampler = Sampler(vocab, tp, OPS)
+        sampler = Sampler(vocab, tp, cpu_ops)
         tokens = sampler(local, torch.tensor(temperatures), torch.from_numpy(random))
         return tokens.tolist()
 

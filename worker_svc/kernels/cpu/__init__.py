@@ -1,1 +1,1 @@
-"""Kernels for CPUs, in numba."""
+"""Kernels for CPUs: the C++ library `native`, and what calls it."""

@@ -1,23 +1,25 @@
 """The program of a model's step: phases that the native library runs in one call.
 
 A model is not written twice. `Trace` watches it run once, on tensors that have shapes but no
-numbers, and writes down a phase for each operation. A step then fills in its own columns and
-addresses and runs the phases. What the library cannot do itself, such as an all-reduce between
-ranks, cuts the program in two: Python does it between two native calls.
+numbers, and writes down a phase for each operation. `traced_model` then runs steps. What the
+library cannot do itself, such as an all-reduce between ranks, cuts the program in two: Python does
+it between two native calls.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from ctypes import addressof, c_int, c_int64, c_void_p
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import addressof, byref, c_int, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from worker_svc.kernels.cpu.library import library, team
+from worker_svc.kernels.cpu.rows import PackedRows, Panels, Rows
 from worker_svc.kernels.cpu.structs import (
     AttendArgs,
     EmbedArgs,
@@ -25,27 +27,22 @@ from worker_svc.kernels.cpu.structs import (
     NormArgs,
     Op,
     PackArgs,
-    Packed,
     PackTo,
     Phase,
     ProductArgs,
     RopeStoreArgs,
     SiluArgs,
     Step,
+    Times,
     Vector,
 )
 from worker_svc.step.tensors import StepTensors
 
-if TYPE_CHECKING:
-    from worker_svc.attention.base import QKNorm
-    from worker_svc.distributed import TensorParallel
-    from worker_svc.kernels.cpu.weights import PanelWeight
-    from worker_svc.models.decoder import Decoder
-
 # The first dimensions of traced tensors: rows of tokens, and of sequences.
-_TOKENS, _SEQUENCES = 3, 2
-_ALIGNMENT = 64
+TOKENS, SEQUENCES = 3, 2
 _FLOAT32 = 4  # bytes
+
+QKNorm = tuple[torch.Tensor, torch.Tensor, float]  # weights of queries and of keys, epsilon
 
 
 def vector(tensor: torch.Tensor) -> Any:
@@ -63,6 +60,13 @@ def _nano_run() -> Any:
 def run(ops: Any, step: Any) -> None:
     """Runs phases in order."""
     _nano_run()(*team(), ops, len(ops), addressof(step))
+
+
+def run_timed(ops: Any, step: Any) -> Any:
+    """Runs phases in order -> the `Times` of each on the calling thread."""
+    times = (Times * len(ops))()
+    library().nano_run_timed(*team(), ops, c_int64(len(ops)), byref(step), times)
+    return times
 
 
 def run_phase(phase: Phase, args: Any, step: Any) -> None:
@@ -90,51 +94,7 @@ def fill_step(step: Any, tensors: StepTensors, last_tokens: torch.Tensor | None)
 
 
 @dataclass(eq=False)
-class Rows:
-    """Memory for rows of a step, from the phase that writes them to the last that reads them."""
-
-    row_bytes: int
-    columns: int  # of float32; 0 for packed rows
-    per_sequence: bool  # whether there is a row per sequence, not per token
-    whole: Rows | None = None  # the rows of all tokens, of which these are each sequence's last
-    first_use: int = 0  # the number of a phase
-    last_use: int = 0
-    memory: torch.Tensor | None = None
-
-    @property
-    def address(self) -> int:
-        assert self.memory is not None
-        return self.memory.data_ptr()
-
-    def tensor(self, count: int) -> torch.Tensor:
-        assert self.memory is not None
-        return self.memory[: count * self.row_bytes].view(torch.float32).view(count, self.columns)
-
-
-@dataclass(eq=False)
-class PackedRows:
-    """Memory for rows that are packed for a product."""
-
-    weight: PanelWeight
-    bias: torch.Tensor | None
-    words: Rows
-    sums: Rows
-    scales: Rows
-
-    @property
-    def all(self) -> tuple[Rows, Rows, Rows]:
-        return self.words, self.sums, self.scales
-
-    def packed(self) -> Any:
-        addresses = (each.address for each in self.all)
-        return Packed(*addresses, self.words.row_bytes // 4)
-
-    def target(self) -> Any:
-        return PackTo(addressof(self.weight.struct(self.bias)), self.packed())
-
-
-@dataclass(eq=False)
-class _Traced:
+class TracedPhase:
     """A phase. `bind` makes its arguments, once its memory is known."""
 
     phase: Phase
@@ -143,7 +103,7 @@ class _Traced:
 
 
 @dataclass(eq=False)
-class _Cut:
+class Cut:
     """Work of Python between phases, on rows of a step."""
 
     call: Callable[..., torch.Tensor]
@@ -163,18 +123,28 @@ def tracing() -> Trace | None:
     return _active.trace
 
 
+@contextmanager
+def new_trace() -> Iterator[Trace]:
+    """Begins a trace, which the calling thread writes until the context ends."""
+    _active.trace = trace = Trace()
+    try:
+        yield trace
+    finally:
+        _active.trace = None
+
+
 class Trace:
     """Writes down what a model does, operation by operation."""
 
     def __init__(self) -> None:
         self.step = Step()
-        self.parts: list[_Traced | _Cut] = []
+        self.parts: list[TracedPhase | Cut] = []
         self.memory: list[Rows] = []  # in the order in which they are first written
         self.caches: dict[int, Any] = {}  # by layer
         self.products: list[PackedRows] = []
         self._rows: dict[int, Rows] = {}
         self._tensors: list[torch.Tensor] = []  # which keep the keys of `_rows` unique
-        self._producers: dict[Rows, _Traced] = {}
+        self._producers: dict[Rows, TracedPhase] = {}
 
     # Rows and tensors.
 
@@ -188,7 +158,7 @@ class Trace:
             each.last_use = len(self.parts)
 
     def _tensor(self, rows: Rows) -> torch.Tensor:
-        count = _SEQUENCES if rows.per_sequence else _TOKENS
+        count = SEQUENCES if rows.per_sequence else TOKENS
         tensor = torch.empty(count, rows.columns, device="meta")
         self._tensors.append(tensor)
         self._rows[tensor.untyped_storage()._cdata] = rows
@@ -206,9 +176,9 @@ class Trace:
         field_ = Step.sequences if rows.per_sequence else Step.tokens
         return addressof(self.step) + int(field_.offset)
 
-    def _add(self, phase: Phase, bind: Callable[[], Any], *used: Rows) -> _Traced:
+    def _add(self, phase: Phase, bind: Callable[[], Any], *used: Rows) -> TracedPhase:
         self._use(*used)
-        traced = _Traced(phase, bind)
+        traced = TracedPhase(phase, bind)
         self.parts.append(traced)
         return traced
 
@@ -262,7 +232,7 @@ class Trace:
 
     def product(
         self,
-        weight: PanelWeight,
+        weight: Panels,
         x: torch.Tensor,
         bias: torch.Tensor | None,
         exchange: Callable[[torch.Tensor], torch.Tensor] | None,
@@ -367,7 +337,7 @@ class Trace:
 
     def _cut(self, call: Callable[..., torch.Tensor], read: Rows, written: Rows) -> None:
         self._use(read, written)
-        self.parts.append(_Cut(call, read, written))
+        self.parts.append(Cut(call, read, written))
 
 
 def rope_store_args(
@@ -375,158 +345,7 @@ def rope_store_args(
 ) -> Any:
     args = RopeStoreArgs(cache, qkv, q, heads, None, None, 0, 0.0, cos_sin)
     if norm:
-        args.q_weight, args.k_weight = norm.q_weight.data_ptr(), norm.k_weight.data_ptr()
-        args.weight_type = norm.q_weight.dtype == torch.bfloat16
-        args.eps = norm.eps
+        q_weight, k_weight, args.eps = norm
+        args.q_weight, args.k_weight = q_weight.data_ptr(), k_weight.data_ptr()
+        args.weight_type = q_weight.dtype == torch.bfloat16
     return args
-
-
-@dataclass(eq=False)
-class Program:
-    """A traced model, with memory for steps of up to `capacity` tokens.
-
-    Args:
-        result: the rows that a step computes.
-        cache_of: a layer's cache -> the structure that phases take.
-    """
-
-    trace: Trace
-    result: Rows
-    cache_of: Callable[[torch.Tensor], Any]
-    capacity: int = 0
-    _caches: int = 0  # the address of the first
-    _segments: list[Any] = field(default_factory=list)
-    _bound: list[Any] = field(default_factory=list)  # arguments, kept alive
-
-    def run(
-        self, tensors: StepTensors, last_tokens: torch.Tensor, caches: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """Runs a step -> the result's rows, valid until the next step."""
-        step = self.trace.step
-        fill_step(step, tensors, last_tokens)
-        if step.tokens > self.capacity or caches[0].data_ptr() != self._caches:
-            self._bind(max(step.tokens, self.capacity), caches)
-        for segment in self._segments:
-            if isinstance(segment, _Cut):
-                self._run_cut(segment)
-            else:
-                run(segment, step)
-        return self.result.tensor(self._count(self.result))
-
-    def _count(self, rows: Rows) -> int:
-        step = self.trace.step
-        return int(step.sequences if rows.per_sequence else step.tokens)
-
-    def _run_cut(self, cut: _Cut) -> None:
-        count = self._count(cut.reads)
-        result = cut.call(cut.reads.tensor(count))
-        written = cut.writes.tensor(count)
-        if result.data_ptr() != written.data_ptr():
-            written.copy_(result)
-
-    def _bind(self, capacity: int, caches: Sequence[torch.Tensor]) -> None:
-        """Gives all rows their memory, and phases their arguments."""
-        trace = self.trace
-        if capacity != self.capacity:
-            self._allocate(capacity)
-        self.capacity, self._caches = capacity, caches[0].data_ptr()
-        trace.caches = dict(enumerate(map(self.cache_of, caches)))
-        self._segments, self._bound = [], []
-        for is_cut, parts in _runs(trace.parts):
-            if is_cut:
-                self._segments += parts
-                continue
-            args = [part.bind() for part in parts]
-            self._bound += args
-            ops = [Op(part.phase, addressof(a)) for part, a in zip(parts, args, strict=True)]
-            self._segments.append((Op * len(ops))(*ops))
-
-    def _allocate(self, capacity: int) -> None:
-        """Gives rows memory that no other rows need at the same time."""
-        free: list[torch.Tensor] = []
-        in_use: list[Rows] = []
-        for rows in sorted(self.trace.memory, key=lambda each: each.first_use):
-            for each in [each for each in in_use if each.last_use < rows.first_use]:
-                in_use.remove(each)
-                free.append(each.memory)  # type: ignore[arg-type]
-            size = -(-rows.row_bytes * capacity // _ALIGNMENT) * _ALIGNMENT
-            fitting = [each for each in free if len(each) >= size]
-            if fitting:
-                memory = min(fitting, key=len)
-                free = [each for each in free if each is not memory]
-            else:
-                memory = torch.empty(size, dtype=torch.uint8)
-            rows.memory = memory
-            in_use.append(rows)
-
-
-def _runs(parts: Sequence[_Traced | _Cut]) -> Iterator[tuple[bool, list[Any]]]:
-    """Splits parts into runs of phases and single cuts."""
-    run_: list[Any] = []
-    for part in parts:
-        if isinstance(part, _Cut):
-            if run_:
-                yield False, run_
-            yield True, [part]
-            run_ = []
-        else:
-            run_.append(part)
-    if run_:
-        yield False, run_
-
-
-class Programs:
-    """Does what a decoder's `hidden_states` does, by programs that are traced when they are first
-    needed.
-
-    Args:
-        cache_of: a layer's cache -> the structure that phases take.
-    """
-
-    def __init__(
-        self,
-        model: Decoder,
-        tp: TensorParallel,
-        num_layers: int,
-        cache_of: Callable[[torch.Tensor], Any],
-    ) -> None:
-        self._tp = tp
-        self._model = model
-        self._num_layers = num_layers
-        self._cache_of = cache_of
-        self._programs: dict[bool, Program] = {}  # by `every_token`
-
-    def __call__(
-        self,
-        tensors: StepTensors,
-        last_tokens: torch.Tensor,
-        caches: Sequence[torch.Tensor],
-        metadata: Any,
-        *,
-        every_token: bool = False,
-    ) -> torch.Tensor:
-        """The result is valid until the next step."""
-        if every_token not in self._programs:
-            self._programs[every_token] = self._trace(every_token)
-        return self._programs[every_token].run(tensors, last_tokens, caches)
-
-    def _trace(self, every_token: bool) -> Program:
-        shapes = {each.name: 0 for each in fields(StepTensors)}
-        shapes |= {"input_ids": _TOKENS, "context_lens": _SEQUENCES, "query_starts": _SEQUENCES + 1}
-        columns = {name: torch.empty(n, device="meta") for name, n in shapes.items()}
-        _active.trace = trace = Trace()
-        if self._tp.size > 1:
-            self._tp.defer = trace.in_place
-        try:
-            out = self._model.hidden_states(
-                StepTensors(**columns),
-                torch.empty(0, device="meta"),
-                range(self._num_layers),  # in place of the caches
-                None,
-                every_token=every_token,
-            )
-        finally:
-            _active.trace = self._tp.defer = None
-        result = trace.rows(out)
-        result.last_use = len(trace.parts)
-        return Program(trace, result, self._cache_of)

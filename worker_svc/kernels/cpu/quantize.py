@@ -3,13 +3,12 @@ equal `quantization.quantize`'s to the last bit."""
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import byref
 
 import torch
 
-from worker_svc.kernels.cpu.arguments import fields, float32s
 from worker_svc.kernels.cpu.library import library, team
+from worker_svc.kernels.cpu.structs import INT, POINTER, float32s, structure
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.quantize import DIVISORS, empty
 from worker_svc.weights.quantization.quantize import quantize as quantize_in_torch
@@ -17,8 +16,15 @@ from worker_svc.weights.quantization.quantize import quantize as quantize_in_tor
 _DIVISORS = torch.tensor(DIVISORS)
 
 
-class _QuantizeArgs(ctypes.Structure):
-    _fields_ = fields("weight rows columns scales groups codes divisors num_divisors")
+_QuantizeArgs = structure(
+    "QuantizeArgs",
+    ("weight", POINTER),
+    ("rows columns", INT),
+    ("scales", POINTER),
+    ("groups", INT),
+    ("codes divisors", POINTER),
+    ("num_divisors", INT),
+)
 
 
 def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:

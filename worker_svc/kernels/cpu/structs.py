@@ -1,11 +1,16 @@
-"""The structures that the native library takes, field by field as in its headers. All fields have 8
-bytes."""
+"""The structures that the native library takes, field by field as in its headers, and addresses of
+tensors for them. All fields have 8 bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import Structure, c_double, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
+
+import torch
+
+INT, DOUBLE, POINTER = c_int64, c_double, c_void_p
 
 
 class Phase(IntEnum):
@@ -31,92 +36,85 @@ class Kind(IntEnum):
     INT4 = 4
 
 
-def _structure(name: str, **fields: Any) -> Any:
-    return type(name, (Structure,), {"_fields_": list(fields.items())})
+def structure(name: str, *fields: tuple[str, Any]) -> Any:
+    """Makes a ctypes structure.
+
+    Args:
+        fields: names of fields, separated by spaces, and their type.
+    """
+    pairs = [(each, type_) for names, type_ in fields for each in names.split()]
+    return type(name, (Structure,), {"_fields_": pairs})
 
 
-Op = _structure("Op", phase=c_int64, args=c_void_p)
-Step = _structure(
+Op = structure("Op", ("phase", INT), ("args", POINTER))
+Times = structure("Times", ("work wait", DOUBLE))
+Step = structure(
     "Step",
-    tokens=c_int64,
-    sequences=c_int64,
-    input_ids=c_void_p,
-    last_tokens=c_void_p,
-    positions=c_void_p,
-    slots=c_void_p,
-    query_starts=c_void_p,
-    context_lens=c_void_p,
-    block_table=c_void_p,
-    table_offsets=c_void_p,
-    temperatures=c_void_p,
-    uniforms=c_void_p,
+    ("tokens sequences", INT),
+    ("input_ids last_tokens positions slots query_starts context_lens", POINTER),
+    ("block_table table_offsets temperatures uniforms", POINTER),
 )
-Weight = _structure(
-    "Weight",
-    kind=c_int64,
-    inputs=c_int64,
-    outputs=c_int64,
-    groups=c_int64,
-    codes=c_void_p,
-    scales=c_void_p,
-    zeros=c_void_p,
-    bias=c_void_p,
+Weight = structure(
+    "Weight", ("kind inputs outputs groups", INT), ("codes scales zeros bias", POINTER)
 )
-Packed = _structure("Packed", words=c_void_p, sums=c_void_p, scales=c_void_p, stride=c_int64)
-PackTo = _structure("PackTo", weight=c_void_p, out=Packed)
-Vector = _structure("Vector", data=c_void_p, is_bfloat16=c_int64)
-Cache = _structure(
-    "Cache",
-    data=c_void_p,
-    type=c_int64,
-    blocks=c_int64,
-    block_size=c_int64,
-    kv_heads=c_int64,
-    head_dim=c_int64,
+Packed = structure("Packed", ("words sums scales", POINTER), ("stride", INT))
+PackTo = structure("PackTo", ("weight", POINTER), ("out", Packed))
+Vector = structure("Vector", ("data", POINTER), ("is_bfloat16", INT))
+Cache = structure("Cache", ("data", POINTER), ("type blocks block_size kv_heads head_dim", INT))
+EmbedArgs = structure(
+    "EmbedArgs", ("table", Vector), ("codes", POINTER), ("size start count", INT), ("out", POINTER)
 )
-EmbedArgs = _structure(
-    "EmbedArgs",
-    table=Vector,
-    codes=c_void_p,
-    size=c_int64,
-    start=c_int64,
-    count=c_int64,
-    out=c_void_p,
-)
-NormArgs = _structure(
+NormArgs = structure(
     "NormArgs",
-    rows=c_void_p,
-    last_only=c_int64,
-    size=c_int64,
-    x=c_void_p,
-    residual=c_void_p,
-    weight=Vector,
-    eps=c_double,
-    out=c_void_p,
-    pack=PackTo,
+    ("rows", POINTER),
+    ("last_only size", INT),
+    ("x residual", POINTER),
+    ("weight", Vector),
+    ("eps", DOUBLE),
+    ("out", POINTER),
+    ("pack", PackTo),
 )
-PackArgs = _structure(
-    "PackArgs", weight=c_void_p, rows=c_void_p, x=c_void_p, tops=c_void_p, out=Packed
+PackArgs = structure("PackArgs", ("weight rows x tops", POINTER), ("out", Packed))
+ProductArgs = structure(
+    "ProductArgs", ("weight rows", POINTER), ("x", Packed), ("out next", POINTER)
 )
-ProductArgs = _structure(
-    "ProductArgs", weight=c_void_p, rows=c_void_p, x=Packed, out=c_void_p, next=c_void_p
+SiluArgs = structure(
+    "SiluArgs", ("rows", POINTER), ("size", INT), ("gate_up out", POINTER), ("pack", PackTo)
 )
-SiluArgs = _structure(
-    "SiluArgs", rows=c_void_p, size=c_int64, gate_up=c_void_p, out=c_void_p, pack=PackTo
-)
-MaximaArgs = _structure("MaximaArgs", rows=c_void_p, size=c_int64, x=c_void_p, out=c_void_p)
-RopeStoreArgs = _structure(
+MaximaArgs = structure("MaximaArgs", ("rows", POINTER), ("size", INT), ("x out", POINTER))
+RopeStoreArgs = structure(
     "RopeStoreArgs",
-    cache=Cache,
-    qkv=c_void_p,
-    q=c_void_p,
-    heads=c_int64,
-    q_weight=c_void_p,
-    k_weight=c_void_p,
-    weight_type=c_int64,
-    eps=c_double,
-    cos_sin=c_void_p,
+    ("cache", Cache),
+    ("qkv q", POINTER),
+    ("heads", INT),
+    ("q_weight k_weight", POINTER),
+    ("weight_type", INT),
+    ("eps", DOUBLE),
+    ("cos_sin", POINTER),
 )
-AttendArgs = _structure(
-    "AttendArgs", cache=Cache, q=c_void_p, out=c_void_p, heads=c_int64, scale=c_double
+AttendArgs = structure(
+    "AttendArgs", ("cache", Cache), ("q out", POINTER), ("heads", INT), ("scale", DOUBLE)
 )
+
+
+def _pointer_to(dtype: torch.dtype) -> Callable[[torch.Tensor], int]:
+    def pointer(tensor: torch.Tensor) -> int:
+        assert tensor.dtype == dtype
+        assert tensor.is_contiguous()
+        return tensor.data_ptr()
+
+    return pointer
+
+
+# Each takes a contiguous tensor and returns the address of its first number.
+int32s = _pointer_to(torch.int32)
+int64s = _pointer_to(torch.int64)
+float32s = _pointer_to(torch.float32)
+float64s = _pointer_to(torch.float64)
+
+
+def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first row of [R, size] float32, and the distance between rows."""
+    assert tensor.dtype == torch.float32
+    assert tensor.stride(1) == 1 or tensor.shape[1] == 1
+    return tensor.data_ptr(), tensor.stride(0)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
-from tests.worker_svc.kernels.cpu.test_weights import CPUS, run_as
 from worker_svc.kernels.cpu.attention import TILE_ROWS, attend
 from worker_svc.kernels.cpu.kv_store import cache_row, rope_store
+
+from tests.worker_svc.kernels.cpu.test_weights import CPUS, run_as
 from worker_svc.kernels.cpu_features import has
 
 EPS = 1e-6

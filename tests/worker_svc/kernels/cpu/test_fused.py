@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from worker_svc.kernels.cpu.fused import PARALLEL_TOKENS, add_rms_norm
 
 from tests.worker_svc.kernels.triton.precision import poisoned_memory
-from worker_svc.kernels.cpu.fused import PARALLEL_TOKENS, add_rms_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.device import DEVICE, ON_GPU, by_device, cpu_only, of_numba
+from tests.worker_svc.device import DEVICE, ON_GPU, by_device, cpu_only, of_cpu
 from worker_svc.kernels.logits import BINS, LARGEST_WEIGHT, SIGN, keys_of, logits_of
 from worker_svc.kernels.triton.sampling import filtering
 
@@ -29,7 +29,7 @@ def run_all(function: Callable[..., None], *arguments: Any) -> list[torch.Tensor
 
 
 both = pytest.mark.parametrize(
-    "ops", [filtering, *of_numba("cpu.sampling.filtering")], ids=lambda ops: ops.__name__
+    "ops", [filtering, *of_cpu("cpu.sampling.filtering")], ids=lambda ops: ops.__name__
 )
 
 
@@ -165,7 +165,7 @@ PICKED = [
 
 @pytest.mark.parametrize(
     "pick",
-    [filtering.pick_bins, *of_numba("cpu.sampling.filtering", "pick_bins")],
+    [filtering.pick_bins, *of_cpu("cpu.sampling.filtering", "pick_bins")],
 )
 def test_picked_bins(pick: Callable[..., None]) -> None:
     bins = torch.zeros(len(PICKED), BINS, dtype=torch.int64)

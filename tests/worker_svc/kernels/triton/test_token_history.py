@@ -16,7 +16,7 @@ from tests.worker_svc.device import (
     TOKENS,
     VOCAB_SIZES,
     by_device,
-    of_numba,
+    of_cpu,
 )
 from worker_svc.kernels.triton.sampling import token_history as module
 from worker_svc.kernels.triton.sampling.token_history import (
@@ -25,8 +25,8 @@ from worker_svc.kernels.triton.sampling.token_history import (
 )
 from worker_svc.layers.embedding import VocabPartition
 
-PENALIZE = [penalize, *of_numba("cpu.sampling.tokens", "penalize")]
-STORE = [store_tokens, *of_numba("cpu.sampling.tokens", "store_tokens")]
+PENALIZE = [penalize, *of_cpu("cpu.sampling.tokens", "penalize")]
+STORE = [store_tokens, *of_cpu("cpu.sampling.tokens", "store_tokens")]
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from tests.worker_svc.device import (
     ROWS,
     VOCAB_SIZES,
     by_device,
-    of_numba,
+    of_cpu,
 )
 from worker_svc.kernels.triton.sampling import token_masks as module
 from worker_svc.kernels.triton.sampling.token_masks import apply_masks
@@ -21,7 +21,7 @@ from worker_svc.layers.embedding import VocabPartition
 
 @pytest.mark.parametrize(
     "function",
-    [apply_masks, *of_numba("cpu.sampling.tokens", "apply_masks")],
+    [apply_masks, *of_cpu("cpu.sampling.tokens", "apply_masks")],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("vocab_size", by_device(cpu=[32, 40, 1001], gpu=[40, *VOCAB_SIZES]))

@@ -1,10 +1,19 @@
 // Runs phases one after the other in one call. Python traces them from a model; see
 // worker_svc/kernels/cpu/program.py.
 
+#include <chrono>
+
 #include "attention.h"
 #include "rows.h"
 
 namespace nano {
+
+// Seconds of a phase on the thread that calls `nano_run_timed`.
+struct Times {
+    double work;
+    double wait;  // for the other members, after its own work; 0 after the last phase
+};
+
 namespace {
 
 enum Phase : int64_t { EMBED, NORM, PACK, PRODUCT, ROPE_STORE, ATTEND, SILU, MAXIMA };
@@ -27,6 +36,10 @@ void run_phase(const Op& op, const Step& step, Member& member) {
     }
 }
 
+double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
 }  // namespace
 }  // namespace nano
 
@@ -36,6 +49,20 @@ extern "C" void nano_run(nano::Team* team, int members, const nano::Op* ops, int
         for (int64_t i = 0; i < count; i++) {
             if (i) member.barrier();
             nano::run_phase(ops[i], *step, member);
+        }
+    });
+}
+
+// Does what `nano_run` does. Sets times [count], too.
+extern "C" void nano_run_timed(nano::Team* team, int members, const nano::Op* ops, int64_t count,
+                               const nano::Step* step, nano::Times* times) {
+    team->run(members, [=](nano::Member& member) {
+        for (int64_t i = 0; i < count; i++) {
+            double begun = nano::now();
+            nano::run_phase(ops[i], *step, member);
+            double ended = nano::now();
+            if (i + 1 < count) member.barrier();
+            if (member.number == 0) times[i] = {ended - begun, nano::now() - ended};
         }
     });
 }

@@ -3,21 +3,30 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import byref
 
 import torch
 
-from worker_svc.kernels.cpu.arguments import fields, float32s, int32s, int64s, rows_of
 from worker_svc.kernels.cpu.library import library, team
+from worker_svc.kernels.cpu.structs import (
+    INT,
+    POINTER,
+    float32s,
+    int32s,
+    int64s,
+    rows_of,
+    structure,
+)
 
-
-class _HistogramArgs(ctypes.Structure):
-    _fields_ = fields("logits row_size num_tokens num_rows rows maxima scales low shifts bins")
-
-
-class _PickBinsArgs(ctypes.Structure):
-    _fields_ = fields("num_rows bins targets low shifts above")
+_HistogramArgs = structure(
+    "HistogramArgs",
+    ("logits", POINTER),
+    ("row_size num_tokens num_rows", INT),
+    ("rows maxima scales low shifts bins", POINTER),
+)
+_PickBinsArgs = structure(
+    "PickBinsArgs", ("num_rows", INT), ("bins targets low shifts above", POINTER)
+)
 
 
 def count_by_key(

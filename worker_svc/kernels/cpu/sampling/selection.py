@@ -3,23 +3,36 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import byref
 
 import torch
 
-from worker_svc.kernels.cpu.arguments import Step, fields, float32s, float64s, int32s, rows_of
 from worker_svc.kernels.cpu.library import library, team
+from worker_svc.kernels.cpu.structs import (
+    INT,
+    POINTER,
+    Step,
+    float32s,
+    float64s,
+    int32s,
+    rows_of,
+    structure,
+)
 
-
-class ChunkStatisticsArgs(ctypes.Structure):
-    _fields_ = fields("logits row_size chunk_size chunks num_tokens maxima sums")
-
-
-class SelectTokensArgs(ctypes.Structure):
-    _fields_ = fields(
-        "logits row_size chunk_size chunks num_tokens maxima sums all_chunks first_chunk tokens"
-    )
+_ChunkStatisticsArgs = structure(
+    "ChunkStatisticsArgs",
+    ("logits", POINTER),
+    ("row_size chunk_size chunks num_tokens", INT),
+    ("maxima sums", POINTER),
+)
+_SelectTokensArgs = structure(
+    "SelectTokensArgs",
+    ("logits", POINTER),
+    ("row_size chunk_size chunks num_tokens", INT),
+    ("maxima sums", POINTER),
+    ("all_chunks first_chunk", INT),
+    ("tokens", POINTER),
+)
 
 
 def chunk_statistics(
@@ -30,7 +43,7 @@ def chunk_statistics(
     size, columns = logits.shape
     chunks = columns // chunk_size
     maxima, sums = torch.empty(size, chunks), torch.empty(size, chunks)
-    arguments = ChunkStatisticsArgs(
+    arguments = _ChunkStatisticsArgs(
         *rows_of(logits), chunk_size, chunks, num_tokens, float32s(maxima), float32s(sums)
     )
     step = Step(sequences=size, temperatures=float32s(temperatures))
@@ -54,7 +67,7 @@ def select_tokens(
     logits, maxima, sums = logits.float(), maxima.contiguous(), sums.contiguous()
     size, columns = logits.shape
     tokens = torch.empty(size, dtype=torch.int32)
-    arguments = SelectTokensArgs(
+    arguments = _SelectTokensArgs(
         *rows_of(logits),
         chunk_size,
         columns // chunk_size,

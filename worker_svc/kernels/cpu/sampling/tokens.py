@@ -3,28 +3,39 @@
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import byref
 
 import torch
 
-from worker_svc.kernels.cpu.arguments import Step, fields, float32s, int32s, rows_of
 from worker_svc.kernels.cpu.library import library, team
+from worker_svc.kernels.cpu.structs import (
+    INT,
+    POINTER,
+    Step,
+    float32s,
+    int32s,
+    rows_of,
+    structure,
+)
 
-
-class StoreTokensArgs(ctypes.Structure):
-    _fields_ = fields("cache")
-
-
-class _PenalizeArgs(ctypes.Structure):
-    _fields_ = fields(
-        "logits row_size start count tokens block_size block_table table_offsets num_rows rows "
-        "context_lens prompt_lens repetition presence frequency"
-    )
-
-
-class _ApplyMasksArgs(ctypes.Structure):
-    _fields_ = fields("logits row_size start count num_rows masked masks mask_size")
+_StoreTokensArgs = structure("StoreTokensArgs", ("cache", POINTER))
+_PenalizeArgs = structure(
+    "PenalizeArgs",
+    ("logits", POINTER),
+    ("row_size start count", INT),
+    ("tokens", POINTER),
+    ("block_size", INT),
+    ("block_table table_offsets", POINTER),
+    ("num_rows", INT),
+    ("rows context_lens prompt_lens repetition presence frequency", POINTER),
+)
+_ApplyMasksArgs = structure(
+    "ApplyMasksArgs",
+    ("logits", POINTER),
+    ("row_size start count num_rows", INT),
+    ("masked masks", POINTER),
+    ("mask_size", INT),
+)
 
 
 def store_tokens(
@@ -39,7 +50,7 @@ def store_tokens(
         last_tokens=int32s(last_tokens),
         slots=int32s(slot_mapping),
     )
-    library().nano_store_tokens(*team(), byref(StoreTokensArgs(int32s(cache))), byref(step))
+    library().nano_store_tokens(*team(), byref(_StoreTokensArgs(int32s(cache))), byref(step))
 
 
 def penalize(

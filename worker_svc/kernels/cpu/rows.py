@@ -1,0 +1,86 @@
+"""Memory for the rows of a step, which phases write and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ctypes import addressof
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from worker_svc.kernels.cpu.structs import Packed, PackTo
+
+_ALIGNMENT = 64
+
+
+class Panels(Protocol):
+    """A weight that the library multiplies; see `weights.PanelWeight`."""
+
+    out_features: int
+    groups: int
+    stride: int
+    quantizes: bool
+
+    def struct(self, bias: torch.Tensor | None) -> Any: ...
+
+
+@dataclass(eq=False)
+class Rows:
+    """Memory for rows of a step, from the phase that writes them to the last that reads them."""
+
+    row_bytes: int
+    columns: int  # of float32; 0 for packed rows
+    per_sequence: bool  # whether there is a row per sequence, not per token
+    whole: Rows | None = None  # the rows of all tokens, of which these are each sequence's last
+    first_use: int = 0  # the number of a phase
+    last_use: int = 0
+    memory: torch.Tensor | None = None
+
+    @property
+    def address(self) -> int:
+        assert self.memory is not None
+        return self.memory.data_ptr()
+
+    def tensor(self, count: int) -> torch.Tensor:
+        assert self.memory is not None
+        return self.memory[: count * self.row_bytes].view(torch.float32).view(count, self.columns)
+
+
+@dataclass(eq=False)
+class PackedRows:
+    """Memory for rows that are packed for a product."""
+
+    weight: Panels
+    bias: torch.Tensor | None
+    words: Rows
+    sums: Rows
+    scales: Rows
+
+    @property
+    def all(self) -> tuple[Rows, Rows, Rows]:
+        return self.words, self.sums, self.scales
+
+    def packed(self) -> Any:
+        addresses = (each.address for each in self.all)
+        return Packed(*addresses, self.words.row_bytes // 4)
+
+    def target(self) -> Any:
+        return PackTo(addressof(self.weight.struct(self.bias)), self.packed())
+
+
+def allocate(memory: Iterable[Rows], capacity: int) -> None:
+    """Gives rows of `capacity` tokens memory that no other rows need at the same time."""
+    free: list[torch.Tensor] = []
+    in_use: list[tuple[Rows, torch.Tensor]] = []
+    for rows in sorted(memory, key=lambda each: each.first_use):
+        free += [held for each, held in in_use if each.last_use < rows.first_use]
+        in_use = [(each, held) for each, held in in_use if each.last_use >= rows.first_use]
+        size = -(-rows.row_bytes * capacity // _ALIGNMENT) * _ALIGNMENT
+        fitting = [each for each in free if len(each) >= size]
+        if fitting:
+            rows.memory = min(fitting, key=len)
+            free = [each for each in free if each is not rows.memory]
+        else:
+            rows.memory = torch.empty(size, dtype=torch.uint8)
+        in_use.append((rows, rows.memory))

@@ -1,0 +1,138 @@
+"""Runs a traced model: gives the rows of its program memory, and runs steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import addressof
+from dataclasses import fields
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.cpu.program import (
+    SEQUENCES,
+    TOKENS,
+    Cut,
+    Trace,
+    fill_step,
+    new_trace,
+    run,
+)
+from worker_svc.kernels.cpu.rows import Rows, allocate
+from worker_svc.kernels.cpu.structs import Op
+from worker_svc.step.tensors import StepTensors
+
+
+class Program:
+    """A traced model, with memory for the largest step so far.
+
+    Args:
+        result: the rows that a step computes.
+        cache_of: a layer's cache -> the structure that phases take.
+    """
+
+    def __init__(self, trace: Trace, result: Rows, cache_of: Callable[[torch.Tensor], Any]) -> None:
+        self._trace, self._result, self._cache_of = trace, result, cache_of
+        self._capacity = 0  # tokens
+        self._first_cache: Callable[[], torch.Tensor | None] = lambda: None
+        self._segments: list[Any] = []  # arrays of `Op`, and cuts
+        self._arguments: list[Any] = []  # of the phases, kept alive
+
+    def run(
+        self, tensors: StepTensors, last_tokens: torch.Tensor, caches: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Runs a step -> the result's rows, valid until the next step."""
+        step = self._trace.step
+        fill_step(step, tensors, last_tokens)
+        if step.tokens > self._capacity or self._first_cache() is not caches[0]:
+            self._bind(max(step.tokens, self._capacity), caches)
+        for segment in self._segments:
+            if isinstance(segment, Cut):
+                self._run_cut(segment)
+            else:
+                run(segment, step)
+        return self._result.tensor(self._count(self._result))
+
+    def _count(self, rows: Rows) -> int:
+        step = self._trace.step
+        return int(step.sequences if rows.per_sequence else step.tokens)
+
+    def _run_cut(self, cut: Cut) -> None:
+        count = self._count(cut.reads)
+        result = cut.call(cut.reads.tensor(count))
+        written = cut.writes.tensor(count)
+        if result.data_ptr() != written.data_ptr():
+            written.copy_(result)
+
+    def _bind(self, capacity: int, caches: Sequence[torch.Tensor]) -> None:
+        """Gives all rows their memory, and phases their arguments."""
+        if capacity != self._capacity:
+            allocate(self._trace.memory, capacity)
+        # Weak, because a runner frees its caches before it allocates others.
+        self._capacity, self._first_cache = capacity, weakref.ref(caches[0])
+        self._trace.caches = dict(enumerate(map(self._cache_of, caches)))
+        self._segments, self._arguments = [], []
+        for is_cut, parts in groupby(self._trace.parts, lambda part: isinstance(part, Cut)):
+            of_run = list(parts)
+            self._segments += of_run if is_cut else [self._ops(of_run)]
+
+    def _ops(self, phases: Sequence[Any]) -> Any:
+        bound = [(each.phase, each.bind()) for each in phases]
+        self._arguments += [arguments for _, arguments in bound]
+        return (Op * len(bound))(*(Op(phase, addressof(args)) for phase, args in bound))
+
+
+class TracedModel:
+    """Does what a decoder's `hidden_states` does, by programs that are traced when they are first
+    needed. The result is valid until the next step.
+
+    Args:
+        cache_of: a layer's cache -> the structure that phases take.
+    """
+
+    def __init__(
+        self,
+        hidden_states: Callable[..., torch.Tensor],
+        tp: TensorParallel,
+        num_layers: int,
+        cache_of: Callable[[torch.Tensor], Any],
+    ) -> None:
+        self._hidden_states = hidden_states
+        self._tp = tp
+        self._num_layers = num_layers
+        self._cache_of = cache_of
+        self._programs: dict[bool, Program] = {}  # by `every_token`
+
+    def __call__(
+        self,
+        tensors: StepTensors,
+        last_tokens: torch.Tensor,
+        caches: Sequence[torch.Tensor],
+        metadata: Any,
+        *,
+        every_token: bool = False,
+    ) -> torch.Tensor:
+        if every_token not in self._programs:
+            self._programs[every_token] = self._trace(every_token)
+        return self._programs[every_token].run(tensors, last_tokens, caches)
+
+    def _trace(self, every_token: bool) -> Program:
+        shapes = {each.name: 0 for each in fields(StepTensors)}
+        shapes |= {"input_ids": TOKENS, "context_lens": SEQUENCES, "query_starts": SEQUENCES + 1}
+        columns = {name: torch.empty(n, device="meta") for name, n in shapes.items()}
+        last_tokens, layers = torch.empty(0, device="meta"), range(self._num_layers)
+        with new_trace() as trace:
+            if self._tp.size > 1:
+                self._tp.defer = trace.in_place
+            try:
+                out = self._hidden_states(  # with numbers of layers in place of their caches
+                    StepTensors(**columns), last_tokens, layers, None, every_token=every_token
+                )
+            finally:
+                self._tp.defer = None
+        result = trace.rows(out)
+        result.last_use = len(trace.parts)
+        return Program(trace, result, self._cache_of)
