@@ -77,7 +77,8 @@ def time_parts(runner: ModelRunner) -> Parts:
 
         setattr(owner, method, timed)
 
-    traced_model.run = run_and_time
+    module: Any = traced_model
+    module.run = run_and_time
     wrap(traced_model.Program, "_run_cut", "between native calls")
     wrap(VocabParallelHead, "__call__", "head")
     wrap(Sampler, "__call__", "sampler")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config
@@ -11,8 +10,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RotaryEmbedding,
     apply_rotary_pos_emb,
 )
-from worker_svc.kernels.cpu.kv_store import cache_row, rope_store
 
+from tests.worker_svc.steps import step_tensors
+from worker_svc.attention.base import AttentionShape, QKNorm
+from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.layers.rotary import rotary_table
 from worker_svc.models.config import _rope
 
@@ -57,14 +58,16 @@ def test_normalizes_and_rotates_as_transformers_does(
     cos, sin = oracle(qkv, positions[None])
     normed = (layer(qkv).detach() if norm else qkv)[None]
     expected, _ = apply_rotary_pos_emb(normed, normed, cos, sin, unsqueeze_dim=2)
-    weight = layer.weight.detach().numpy() if norm else np.empty(0, np.float32)
-    cache = np.empty((2, 1, 1, cache_row(16, head_dim, scaled=False)), np.float32)
-    q = np.empty((len(positions), 2, head_dim), np.float32)
-    slots = np.arange(len(positions))
-    rope_store(
-        qkv.numpy(), weight, weight, 1e-5, table.numpy(), positions.numpy(), slots, 16, cache, q
+    weight = layer.weight.detach()
+    shape = AttentionShape(1, 2, 1, head_dim, torch.float32, torch.device("cpu"))
+    backend = CpuBackend(shape, block_size=16)
+    (cache,) = backend.allocate(1)
+    numbers = range(len(positions))
+    tensors = step_tensors(input_ids=numbers, positions=positions, slot_mapping=numbers)
+    q = backend.rope_store(
+        qkv.flatten(1), QKNorm(weight, weight, 1e-5) if norm else None, table, cache, tensors
     )
 
-    torch.testing.assert_close(torch.from_numpy(q), expected[0, :, :2])
-    k = cache[0, 0, 0, : 16 * head_dim].reshape(head_dim, 16)[:, : len(positions)].T
-    torch.testing.assert_close(torch.from_numpy(k), expected[0, :, 2])
+    torch.testing.assert_close(q.view(-1, 2, head_dim), expected[0, :, :2])
+    k = cache[0, 0, 0, : 16 * head_dim].view(head_dim, 16)[:, : len(positions)].T
+    torch.testing.assert_close(k, expected[0, :, 2])

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.worker_svc.kernels.triton.precision import poisoned_memory
+from worker_svc.kernels.cpu.ops import add_rms_norm, rms_norm, silu_and_multiply
+
+EPS = 1e-2  # large enough to show
+rows = pytest.mark.parametrize("tokens", [0, 1, 67])
+BOUNDS = {"rtol": 4e-6, "atol": 1e-6}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@rows
+@pytest.mark.parametrize("size", [24, 100, 1024])
+def test_norms(size: int, tokens: int, dtype: torch.dtype) -> None:
+    """With weights of any dtype."""
+    generator = torch.Generator().manual_seed(size)
+    x, residual = torch.randn(2, tokens, size, generator=generator)
+    weight = torch.randn(size, generator=generator).to(dtype)
+    total = x + residual
+    with poisoned_memory():
+        out = rms_norm(x, weight, EPS)
+        out_of_sum = add_rms_norm(x, residual, weight, EPS)
+    torch.testing.assert_close(out, F.rms_norm(x, (size,), weight.float(), EPS), **BOUNDS)
+    assert torch.equal(residual, total)
+    torch.testing.assert_close(
+        out_of_sum, F.rms_norm(total, (size,), weight.float(), EPS), **BOUNDS
+    )
+
+
+@rows
+@pytest.mark.parametrize("size", [8, 100, 1024])
+def test_silu_and_multiply(size: int, tokens: int) -> None:
+    """Even where silu is next to nothing."""
+    generator = torch.Generator().manual_seed(size)
+    gate_up = 5 * torch.randn(tokens, 2 * size, generator=generator)
+    gate_up[:1, :4] = torch.tensor([-100.0, -20.0, 0.0, 100.0])
+    with poisoned_memory():
+        out = silu_and_multiply(gate_up)
+    gate, up = gate_up.double().chunk(2, dim=1)
+    torch.testing.assert_close(out, (F.silu(gate) * up).float(), **BOUNDS)
