@@ -57,6 +57,7 @@ Weight = _structure(
     inputs=c_int64,
     outputs=c_int64,
     groups=c_int64,
+    piece=c_int64,
     codes=c_void_p,
     scales=c_void_p,
     zeros=c_void_p,
@@ -104,7 +105,17 @@ ProductArgs = _structure(
 SiluArgs = _structure(
     "SiluArgs", rows=c_void_p, size=c_int64, gate_up=c_void_p, out=c_void_p, pack=PackTo
 )
-MaximaArgs = _structure("MaximaArgs", rows=c_void_p, size=c_int64, x=c_void_p, out=c_void_p)
+Tops = _structure("Tops", data=c_void_p, stride=c_int64, first_input=c_int64, piece=c_int64)
+MaximaArgs = _structure(
+    "MaximaArgs",
+    rows=c_void_p,
+    size=c_int64,
+    x=c_void_p,
+    out=c_void_p,
+    stride=c_int64,
+    first_input=c_int64,
+    piece=c_int64,
+)
 RopeStoreArgs = _structure(
     "RopeStoreArgs",
     cache=Cache,

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from worker_svc.kernels.cpu.kv_store import cache_row
 
 from tests.worker_svc.kernels.cpu.native_library import (
     AttendArgs,
@@ -18,7 +19,6 @@ from tests.worker_svc.kernels.cpu.native_library import (
     library,
     team,
 )
-from worker_svc.kernels.cpu.kv_store import cache_row
 from worker_svc.kernels.cpu_features import has
 
 EPS = 1e-6
