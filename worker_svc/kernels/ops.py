@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -10,7 +11,20 @@ import torch.nn.functional as F
 
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
-Exchange = Callable[[torch.Tensor], torch.Tensor]
+
+@dataclass(frozen=True)
+class Exchange:
+    """The ranks that hold the other columns of x.
+
+    Args:
+        first: this rank's first column.
+        columns: those of all ranks.
+        maximum: takes the maximum over the ranks, in place.
+    """
+
+    first: int
+    columns: int
+    maximum: Callable[[torch.Tensor], torch.Tensor]
 
 
 class PackedWeight(Protocol):
@@ -23,8 +37,8 @@ class PackedWeight(Protocol):
         """x [T, in] -> x Wᵀ + bias [out], [T, out] in the dtype of x.
 
         Args:
-            exchange: given if other ranks hold more columns of x, and called if x has to be
-                quantized: the largest magnitudes [T] in this rank's columns -> in all columns.
+            exchange: given if other ranks hold more columns of x. If x has to be quantized, its
+                largest magnitudes are those of all columns.
         """
         ...
 

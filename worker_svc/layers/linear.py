@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.ops import Exchange
 from worker_svc.loader import Rows, WeightLoader
 
 
@@ -56,7 +57,9 @@ class RowParallelLinear:
             loader.skip(f"{name}.bias")
         self._weight = loader.matrix([Rows(name, 0, out_features)], in_features, columns)
         self._tp = tp
-        self._exchange = tp.all_reduce_max if tp.size > 1 else None
+        self._exchange = None
+        if tp.size > 1:
+            self._exchange = Exchange(columns.start, in_features, tp.all_reduce_max)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._tp.all_reduce(self._weight.matmul(x, self._bias, self._exchange))

@@ -11,8 +11,25 @@ import torch
 
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu.program import tracing
+from worker_svc.kernels.cpu.weights import PIECE
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
 from worker_svc.weights.quantization.formats import QuantizedWeight, quantize_rows
+
+
+def rounded(x: torch.Tensor, exchange: Exchange | None = None, piece: int = PIECE) -> torch.Tensor:
+    """x [T, in], as a CPU multiplies it: in 8 bits, each `piece` of all ranks' inputs with a scale.
+    The result is float64."""
+    rows, columns = x.shape
+    first = exchange.first if exchange else 0
+    whole = torch.zeros(rows, -(-(exchange.columns if exchange else columns) // piece) * piece)
+    whole[:, first : first + columns] = x
+    pieces = whole.view(-1, piece)
+    maxima = pieces.abs().amax(dim=1)
+    if exchange:
+        maxima = exchange.maximum(maxima)
+    codes, scales = quantize_rows(pieces, maxima)
+    values = (codes.double() * scales.double()[:, None]).view(rows, -1)
+    return values[:, first : first + columns]
 
 
 class ExactWeight:
@@ -29,9 +46,7 @@ class ExactWeight:
             return trace.call(multiply, x, self.weight.shape[0])
         left = x.double()
         if self.weight.format != "fp8":
-            maxima = x.float().abs().amax(dim=1)
-            codes, scales = quantize_rows(x.float(), exchange(maxima) if exchange else maxima)
-            left = codes.double() * scales.double()[:, None]
+            left = rounded(x, exchange)
         product = left @ self.weight.dequantized().double().T
         return (product if bias is None else product + bias).to(x.dtype)
 

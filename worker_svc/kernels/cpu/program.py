@@ -34,8 +34,10 @@ from worker_svc.kernels.cpu.structs import (
     SiluArgs,
     Step,
     Times,
+    Tops,
     Vector,
 )
+from worker_svc.kernels.ops import Exchange
 from worker_svc.step.tensors import StepTensors
 
 # The first dimensions of traced tensors: rows of tokens, and of sequences.
@@ -235,18 +237,20 @@ class Trace:
         weight: Panels,
         x: torch.Tensor,
         bias: torch.Tensor | None,
-        exchange: Callable[[torch.Tensor], torch.Tensor] | None,
+        exchange: Exchange | None,
     ) -> torch.Tensor:
         read = self.rows(x)
+        piece, exchange = weight.split(exchange)
+        pieces = -(-weight.in_features // piece)
         packed = PackedRows(
-            weight, bias,
+            weight, bias, piece,
             self._memory(4 * weight.stride, read.per_sequence),
-            self._memory(4 * weight.groups, read.per_sequence),
-            self._memory(4, read.per_sequence),
+            self._memory(4 * pieces, read.per_sequence),
+            self._memory(4 * pieces, read.per_sequence),
         )  # fmt: skip
         producer = self._producers.pop(read, None)
-        if exchange is not None and weight.quantizes:
-            self._pack(packed, read, self._exchanged_maxima(read, exchange))
+        if exchange is not None:
+            self._pack(packed, read, exchange)
         elif producer and self.parts[-1] is producer:
             producer.pack = packed
             for each in packed.all:
@@ -260,33 +264,40 @@ class Trace:
         def bind() -> Any:
             following = self.products[(number + 1) % len(self.products)]
             return ProductArgs(
-                addressof(weight.struct(bias)), self._count(read), packed.packed(), out.address,
-                addressof(following.weight.struct(following.bias)),
-            )  # fmt: skip
+                packed.struct, self._count(read), packed.packed(), out.address, following.struct
+            )
 
         self._add(Phase.PRODUCT, bind, out, *packed.all)
         return tensor
 
-    def _pack(self, packed: PackedRows, read: Rows, tops: Rows | None) -> None:
+    def _pack(self, packed: PackedRows, read: Rows, exchange: Exchange | None) -> None:
+        magnitudes = tops = None
+        if exchange:
+            shared = packed.weight.shared_piece(exchange, packed.piece)
+            stride = -(-exchange.columns // shared)
+            magnitudes = self._memory(_FLOAT32 * stride, read.per_sequence, columns=stride)
+            tops = Tops(None, stride, exchange.first, shared)
+            self._maxima(read, magnitudes, tops)
+            self._cut(exchange.maximum, magnitudes, magnitudes)
+
         def bind() -> Any:
+            if tops is not None and magnitudes:
+                tops.data = magnitudes.address
             return PackArgs(
-                addressof(packed.weight.struct(packed.bias)), self._count(read), read.address,
-                tops.address if tops else None, packed.packed(),
+                packed.struct, self._count(read), read.address,
+                None if tops is None else addressof(tops), packed.packed(),
             )  # fmt: skip
 
-        self._add(Phase.PACK, bind, read, *packed.all, *([tops] if tops else []))
+        self._add(Phase.PACK, bind, read, *packed.all, *([magnitudes] if magnitudes else []))
 
-    def _exchanged_maxima(
-        self, read: Rows, exchange: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Rows:
-        tops = self._memory(_FLOAT32, read.per_sequence, columns=1)
-
+    def _maxima(self, read: Rows, magnitudes: Rows, tops: Any) -> None:
         def bind() -> Any:
-            return MaximaArgs(self._count(read), read.columns, read.address, tops.address)
+            places = tops.stride, tops.first_input, tops.piece
+            return MaximaArgs(
+                self._count(read), read.columns, read.address, magnitudes.address, *places
+            )
 
-        self._add(Phase.MAXIMA, bind, read, tops)
-        self._cut(exchange, tops, tops)
-        return tops
+        self._add(Phase.MAXIMA, bind, read, magnitudes)
 
     def rope_store(
         self,

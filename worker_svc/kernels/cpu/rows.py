@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from worker_svc.kernels.cpu.structs import Packed, PackTo
+from worker_svc.kernels.ops import Exchange
 
 _ALIGNMENT = 64
 
@@ -17,12 +18,15 @@ _ALIGNMENT = 64
 class Panels(Protocol):
     """A weight that the library multiplies; see `weights.PanelWeight`."""
 
+    in_features: int
     out_features: int
-    groups: int
     stride: int
-    quantizes: bool
 
-    def struct(self, bias: torch.Tensor | None) -> Any: ...
+    def struct(self, bias: torch.Tensor | None, piece: int) -> Any: ...
+
+    def split(self, exchange: Exchange | None) -> tuple[int, Exchange | None]: ...
+
+    def shared_piece(self, exchange: Exchange, piece: int) -> int: ...
 
 
 @dataclass(eq=False)
@@ -53,6 +57,7 @@ class PackedRows:
 
     weight: Panels
     bias: torch.Tensor | None
+    piece: int
     words: Rows
     sums: Rows
     scales: Rows
@@ -65,8 +70,13 @@ class PackedRows:
         addresses = (each.address for each in self.all)
         return Packed(*addresses, self.words.row_bytes // 4)
 
+    @property
+    def struct(self) -> int:
+        """The address of the weight."""
+        return addressof(self.weight.struct(self.bias, self.piece))
+
     def target(self) -> Any:
-        return PackTo(addressof(self.weight.struct(self.bias)), self.packed())
+        return PackTo(self.struct, self.packed())
 
 
 def allocate(memory: Iterable[Rows], capacity: int) -> None:

@@ -55,7 +55,7 @@ Step = structure(
     ("block_table table_offsets temperatures uniforms", POINTER),
 )
 Weight = structure(
-    "Weight", ("kind inputs outputs groups", INT), ("codes scales zeros bias", POINTER)
+    "Weight", ("kind inputs outputs groups piece", INT), ("codes scales zeros bias", POINTER)
 )
 Packed = structure("Packed", ("words sums scales", POINTER), ("stride", INT))
 PackTo = structure("PackTo", ("weight", POINTER), ("out", Packed))
@@ -81,7 +81,14 @@ ProductArgs = structure(
 SiluArgs = structure(
     "SiluArgs", ("rows", POINTER), ("size", INT), ("gate_up out", POINTER), ("pack", PackTo)
 )
-MaximaArgs = structure("MaximaArgs", ("rows", POINTER), ("size", INT), ("x out", POINTER))
+Tops = structure("Tops", ("data", POINTER), ("stride first_input piece", INT))
+MaximaArgs = structure(
+    "MaximaArgs",
+    ("rows", POINTER),
+    ("size", INT),
+    ("x out", POINTER),
+    ("stride first_input piece", INT),
+)
 RopeStoreArgs = structure(
     "RopeStoreArgs",
     ("cache", Cache),

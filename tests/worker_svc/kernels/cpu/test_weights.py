@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from tests.worker_svc.kernels.triton.weights import random_weight
+from tests.worker_svc.quantization.exact import rounded
 from worker_svc.errors import ModelError
 from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.ops import OneDnnWeight, pack, unpack
-from worker_svc.kernels.cpu.weights import pack_floats, pack_quantized
-from worker_svc.kernels.ops import PackedWeight, PlainWeight
-from worker_svc.weights.quantization.formats import QuantizedWeight, quantize_rows
+from worker_svc.kernels.cpu.weights import PIECE, PanelWeight, pack_floats, pack_quantized
+from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight, quantize_rows
 
 TOKENS = (1, 2, 3, 7, 12, 13, 131)  # every size of tile, alone and in rows of them
 SHAPES = [(1, 8), (33, 8), (64, 96), (150, 520)]
@@ -41,6 +42,7 @@ def check_quantized() -> None:
             continue
         weight = random_weight(fmt, out_features, in_features, groups=groups, zeros=zeros)
         packed = unpack(pack(weight, torch.bfloat16).state())
+        assert isinstance(packed, PanelWeight)
         generator = torch.Generator().manual_seed(0)
         bias = torch.randn(out_features, generator=generator)
         dequantized = weight.dequantized()
@@ -49,8 +51,7 @@ def check_quantized() -> None:
             x[0] = 0  # has no scale
             seen = x.double()
             if fmt != "fp8":
-                codes, scales = quantize_rows(x)
-                seen = codes.double() * scales.double()[:, None]
+                seen = rounded(x, piece=packed.piece)
             elif cpu_features.has("avx512bf16"):
                 seen = x.bfloat16().double()
             expected = seen @ dequantized.double().T + bias
@@ -142,15 +143,32 @@ def test_groups_of_parts_of_steps_are_rejected() -> None:
         pack_quantized(weight)
 
 
-def test_ranks_share_the_largest_magnitude() -> None:
+@pytest.mark.parametrize("share", [32, 96, 128, 180])
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+def test_ranks_share_magnitudes(share: int, fmt: Format) -> None:
     """Two halves of the columns, quantized by what both exchange, add up to the whole."""
-    weight = random_weight("int8", 40, 64)
-    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+    weight = random_weight(fmt, 40, 2 * share)
+    x = torch.randn(9, 2 * share, generator=torch.Generator().manual_seed(1))
+    if (fmt, share) == ("int4", 180):  # pieces would cut steps of 8 inputs
+        maxima = x.abs().amax(dim=1, keepdim=True)
+    else:
+        padding = 0, -2 * share % PIECE
+        maxima = torch.nn.functional.pad(x, padding).view(9, -1, PIECE).abs().amax(dim=2)
+
+    def maximum(mine: torch.Tensor) -> torch.Tensor:
+        assert (mine <= maxima).all()
+        return maxima
+
+    parts = []
+    for first in (0, share):
+        codes = weight.codes[:, first * weight.codes.shape[1] // (2 * share) :]
+        codes = codes[:, : weight.codes.shape[1] // 2].contiguous()
+        half = pack_quantized(QuantizedWeight(fmt, codes, weight.scales))
+        exchange = Exchange(first, 2 * share, maximum)
+        parts.append(half.matmul(x[:, first : first + share], None, exchange))
     whole = pack_quantized(weight).matmul(x, None)
-    maxima = x.abs().amax(dim=1)
-    parts = [
-        pack_quantized(QuantizedWeight("int8", weight.codes[:, half].contiguous(), weight.scales))
-        .matmul(x[:, half], None, lambda mine: maxima)
-        for half in (slice(32), slice(32, 64))
-    ]  # fmt: skip
-    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-6, atol=1e-3)
+    if (fmt, share) == ("int4", 180):
+        codes, scales = quantize_rows(x)
+        seen = codes.double() * scales.double()[:, None]
+        whole = (seen @ weight.dequantized().double().T).float()
+    torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-3)

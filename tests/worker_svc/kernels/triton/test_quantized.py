@@ -19,6 +19,7 @@ from tests.worker_svc.kernels.triton.precision import (
 )
 from tests.worker_svc.kernels.triton.weights import random_weight
 from worker_svc.errors import ModelError
+from worker_svc.kernels.ops import Exchange
 from worker_svc.kernels.triton.ops import pack, unpack
 from worker_svc.kernels.triton.quantized import weights
 from worker_svc.kernels.triton.quantized.row_quantization import quantize
@@ -211,7 +212,7 @@ def test_fp8_products_of_many_rows_are_torchs(groups: int, monkeypatch: pytest.M
     assert isinstance(unpack(packed.state()), Fp8Weight)
     bias = some_x(1, 48, torch.bfloat16)[0]
     x = some_x(70, 256, torch.bfloat16)
-    y = packed.matmul(x, bias, exchange=lambda mine: mine)
+    y = packed.matmul(x, bias, exchange=Exchange(0, x.shape[1], lambda mine: mine))
     assert calls == [ScalingType.RowWise if groups == 1 else ScalingType.BlockWise1x128]
     exact = times(seen(x, packed), weight.dequantized(), bias)
     assert_rows_close(y, exact, 2 * row_bound(torch.bfloat16))

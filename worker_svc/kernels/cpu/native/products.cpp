@@ -45,12 +45,12 @@ struct Bf16Pairs : Float32 {
 
 struct Int8 : Float32 {
     using Sum = I32s;
-    static constexpr int INPUTS = 4;
+    static constexpr int INPUTS = 4, ZERO = 128;
     static I32s add(I32s total, U32s w, U32s x) { return add_codes(total, w, x); }
 };
 
 struct Int4 : Int8 {
-    static constexpr int WORDS = 2, INPUTS = 8;
+    static constexpr int WORDS = 2, INPUTS = 8, ZERO = 8;
     static void load(const char* step, U32s (&w)[WORDS][2]) {
         for (int half = 0; half < 2; half++) {
             U32s both = nano::load<U32s>(step + 64 * half);
@@ -75,15 +75,16 @@ auto with_kind(Kind kind, const Call& call) {
 struct Block {
     const char* panel;
     const float* scales;    // [groups, PANEL], or null
-    const int32_t* zeros;   // [groups, PANEL]
+    const int32_t* zeros;   // [groups, PANEL], or null
     const float* bias;      // [PANEL], or null
     int64_t groups, steps;  // steps per group
+    int64_t pieces, piece_steps;  // of all groups; steps per piece
     int64_t stride;         // of x
     int64_t out_stride, columns;
     // Of a tile:
     const uint32_t* x = nullptr;       // of the first row
-    const int32_t* sums = nullptr;     // [rows, groups]
-    const float* x_scales = nullptr;   // [rows]
+    const int32_t* sums = nullptr;     // [rows, pieces]
+    const float* x_scales = nullptr;   // [rows, pieces]
     float* out = nullptr;
     const char* ahead = nullptr;  // memory to fetch meanwhile, `pace` bytes per step
     int64_t pace = 0;
@@ -91,12 +92,14 @@ struct Block {
 
 inline void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
+// Adds the products of steps [first, end) of a panel.
 template <class K, int ROWS>
-inline void add_steps(const Block& block, int64_t group, typename K::Sum (&sums)[ROWS][2]) {
-    const char* step = block.panel + group * block.steps * K::BYTES;
-    const uint32_t* x = block.x + group * block.steps * K::WORDS;
-    const char* ahead = block.ahead + group * block.steps * block.pace;
-    for (int64_t i = 0; i < block.steps; i++) {
+inline void add_steps(const Block& block, int64_t first, int64_t end,
+                      typename K::Sum (&sums)[ROWS][2]) {
+    const char* step = block.panel + first * K::BYTES;
+    const uint32_t* x = block.x + first * K::WORDS;
+    const char* ahead = block.ahead + first * block.pace;
+    for (int64_t i = first; i < end; i++) {
         fetch(ahead);
         if (K::BYTES > LINE) fetch(ahead + block.pace / 2);
         ahead += block.pace;
@@ -113,42 +116,66 @@ inline void add_steps(const Block& block, int64_t group, typename K::Sum (&sums)
     }
 }
 
-inline F32s as_floats(F32s x) { return x; }
-inline F32s as_floats(I32s x) { return to_floats(x); }
+template <int ROWS>
+using Totals = F32s[ROWS][2];
 
 template <class K, int ROWS>
-[[gnu::noinline]] void multiply(const Block& block) {
-    constexpr bool INTEGERS = std::is_same_v<typename K::Sum, I32s>;
-    F32s totals[ROWS][2] = {};
+inline void multiply_floats(const Block& block, Totals<ROWS>& totals) {
     for (int64_t group = 0; group < block.groups; group++) {
-        typename K::Sum sums[ROWS][2];
-        for (int half = 0; half < 2; half++) {
-            if constexpr (INTEGERS) {
-                auto zero = load<I32s>(block.zeros + group * PANEL + half * LANES);
-                for (int row = 0; row < ROWS; row++)
-                    sums[row][half] = -zero * block.sums[row * block.groups + group];
-            } else {
-                for (int row = 0; row < ROWS; row++) sums[row][half] = F32s{};
-            }
-        }
-        add_steps<K, ROWS>(block, group, sums);
+        F32s sums[ROWS][2] = {};
+        add_steps<K, ROWS>(block, group * block.steps, (group + 1) * block.steps, sums);
         for (int half = 0; half < 2; half++) {
             F32s scale = splat(1.0f);
             if (block.scales) scale = load<F32s>(block.scales + group * PANEL + half * LANES);
-            for (int row = 0; row < ROWS; row++) {
-                F32s sum = as_floats(sums[row][half]);
-                totals[row][half] =
-                    group ? fma(sum, scale, totals[row][half]) : (block.scales ? sum * scale : sum);
+            for (int row = 0; row < ROWS; row++)
+                totals[row][half] = group || block.scales
+                                        ? fma(sums[row][half], scale, totals[row][half])
+                                        : sums[row][half];
+        }
+    }
+}
+
+template <class K, int ROWS>
+inline void multiply_integers(const Block& block, Totals<ROWS>& totals) {
+    const int64_t steps = block.groups * block.steps;
+    for (int64_t piece = 0, first = 0; piece < block.pieces; piece++, first += block.piece_steps) {
+        const int64_t group = first / block.steps;
+        I32s sums[ROWS][2];
+        for (int half = 0; half < 2; half++) {
+            I32s zero = splat(-1);
+            if (block.zeros) zero = load<I32s>(block.zeros + group * PANEL + half * LANES);
+            for (int row = 0; row < ROWS; row++)
+                sums[row][half] = -zero * block.sums[row * block.pieces + piece];
+        }
+        add_steps<K, ROWS>(block, first, std::min(first + block.piece_steps, steps), sums);
+        for (int row = 0; row < ROWS; row++) {
+            const F32s x_scale = splat(block.x_scales[row * block.pieces + piece]);
+            for (int half = 0; half < 2; half++) {
+                F32s factor = x_scale;
+                if (block.groups > 1)
+                    factor *= load<F32s>(block.scales + group * PANEL + half * LANES);
+                totals[row][half] = fma(to_floats(sums[row][half]), factor, totals[row][half]);
             }
         }
     }
+    if (block.groups == 1)
+        for (int half = 0; half < 2; half++)
+            for (int row = 0; row < ROWS; row++)
+                totals[row][half] *= load<F32s>(block.scales + half * LANES);
+}
+
+template <class K, int ROWS>
+[[gnu::noinline]] void multiply(const Block& block) {
+    Totals<ROWS> totals = {};
+    if constexpr (std::is_same_v<typename K::Sum, I32s>)
+        multiply_integers<K, ROWS>(block, totals);
+    else
+        multiply_floats<K, ROWS>(block, totals);
     for (int row = 0; row < ROWS; row++) {
-        F32s result[2];
-        for (int half = 0; half < 2; half++) {
-            result[half] = totals[row][half] * block.x_scales[row];
-            if (block.bias) result[half] += load<F32s>(block.bias + half * LANES);
-        }
-        std::memcpy(block.out + row * block.out_stride, result, block.columns * sizeof(float));
+        if (block.bias)
+            for (int half = 0; half < 2; half++)
+                totals[row][half] += load<F32s>(block.bias + half * LANES);
+        std::memcpy(block.out + row * block.out_stride, totals[row], block.columns * sizeof(float));
     }
 }
 
@@ -176,10 +203,12 @@ void multiply_panel(const Weight& weight, int64_t panel, int64_t first, int64_t 
     Block block{
         .panel = weight.codes + panel * panel_steps * K::BYTES,
         .scales = weight.scales ? weight.scales + panel * weight.groups * PANEL : nullptr,
-        .zeros = weight.zeros + panel * weight.groups * PANEL,
+        .zeros = weight.zeros ? weight.zeros + panel * weight.groups * PANEL : nullptr,
         .bias = of_panel,
         .groups = weight.groups,
         .steps = steps,
+        .pieces = pieces_of(weight),
+        .piece_steps = ceil_div(weight.piece, K::INPUTS),
         .stride = args.x.stride,
         .out_stride = weight.out,
         .columns = columns,
@@ -191,8 +220,8 @@ void multiply_panel(const Weight& weight, int64_t panel, int64_t first, int64_t 
         const int64_t row = first + (end - first) * tile / tiles;
         const int64_t next_row = first + (end - first) * (tile + 1) / tiles;
         block.x = args.x.words + row * args.x.stride;
-        block.sums = args.x.sums + row * weight.groups;
-        block.x_scales = args.x.scales + row;
+        block.sums = args.x.sums + row * block.pieces;
+        block.x_scales = args.x.scales + row * block.pieces;
         block.out = args.out + row * weight.out + column;
         block.ahead = ahead + tile * panel_steps * block.pace;
         multiply_rows<K>(next_row - row, block);
@@ -294,24 +323,37 @@ int64_t bytes_of_panel(const Weight& weight) {
 
 int64_t stride_of(int64_t words) { return (ceil_div(words, LANES) | 1) * LANES; }
 
-void pack_row(const Weight& weight, const float* x, float top, int64_t row, const Packed& out) {
-    uint32_t* words = out.words + row * out.stride;
-    if (weight.kind == Kind::INT8 || weight.kind == Kind::INT4) {
-        // The rounding of quantization.formats.quantize_rows.
-        if (!(top >= 0)) top = largest_magnitude(x, weight.in);
+int64_t pieces_of(const Weight& weight) { return ceil_div(weight.in, weight.piece); }
+
+static void pack_integers(const Weight& weight, const float* x, const Tops* tops, int64_t row,
+                          const Packed& out) {
+    const int64_t pieces = pieces_of(weight), words = words_of(weight);
+    const int32_t zero = weight.zeros ? 1 : weight.kind == Kind::INT8 ? -Int8::ZERO : -Int4::ZERO;
+    uint32_t* packed = out.words + row * out.stride;
+    packed[words - 1] = 0;  // the last inputs of a step may be missing
+    if (weight.kind == Kind::INT4) packed[words - 2] = 0;
+    for (int64_t piece = 0; piece < pieces; piece++) {
+        const int64_t first = piece * weight.piece;
+        const int64_t size = std::min(weight.piece, weight.in - first);
+        float top;
+        if (tops)
+            top = tops->data[row * tops->stride + (tops->first_input + first) / tops->piece];
+        else
+            top = largest_magnitude(x + first, size);
         const float factor = top > 0 ? 127.0f / top : 0.0f;
-        out.scales[row] = top / 127.0f;
-        const int64_t size = weight.in / weight.groups;
-        auto* codes = reinterpret_cast<int8_t*>(words);
-        words[words_of(weight) - 1] = 0;
-        if (weight.kind == Kind::INT4) words[words_of(weight) - 2] = 0;
-        for (int64_t group = 0; group < weight.groups; group++)
-            out.sums[row * weight.groups + group] =
-                pack_codes(x + group * size, size, factor, codes + group * size);
-        return;
+        auto* codes = reinterpret_cast<int8_t*>(packed) + first;
+        const int64_t place = row * pieces + piece;
+        out.scales[place] = top / 127.0f;
+        out.sums[place] = zero * pack_codes(x + first, size, factor, codes);
     }
-    out.scales[row] = 1;
-    if (weight.kind == Kind::BF16_PAIRS)
+}
+
+void pack_row(const Weight& weight, const float* x, const Tops* tops, int64_t row,
+              const Packed& out) {
+    uint32_t* words = out.words + row * out.stride;
+    if (weight.kind == Kind::INT8 || weight.kind == Kind::INT4)
+        pack_integers(weight, x, tops, row, out);
+    else if (weight.kind == Kind::BF16_PAIRS)
         pack_pairs(x, weight.in, words);
     else
         pack_floats(x, weight.in, words);
@@ -320,8 +362,7 @@ void pack_row(const Weight& weight, const float* x, float top, int64_t row, cons
 void pack(const PackArgs& args, Member& member) {
     const int64_t rows = *args.rows;
     for (int64_t row; (row = member.take()) < rows;)
-        pack_row(*args.weight, args.x + row * args.weight->in, args.tops ? args.tops[row] : -1.0f,
-                 row, args.out);
+        pack_row(*args.weight, args.x + row * args.weight->in, args.tops, row, args.out);
 }
 
 void product(const ProductArgs& args, Member& member) {

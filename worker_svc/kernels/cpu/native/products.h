@@ -26,19 +26,32 @@ enum class Kind : int64_t {
 struct Weight {
     Kind kind;
     int64_t in, out;
-    int64_t groups;        // groups of inputs with a scale of their own; 1 if there are no scales
+    int64_t groups;        // of inputs, each with scales of its own; 1 if there are no scales
+    // Integers multiply rows whose `piece` inputs have a scale of their own. A piece is within a
+    // group; the last one may be shorter if there is one group.
+    int64_t piece;
     const char* codes;     // [panels, groups, steps of a group, ...]
     const float* scales;   // [panels, groups, PANEL], or null
-    const int32_t* zeros;  // [panels, groups, PANEL], the codes of zero, for integers
+    const int32_t* zeros;  // [panels, groups, PANEL], the codes of zero, or null: 128 of INT8, 8 of
+                           // INT4
     const float* bias;     // [out], or null
 };
 
 // Rows as the loops of a kind of weight read them.
 struct Packed {
     uint32_t* words;  // [T, stride]
-    int32_t* sums;    // [T, groups] sums of a group's codes, for integers
-    float* scales;    // [T], by which to multiply products
+    int32_t* sums;    // [T, pieces] sums of a piece's codes, times −zero if that is the same for all
+    float* scales;    // [T, pieces]
     int64_t stride;
+};
+
+// The magnitudes that become code 127, if other ranks have a part of a piece. Source [T, pieces of
+// all ranks].
+struct Tops {
+    const float* data;
+    int64_t stride;       // pieces of all ranks
+    int64_t first_input;  // of this rank
+    int64_t piece;        // inputs that share a magnitude
 };
 
 int64_t words_of(const Weight& weight);  // 32-bit words of a row of x
@@ -49,14 +62,17 @@ float largest_magnitude(const float* x, int64_t in);
 // different rows would otherwise compete for the same places of the CPU's cache.
 int64_t stride_of(int64_t words);
 
-// Packs a row x [in]. `top` is the magnitude that becomes code 127, or negative to take the row's.
-void pack_row(const Weight& weight, const float* x, float top, int64_t row, const Packed& out);
+int64_t pieces_of(const Weight& weight);
+
+// Packs a row x [in]. A piece's largest magnitude becomes code 127, unless there are `tops`.
+void pack_row(const Weight& weight, const float* x, const Tops* tops, int64_t row,
+              const Packed& out);
 
 struct PackArgs {
     const Weight* weight;
     const int64_t* rows;  // their number
     const float* x;       // [T, in]
-    const float* tops;    // [T], or null
+    const Tops* tops;     // or null
     Packed out;
 };
 void pack(const PackArgs& args, Member& member);

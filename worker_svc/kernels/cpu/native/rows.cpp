@@ -1,5 +1,7 @@
 #include "rows.h"
 
+#include <algorithm>
+
 namespace nano {
 namespace {
 
@@ -14,7 +16,7 @@ inline float number_of(const Vector& vector, int64_t i) {
 }
 
 void pack_to(const PackTo& pack, const float* x, int64_t row) {
-    if (pack.weight) pack_row(*pack.weight, x, -1.0f, row, pack.out);
+    if (pack.weight) pack_row(*pack.weight, x, nullptr, row, pack.out);
 }
 
 void add_row(float* total, const float* x, int64_t size) {
@@ -57,8 +59,9 @@ void silu_row(const float* gate, const float* up, int64_t size, float* out) {
 void int8_row(const Weight& weight, int64_t row, float* out) {
     const int64_t panel = row / PANEL, column = row % PANEL, place = panel * PANEL + column;
     const auto* codes = (const uint8_t*)weight.codes + panel * bytes_of_panel(weight) + 4 * column;
+    const int32_t zero = weight.zeros ? weight.zeros[place] : 128;
     for (int64_t k = 0; k < weight.in; k++)
-        out[k] = (codes[k / 4 * 4 * PANEL + k % 4] - weight.zeros[place]) * weight.scales[place];
+        out[k] = (codes[k / 4 * 4 * PANEL + k % 4] - zero) * weight.scales[place];
 }
 
 void copy_row(const Vector& table, int64_t first, int64_t size, float* out) {
@@ -106,9 +109,17 @@ void silu(const SiluArgs& args, Member& member) {
 }
 
 void maxima(const MaximaArgs& args, Member& member) {
-    const int64_t rows = *args.rows;
-    for (int64_t row; (row = member.take()) < rows;)
-        args.out[row] = largest_magnitude(args.x + row * args.size, args.size);
+    const int64_t rows = *args.rows, size = args.size;
+    for (int64_t row; (row = member.take()) < rows;) {
+        float* out = args.out + row * args.stride;
+        std::memset(out, 0, args.stride * sizeof(float));
+        for (int64_t k = 0; k < size;) {
+            const int64_t piece = (args.first_input + k) / args.piece;
+            const int64_t end = std::min(size, (piece + 1) * args.piece - args.first_input);
+            out[piece] = largest_magnitude(args.x + row * size + k, end - k);
+            k = end;
+        }
+    }
 }
 
 }  // namespace nano

@@ -51,12 +51,14 @@ struct SiluArgs {
 };
 void silu(const SiluArgs& args, Member& member);
 
-// The largest magnitudes [T] of rows x [T, size].
+// The largest magnitudes of this rank's part of each piece of rows x [T, size]; 0 of pieces that it
+// has no part of.
 struct MaximaArgs {
     const int64_t* rows;
     int64_t size;
     const float* x;
-    float* out;
+    float* out;  // [T, stride]
+    int64_t stride, first_input, piece;  // as in `Tops`
 };
 void maxima(const MaximaArgs& args, Member& member);
 

@@ -160,7 +160,7 @@ def _maxima(x: torch.Tensor, exchange: Exchange | None) -> torch.Tensor | None:
     """Magnitudes [T] by which to quantize x, if other ranks hold further columns of x."""
     if exchange is None:
         return None
-    return exchange(torch.linalg.vector_norm(x, torch.inf, dim=1, dtype=torch.float32))
+    return exchange.maximum(torch.linalg.vector_norm(x, torch.inf, dim=1, dtype=torch.float32))
 
 
 def _width(group: int, groups: int, name: str = "") -> int:
