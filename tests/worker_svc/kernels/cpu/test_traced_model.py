@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from tests.worker_svc.harness import Batch, limits, save_model
+from tests.worker_svc.test_model_runner import prompts
+from tests.worker_svc.thread_ranks import on_ranks
+from worker_svc.attention.cpu_backend import CpuBackend
+from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.kernels.cpu import traced_model
+from worker_svc.kernels.cpu.program import run_timed
+from worker_svc.kernels.cpu.rows import Rows, allocate
+from worker_svc.kernels.cpu.traced_model import TracedModel
+from worker_svc.loader import WeightLoader
+from worker_svc.models.config import load_model_config
+from worker_svc.models.decoder import Decoder, attention_shape
+from worker_svc.models.registry import load_model
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import upload_step
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.quantization.choice import choose_quantization
+
+CPU = torch.device("cpu")
+NUM_BLOCKS = 64
+MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3": {},
+    "Llama with biases": {"family": LlamaForCausalLM, "attention_bias": True, "mlp_bias": True},
+}
+FORMATS = [("none", torch.float32), ("none", torch.bfloat16), ("int8", torch.float32)]
+
+
+@dataclass
+class Pair:
+    """A model that runs steps traced, and operation by operation, with a cache for each."""
+
+    model: Decoder
+    backend: CpuBackend
+    traced: TracedModel
+    batch: Batch = field(default_factory=lambda: Batch(limits(num_blocks=NUM_BLOCKS)))
+    last_tokens: torch.Tensor = field(default_factory=lambda: torch.tensor([7, 9]).int())
+
+    def __post_init__(self) -> None:
+        self.use_caches(self.backend.allocate(NUM_BLOCKS))
+
+    def use_caches(self, caches: list[torch.Tensor]) -> None:
+        for cache in caches:
+            cache.zero_()
+        self.caches, self.eager_caches = caches, [cache.clone() for cache in caches]
+
+    def check(self, step: Step, *, every_token: bool = False) -> torch.Tensor:
+        """Both ways lead to the same bits."""
+        tensors = upload_step(step, self.backend.plan_column(step), CPU)
+        given: Any = tensors, self.last_tokens
+        expected = self.model.hidden_states(
+            *given, self.eager_caches, tensors, every_token=every_token
+        )
+        out = self.traced(*given, self.caches, tensors, every_token=every_token)
+        assert torch.equal(out, expected)
+        assert all(map(torch.equal, self.caches, self.eager_caches))
+        return out.clone()
+
+    def check_some_steps(self) -> None:
+        """Prompts, decodes whose tokens the step before sampled, and steps of all sizes."""
+        long, short, late = prompts(301, [40, 3, 90])
+        self.check(self.batch.step([(0, short), (1, long)]))
+        self.check(self.batch.step([(0, [-1]), (1, [-2])]))
+        self.check(self.batch.step([(0, [-1]), (2, late), (1, [5])]))
+        self.check(self.batch.step([(2, [-1])]), every_token=True)
+        self.check(self.batch.step([(3, late), (2, [5])]), every_token=True)
+
+
+def load(path: Path, quantization: str, dtype: torch.dtype, tp: TensorParallel) -> Pair:
+    config = replace(load_model_config(path), dtype=dtype)
+    backend = CpuBackend(attention_shape(config, tp.size, CPU), block_size=16)
+    with WeightReader(path, dtype, CPU) as reader:
+        loader = WeightLoader(reader, cpu_ops, choose_quantization(quantization, None))
+        model = load_model(loader, config, 512, cpu_ops, tp, backend)
+    traced = TracedModel(model.hidden_states, tp, config.num_layers, backend.cache_of)
+    return Pair(model, backend, traced)
+
+
+@pytest.fixture
+def pair(tiny_dir: Path) -> Pair:
+    return load(tiny_dir, "none", torch.float32, TensorParallel())
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), FORMATS)
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+def test_a_traced_model_equals_its_operations(
+    tmp_path: Path, shape: dict[str, Any], quantization: str, dtype: torch.dtype
+) -> None:
+    save_model(tmp_path, **shape)
+    load(tmp_path, quantization, dtype, TensorParallel()).check_some_steps()
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), FORMATS)
+def test_on_two_ranks(tmp_path: Path, quantization: str, dtype: torch.dtype) -> None:
+    """All-reduces, and the exchange of magnitudes, cut the program."""
+    save_model(tmp_path, **MODELS["Llama with biases"])
+    on_ranks(2, lambda tp: load(tmp_path, quantization, dtype, tp).check_some_steps())
+
+
+def test_new_caches(pair: Pair) -> None:
+    (text,) = prompts(301, [40])
+    step = pair.batch.step([(0, text)])
+    out = pair.check(step)
+    pair.use_caches(pair.backend.allocate(NUM_BLOCKS + 5))
+    assert torch.equal(pair.check(step), out)
+
+
+def test_smaller_caches_at_the_same_addresses(pair: Pair) -> None:
+    """As after the free memory of larger caches has been allocated again."""
+    (text,) = prompts(301, [10])
+    blocks = NUM_BLOCKS // 2
+    pair.check(Batch(limits(num_blocks=blocks)).step([(0, text)]))
+    halves = [cache.view(-1, *cache.shape[2:])[: 2 * blocks] for cache in pair.caches]
+    whole = pair.caches
+    pair.use_caches([half.view(2, blocks, *half.shape[1:]) for half in halves])
+    assert pair.caches[0].data_ptr() == whole[0].data_ptr()
+    pair.check(Batch(limits(num_blocks=blocks)).step([(0, text)]))
+
+
+def test_old_caches_are_not_kept(pair: Pair) -> None:
+    pair.check(pair.batch.step([(0, [1, 2, 3])]))
+    freed = torch._C._WeakTensorRef(pair.caches[0])
+    pair.use_caches(pair.backend.allocate(1))
+    assert freed.expired()
+
+
+def test_several_models_in_one_process(tmp_path: Path, pair: Pair) -> None:
+    """The result of one is valid while others run."""
+    save_model(tmp_path, **MODELS["Llama with biases"])
+    other = load(tmp_path, "int8", torch.float32, TensorParallel())
+    long, short = prompts(301, [50, 4])
+    first, second = pair.batch.step([(0, long)]), pair.batch.step([(0, [-1]), (1, short)])
+    tensors = upload_step(first, pair.backend.plan_column(first), CPU)
+    pair.check(first)
+    out = pair.traced(tensors, pair.last_tokens, pair.caches, tensors)
+    kept = out.clone()
+    other.check(first)
+    other.check(second)
+    assert torch.equal(out, kept)
+    pair.check(second)
+
+
+def test_a_failed_trace_leaves_nothing_behind(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = pair.batch.step([(0, [1, 2, 3])])
+    tensors = upload_step(step, pair.backend.plan_column(step), CPU)
+    with monkeypatch.context() as patched:
+        patched.setattr(pair.model, "norm", None)
+        with pytest.raises(TypeError):
+            pair.traced(tensors, pair.last_tokens, pair.caches, tensors)
+    pair.check(step)
+
+
+def test_timed_phases(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[Any] = []
+    monkeypatch.setattr(traced_model, "run", lambda *given: times.extend(run_timed(*given)))
+    pair.check(pair.batch.step([(0, [1, 2, 3])]))
+    # For each layer two norms, four products, one packing, and three other phases.
+    assert len(times) == 1 + 3 * 10 + 1
+    assert all(each.work >= 0 and each.wait >= 0 for each in times)
+    assert sum(each.work for each in times) > 0
+
+
+def test_rows_that_live_at_the_same_time_share_no_memory(seed: int) -> None:
+    rng = random.Random(seed)
+    memory = []
+    for first_use in sorted(rng.choices(range(100), k=200)):
+        rows = Rows(4 * rng.randint(1, 99), 0, per_sequence=False, first_use=first_use)
+        rows.last_use = first_use + rng.choice([0, 1, 2, 50])
+        memory.append(rows)
+    tokens = 7
+    allocate(memory, tokens)
+    for a in memory:
+        assert a.address % 64 == 0
+        for b in memory:
+            if a is b or a.last_use < b.first_use or b.last_use < a.first_use:
+                continue
+            ends = (a.address + a.row_bytes * tokens, b.address + b.row_bytes * tokens)
+            assert ends[0] <= b.address or ends[1] <= a.address
+    assert len({rows.address for rows in memory}) < len(memory) / 2
