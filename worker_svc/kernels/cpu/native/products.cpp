@@ -6,9 +6,9 @@ namespace nano {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int MAX_ROWS = 12;  // whose sums and weights fit into the vector registers
+constexpr int REGISTERS = 24;  // of vectors for sums; the others hold weights and a number of x
 #else
-constexpr int MAX_ROWS = 2;
+constexpr int REGISTERS = 8;  // halves of vectors
 #endif
 constexpr int LINE = 64;
 // In bytes, the rows of x that are multiplied with a panel while both are in the L2 cache.
@@ -21,6 +21,7 @@ constexpr int64_t PARALLEL_PRODUCTS = 1 << 15;
 struct Float32 {
     using Sum = F32s;
     static constexpr int BYTES = 128, WORDS = 1, INPUTS = 1;
+    static constexpr int MAX_ROWS = REGISTERS / 2;  // whose sums of two vectors fit into registers
     static void load(const char* step, U32s (&w)[WORDS][2]) {
         for (int half = 0; half < 2; half++) w[0][half] = nano::load<U32s>(step + 64 * half);
     }
@@ -46,6 +47,7 @@ struct Bf16Pairs : Float32 {
 struct Int8 : Float32 {
     using Sum = I32s;
     static constexpr int INPUTS = 4, ZERO = 128;
+    static constexpr int MAX_ROWS = REGISTERS / 4;  // with the sums of pieces, in float32
     static I32s add(I32s total, U32s w, U32s x) { return add_codes(total, w, x); }
 };
 
@@ -106,9 +108,12 @@ inline void add_steps(const Block& block, int64_t first, int64_t end,
         U32s w[K::WORDS][2];
         K::load(step, w);
         step += K::BYTES;
+#pragma GCC unroll 16
         for (int word = 0; word < K::WORDS; word++)
+#pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++) {
                 U32s factor = U32s{} + x[row * block.stride + word];
+#pragma GCC unroll 16
                 for (int half = 0; half < 2; half++)
                     sums[row][half] = K::add(sums[row][half], w[word][half], factor);
             }
@@ -141,15 +146,21 @@ inline void multiply_integers(const Block& block, Totals<ROWS>& totals) {
     for (int64_t piece = 0, first = 0; piece < block.pieces; piece++, first += block.piece_steps) {
         const int64_t group = first / block.steps;
         I32s sums[ROWS][2];
-        for (int half = 0; half < 2; half++) {
-            I32s zero = splat(-1);
-            if (block.zeros) zero = load<I32s>(block.zeros + group * PANEL + half * LANES);
-            for (int row = 0; row < ROWS; row++)
-                sums[row][half] = -zero * block.sums[row * block.pieces + piece];
-        }
+#pragma GCC unroll 16
+        for (int row = 0; row < ROWS; row++)
+            sums[row][0] = sums[row][1] = splat(block.sums[row * block.pieces + piece]);
+        if (block.zeros)
+#pragma GCC unroll 16
+            for (int half = 0; half < 2; half++) {
+                const auto zero = load<I32s>(block.zeros + group * PANEL + half * LANES);
+#pragma GCC unroll 16
+                for (int row = 0; row < ROWS; row++) sums[row][half] *= -zero;
+            }
         add_steps<K, ROWS>(block, first, std::min(first + block.piece_steps, steps), sums);
+#pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             const F32s x_scale = splat(block.x_scales[row * block.pieces + piece]);
+#pragma GCC unroll 16
             for (int half = 0; half < 2; half++) {
                 F32s factor = x_scale;
                 if (block.groups > 1)
@@ -159,7 +170,9 @@ inline void multiply_integers(const Block& block, Totals<ROWS>& totals) {
         }
     }
     if (block.groups == 1)
+#pragma GCC unroll 16
         for (int half = 0; half < 2; half++)
+#pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++)
                 totals[row][half] *= load<F32s>(block.scales + half * LANES);
 }
@@ -171,15 +184,17 @@ template <class K, int ROWS>
         multiply_integers<K, ROWS>(block, totals);
     else
         multiply_floats<K, ROWS>(block, totals);
+#pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) {
+        F32s result[2] = {totals[row][0], totals[row][1]};  // the rest stays in registers
         if (block.bias)
             for (int half = 0; half < 2; half++)
-                totals[row][half] += load<F32s>(block.bias + half * LANES);
-        std::memcpy(block.out + row * block.out_stride, totals[row], block.columns * sizeof(float));
+                result[half] += load<F32s>(block.bias + half * LANES);
+        std::memcpy(block.out + row * block.out_stride, result, block.columns * sizeof(float));
     }
 }
 
-template <class K, int ROWS = MAX_ROWS>
+template <class K, int ROWS = K::MAX_ROWS>
 void multiply_rows(int rows, const Block& block) {
     if (rows == ROWS) return multiply<K, ROWS>(block);
     if constexpr (ROWS > 1) multiply_rows<K, ROWS - 1>(rows, block);
@@ -214,7 +229,7 @@ void multiply_panel(const Weight& weight, int64_t panel, int64_t first, int64_t 
         .columns = columns,
     };
     // Tiles of nearly equal size: small ones wait for the latency of their few sums.
-    const int64_t tiles = ceil_div(end - first, MAX_ROWS);
+    const int64_t tiles = ceil_div(end - first, K::MAX_ROWS);
     block.pace = bytes / (tiles * panel_steps);
     for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t row = first + (end - first) * tile / tiles;
@@ -234,7 +249,7 @@ void product_of(const ProductArgs& args, Member& member) {
     const int64_t rows = *args.rows, panels = panels_of(weight);
     if (!rows) return;
     const int64_t row_bytes = 4 * words_of(weight);
-    const int64_t block_rows = std::max<int64_t>(X_BLOCK_BYTES / row_bytes / MAX_ROWS, 1) * MAX_ROWS;
+    const int64_t block_rows = std::max<int64_t>(X_BLOCK_BYTES / row_bytes / K::MAX_ROWS, 1) * K::MAX_ROWS;
     const int64_t blocks = ceil_div(rows, block_rows), units = panels * blocks;
     const int64_t panel_bytes = bytes_of_panel(weight);
     const bool alone = rows * weight.in * weight.out < PARALLEL_PRODUCTS;
