@@ -1,4 +1,4 @@
-"""Sets how the OpenMP threads of a step wait for work.
+"""Sets how the OpenMP threads of torch wait for work.
 
 Call `let_threads_spin_briefly` before importing torch: OpenMP reads its settings only once, when it
 is loaded.
@@ -12,9 +12,9 @@ import os
 def let_threads_spin_briefly() -> None:
     """Makes threads spin for about 0.1 ms before they sleep, unless the environment says otherwise.
 
-    A step has hundreds of short parallel regions. A sleeping thread takes 70 us to wake for one, a
-    spinning thread 2 us. By default threads spin for much longer, and the threads of torch's pool
-    would occupy cores that the kernels' threads need.
+    Operations of torch and oneDNN are short parallel regions. A sleeping thread takes 70 us to wake
+    for one, a spinning thread 2 us. By default threads spin for much longer, and would occupy cores
+    that the threads of `kernels.cpu` need.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")

@@ -343,8 +343,3 @@ void attend(const AttendArgs& args, const Step& step, Member& member) {
 }
 
 }  // namespace nano
-
-extern "C" void nano_attend(nano::Team* team, int members, const nano::AttendArgs* args,
-                            const nano::Step* step) {
-    team->run(members, [&](nano::Member& member) { nano::attend(*args, *step, member); });
-}

@@ -144,8 +144,3 @@ void rope_store(const RopeStoreArgs& args, const Step& step, Member& member) {
 }
 
 }  // namespace nano
-
-extern "C" void nano_rope_store(nano::Team* team, int members, const nano::RopeStoreArgs* args,
-                                const nano::Step* step) {
-    team->run(members, [&](nano::Member& member) { nano::rope_store(*args, *step, member); });
-}
