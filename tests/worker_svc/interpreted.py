@@ -9,6 +9,7 @@ import torch
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
 from worker_svc.devices.cpu import CpuPlatform
+from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.settings import WorkerSettings
@@ -38,6 +39,11 @@ class InterpretedPlatform(CpuPlatform):
     def attention_backend(self, settings: WorkerSettings, shape: AttentionShape) -> Backend:
         size = None if settings.block_size == "auto" else settings.block_size
         return choose_backend(settings.attention, shape, size, self._capability, NUM_SMS)
+
+    def prepare(
+        self, hidden_states: Callable[..., torch.Tensor], backend: Backend, tp: TensorParallel
+    ) -> Callable[..., torch.Tensor]:
+        return hidden_states
 
     def capture(self, run: Callable[[], None], *_: object) -> Callable[[], None]:
         run()  # as the warm-ups before a capture do

@@ -113,7 +113,7 @@ async def test_what_a_profile_records(worker: Worker) -> None:
     events = trace_events(stopped.trace)
     names = {event["name"] for event in events}
     assert "[memory]" in names
-    assert any("worker_svc/models/decoder.py" in name for name in names)
+    assert any("worker_svc/model_runner.py" in name for name in names)
     assert any("Input Dims" in event.get("args", {}) for event in events)
 
 

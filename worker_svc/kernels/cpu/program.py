@@ -48,6 +48,7 @@ QKNorm = tuple[torch.Tensor, torch.Tensor, float]  # weights of queries and of k
 
 
 def vector(tensor: torch.Tensor) -> Any:
+    assert tensor.dtype in (torch.float32, torch.bfloat16)
     return Vector(tensor.data_ptr(), tensor.dtype == torch.bfloat16)
 
 

@@ -142,7 +142,9 @@ def test_ranks_agree_on_codes() -> None:
     halves = (slice(0, 128), slice(128, 256))
     parts = [replace(weight, codes=weight.codes[:, half]) for half in halves]
     ys = [
-        pack(part, torch.float32).matmul(x[:, half], None, lambda mine: maxima.maximum(mine))
+        pack(part, torch.float32).matmul(
+            x[:, half], None, Exchange(half.start, 256, lambda mine: maxima.maximum(mine))
+        )
         for part, half in zip(parts, halves, strict=True)
     ]
     codes, scales = quantize_rows(x)
