@@ -27,7 +27,7 @@ from worker_svc.step.tensors import StepTensors
 
 
 class Program:
-    """A traced model, with memory for the largest step so far.
+    """A traced model, with memory for the largest step so far, and somewhat larger ones.
 
     Args:
         result: the rows that a step computes.
@@ -48,7 +48,8 @@ class Program:
         step = self._trace.step
         fill_step(step, tensors, last_tokens)
         if step.tokens > self._capacity or self._first_cache() is not caches[0]:
-            self._bind(max(step.tokens, self._capacity), caches)
+            # A power of two, because making all arguments takes milliseconds.
+            self._bind(max(1 << (step.tokens - 1).bit_length(), self._capacity), caches)
         for segment in self._segments:
             if isinstance(segment, Cut):
                 self._run_cut(segment)
