@@ -48,16 +48,23 @@ def compare(comparison: Comparison, model: Path, done: Callable[[Entry, Round], 
     """Runs all entries once per round, and calls `done` after each. A failure is kept as a result.
 
     Raises:
-        BenchError: a server is not installed, or the model could not be converted for it.
+        BenchError: a server is not installed.
     """
     for entry in comparison.entries:
         python(entry.peer)
-    models = {entry: converted(entry, model) for entry in comparison.entries}
+    models: dict[Entry, Path | BenchError] = {}
+    for entry in comparison.entries:
+        try:
+            models[entry] = converted(entry, model)
+        except BenchError as error:
+            models[entry] = error
     text = read_tokens(model).tolist()
     for _ in range(comparison.num_rounds):
         for entry in comparison.entries:
-            job = Job(str(models[entry]), text, entry, comparison.sizes, time.monotonic())
             try:
+                if isinstance(converted_to := models[entry], BenchError):
+                    raise converted_to
+                job = Job(str(converted_to), text, entry, comparison.sizes, time.monotonic())
                 outcome = Round(run_driver(entry, job))
             except BenchError as error:
                 outcome = Round(None, str(error))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -120,8 +121,14 @@ def _write_safetensors(model: Path, out: Path) -> None:
 
 def _convert_openvino(environment: Path, model: Path, weights: str, out: Path) -> None:
     export = environment / "bin" / "optimum-cli"
-    task = "text-generation-with-past"
-    _run(export, "export", "openvino", "-m", model, "--task", task, "--weight-format", weights, out)
+    options = ["--task", "text-generation-with-past", "--weight-format", weights]
+    if weights == "int4":
+        config = json.loads((model / "config.json").read_text())
+        sizes = [config[name] for name in ("hidden_size", "intermediate_size")]
+        # As many inputs per scale as divide all layers, at most OpenVINO's default.
+        group = next(each for each in (128, 64, 32, -1) if not any(n % each for n in sizes))
+        options += ["--group-size", str(group)]
+    _run(export, "export", "openvino", "-m", model, *options, out)
 
 
 # The package holds llama.cpp's source, with its server, at a commit that the server reports.

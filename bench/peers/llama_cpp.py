@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,6 @@ from bench.metrics import Trace
 from bench.peers.driver import Server, main
 from bench.peers.entries import Job
 from bench.workload import TEMPERATURE, Request
-from deploy.ports import free_port
 
 SLOT_TOKENS = 1280  # the long prompt, in a multiple of 256
 HOST = "127.0.0.1"
@@ -29,7 +29,8 @@ HOST = "127.0.0.1"
 def serve(job: Job) -> Iterator[Server]:
     binary = Path(sys.prefix) / "bin" / "llama-server"
     slots = job.sizes.shape.num_seqs
-    port = free_port(HOST)
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
     settings = {
         "parallel": slots,
         "ctx-size": slots * SLOT_TOKENS,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -137,6 +138,13 @@ def test_every_entry_has_a_driver_that_can_read_its_job() -> None:
         assert entry.peer == "nano" or entry.peer in install.PEERS
         job = Job("model", [1, 2], entry, TINY, 1.5)
         assert Job.from_json(job.to_json()) == job
+
+
+def test_drivers_of_others_import_only_what_their_environments_have() -> None:
+    for peer in install.PEERS:
+        text = (Path(program.__file__).parent / f"{peer}.py").read_text()
+        imported = re.findall(r"^from (\w+)[\w.]* import", text, re.MULTILINE)
+        assert not {"deploy", "shared", "worker_svc", "nano_vllm_grpc"} & set(imported), peer
 
 
 def test_cpu_time_of_descendants_counts_while_they_run_and_afterwards() -> None:
