@@ -112,7 +112,7 @@ inline void add_steps(const Block& block, int64_t first, int64_t end,
         for (int word = 0; word < K::WORDS; word++)
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++) {
-                U32s factor = U32s{} + x[row * block.stride + word];
+                const U32s factor = splat(x[row * block.stride + word]);
 #pragma GCC unroll 16
                 for (int half = 0; half < 2; half++)
                     sums[row][half] = K::add(sums[row][half], w[word][half], factor);
@@ -295,8 +295,7 @@ inline int32_t pack_codes(const float* x, int64_t count, float factor, int8_t* c
     for (; k + LANES <= count; k += LANES) {
         I32s code = nearest(load<F32s>(x + k) * factor);
         totals += code;
-        typedef int8_t Bytes __attribute__((vector_size(16)));
-        store(codes + k, __builtin_convertvector(code, Bytes));
+        store(codes + k, convert<uint8_t>(code));
     }
     int32_t total = sum(totals);
     for (; k < count; k++) {
@@ -314,7 +313,7 @@ float largest_magnitude(const float* x, int64_t in) {
     int64_t k = 0;
     for (; k + LANES <= in; k += LANES) {
         I32s b = load<I32s>(x + k) & 0x7fffffff;
-        tops = b > tops ? b : tops;
+        tops = select(b > tops, b, tops);
     }
     int32_t top = 0;
     for (int i = 0; i < LANES; i++) top = std::max(top, tops[i]);
