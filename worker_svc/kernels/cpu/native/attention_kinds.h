@@ -147,7 +147,7 @@ struct Codes {
         typedef uint8_t Bytes __attribute__((vector_size(32)));
         const Bytes order = {1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14, 17, 19, 21, 23,
                              16, 18, 20, 22, 25, 27, 29, 31, 24, 26, 28, 30};
-        store(factors, __builtin_shuffle(bits<Bytes>(convert<uint16_t>(codes)), order));
+        store(factors, __builtin_shuffle(bits<Bytes>(low_words(codes)), order));
     }
 };
 

@@ -110,7 +110,7 @@ class Heads {
             if (cache_.type == FLOAT32) store(&codes_[4 * i], numbers);
             if (cache_.type == BFLOAT16) store(&codes_[2 * i], narrow(numbers));
             if (cache_.type == INT8)
-                store(&codes_[i], convert<uint8_t>(nearest(numbers * factor) + zero));
+                store(&codes_[i], low_bytes(nearest(numbers * factor) + zero));
         }
         return top / 127;
     }

@@ -54,7 +54,7 @@ void quantize_int8(const QuantizeArgs& args, int64_t row) {
     args.scales[row] = scale;
     int64_t i = 0;
     for (; i + LANES <= args.columns; i += LANES)
-        store(codes + i, convert<uint8_t>(nearest(load<F32s>(x + i) * factor)));
+        store(codes + i, low_bytes(nearest(load<F32s>(x + i) * factor)));
     for (; i < args.columns; i++) codes[i] = nearest(splat(x[i] * factor))[0];
 }
 
@@ -106,7 +106,7 @@ void quantize_int4(const QuantizeArgs& args, int64_t row) {
         args.scales[row * args.groups + group] = scale;
         for (int64_t i = 0; i < size; i += LANES) {
             F32s codes = int4_codes(load<F32s>(x + i), factor) + 8.0f;
-            Pairs pairs = bits<Pairs>(convert<uint8_t>(convert<int32_t>(codes)));
+            Pairs pairs = bits<Pairs>(low_bytes(convert<int32_t>(codes)));
             store(args.codes + (start + i) / 2,
                   __builtin_convertvector(pairs | pairs >> 4, Bytes));
         }

@@ -172,6 +172,23 @@ inline Lanes<Number> convert(V x) {
 
 inline F32s to_floats(I32s x) { return convert<float>(x); }
 
+// The lower 16 or 8 bits of each lane.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// GCC 12 would take the lanes one by one.
+inline U16s low_words(I32s x) {
+    x = x & 0xffff;
+    const auto words = _mm256_packus_epi32((__m256i)x.low, (__m256i)x.high);  // quarters 0 2 1 3
+    return bits<U16s>(_mm256_permute4x64_epi64(words, 0b11'01'10'00));
+}
+inline U8s low_bytes(I32s x) {
+    const U16s words = low_words(x & 0xff);
+    return bits<U8s>(_mm_packus_epi16((__m128i)words.low, (__m128i)words.high));
+}
+#else
+inline U16s low_words(I32s x) { return convert<uint16_t>(x); }
+inline U8s low_bytes(I32s x) { return convert<uint8_t>(x); }
+#endif
+
 // x · y + z, rounded once.
 inline F32s fma(F32s x, F32s y, F32s z) {
     using Part = Register<float>;
@@ -194,8 +211,17 @@ inline I32s nearest(F32s x) {
 }
 
 // y where either is NaN
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline F32s larger(F32s x, F32s y) {
+    return {_mm256_max_ps(x.low, y.low), _mm256_max_ps(x.high, y.high)};
+}
+inline F32s smaller(F32s x, F32s y) {
+    return {_mm256_min_ps(x.low, y.low), _mm256_min_ps(x.high, y.high)};
+}
+#else
 inline F32s larger(F32s x, F32s y) { return select(x > y, x, y); }
 inline F32s smaller(F32s x, F32s y) { return select(x < y, x, y); }
+#endif
 
 inline F32s magnitude(F32s x) { return bits<F32s>(bits<U32s>(x) & 0x7fffffff); }
 
@@ -261,7 +287,7 @@ inline uint16_t narrow(float x) {
 }
 inline U16s narrow(F32s x) {
     U32s b = bits<U32s>(x);
-    return convert<uint16_t>((b + ((b >> 16) & 1) + 0x7fff) >> 16);
+    return low_words(bits<I32s>((b + ((b >> 16) & 1) + 0x7fff) >> 16));
 }
 
 // Adds to each lane of `total` the products of two pairs of bfloat16.
@@ -274,42 +300,63 @@ inline F32s add_pairs(F32s total, U32s x, U32s y) {
 #endif
 }
 
-#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
-#define NANO_HAS_PMADDWD
-// Adds to each lane of `total` the products of two pairs of int16.
-inline Register<int32_t> add_words(Register<int32_t> total, Register<int32_t> x,
-                                   Register<int32_t> y) {
-#if defined(__AVX512BW__)
-    return total + (Register<int32_t>)_mm512_madd_epi16((__m512i)x, (__m512i)y);
-#else
-    return total + (Register<int32_t>)_mm256_madd_epi16((__m256i)x, (__m256i)y);
-#endif
+// The sums of neighbouring products, of words in each lane and of unsigned and signed bytes in each
+// word, where the CPU cannot add all products of a lane.
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+#define NANO_MULTIPLIES_WORDS
+inline Register<int32_t> multiply_words(Register<uint32_t> x, Register<uint32_t> y) {
+    return (Register<int32_t>)_mm512_madd_epi16((__m512i)x, (__m512i)y);
+}
+inline Register<uint32_t> multiply_bytes(Register<uint32_t> x, Register<uint32_t> y) {
+    return (Register<uint32_t>)_mm512_maddubs_epi16((__m512i)x, (__m512i)y);
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#define NANO_MULTIPLIES_WORDS
+inline Register<int32_t> multiply_words(Register<uint32_t> x, Register<uint32_t> y) {
+    return (Register<int32_t>)_mm256_madd_epi16((__m256i)x, (__m256i)y);
+}
+inline Register<uint32_t> multiply_bytes(Register<uint32_t> x, Register<uint32_t> y) {
+    return (Register<uint32_t>)_mm256_maddubs_epi16((__m256i)x, (__m256i)y);
 }
 #endif
 
 // Adds to each lane of `total` the products of four unsigned bytes and four signed bytes.
 inline I32s add_codes(I32s total, U32s bytes, U32s signed_bytes) {
     using Ints = Register<int32_t>;
-    return each([](Ints total, Register<uint32_t> bytes, Register<uint32_t> signed_bytes) {
+    using Words = Register<uint32_t>;
+    return each([](Ints total, Words bytes, Words signed_bytes) {
 #if defined(__AVX512VNNI__)
         return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)bytes, (__m512i)signed_bytes);
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
         return (Ints)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)bytes, (__m256i)signed_bytes);
-#elif defined(NANO_HAS_PMADDWD)
-        // The sums of the products of bytes in `pmaddubsw` would saturate.
-        typedef int16_t Words __attribute__((vector_size(4 * REGISTER_LANES)));
-        const auto w = (Words)bytes, x = (Words)signed_bytes;
-        total = add_words(total, (Ints)(w & 0xff), (Ints)(x << 8 >> 8));
-        return add_words(total, (Ints)(w >> 8 & 0xff), (Ints)(x >> 8));
+#elif defined(NANO_MULTIPLIES_WORDS)
+        // By words, because the sums of bytes' products in `pmaddubsw` may saturate.
+        typedef int16_t Shorts __attribute__((vector_size(sizeof(Ints))));
+        const auto w = (Shorts)bytes, x = (Shorts)signed_bytes;
+        const auto even = multiply_words((Words)(w & 0xff), (Words)(x << 8 >> 8));
+        return total + (even + multiply_words((Words)(w >> 8 & 0xff), (Words)(x >> 8)));
 #else
         for (int shift = 0; shift < 32; shift += 8) {
-            auto w = (Ints)((bytes >> shift) & 0xff);
-            auto x = (Ints)(signed_bytes << (24 - shift)) >> 24;
+            const auto w = (Ints)((bytes >> shift) & 0xff);
+            const auto x = (Ints)(signed_bytes << (24 - shift)) >> 24;
             total += w * x;
         }
         return total;
 #endif
     }, total, bytes, signed_bytes);
+}
+
+// The same for unsigned bytes below 128, where `pmaddubsw` does not saturate.
+inline I32s add_small_codes(I32s total, U32s bytes, U32s signed_bytes) {
+#if defined(NANO_MULTIPLIES_WORDS)
+    using Words = Register<uint32_t>;
+    const auto ones = Words{} + 0x00010001;
+    return each([=](Register<int32_t> total, Words bytes, Words signed_bytes) {
+        return total + multiply_words(multiply_bytes(bytes, signed_bytes), ones);
+    }, total, bytes, signed_bytes);
+#else
+    return add_codes(total, bytes, signed_bytes);
+#endif
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
