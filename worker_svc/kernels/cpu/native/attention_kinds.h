@@ -15,11 +15,9 @@
 
 namespace nano {
 
-constexpr I32s NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 // The first `count` lanes of x, and `other` in the rest.
 inline F32s first_lanes(F32s x, int64_t count, float other) {
-    return NUMBERS < int32_t(count) ? x : splat(other);
+    return select(lane_numbers() < splat(int32_t(count)), x, splat(other));
 }
 
 // Kinds without scales. Factors are numbers, and sums are in float32.
@@ -66,7 +64,7 @@ struct Pairs : Unscaled<Pairs> {
         store(factors, _mm512_cvtneps_pbh((__m512)numbers));
     }
     static void add_key(F32s& sums, U32s words, Factor factor) {
-        sums = add_pairs(sums, words, U32s{} + factor);
+        sums = add_pairs(sums, words, splat(factor));
     }
     static void add_value(F32s& sums, U32s words, Factor factor) { add_key(sums, words, factor); }
 };
@@ -115,12 +113,12 @@ struct Codes {
     }
 
     static void add_key(Sums& sums, U32s words, Factor factor) {
-        sums.upper = add_codes(sums.upper, words, U32s{} + factor.upper);
-        sums.lower = add_codes(sums.lower, words, U32s{} + factor.lower);
+        sums.upper = add_codes(sums.upper, words, splat(factor.upper));
+        sums.lower = add_codes(sums.lower, words, splat(factor.lower));
     }
     static void add_value(Sums& sums, U32s words, Factor factor) {
-        sums.upper = add_codes(sums.upper, U32s{} + factor.upper, words);
-        sums.lower = add_codes(sums.lower, U32s{} + factor.lower, words);
+        sums.upper = add_codes(sums.upper, splat(factor.upper), words);
+        sums.lower = add_codes(sums.lower, splat(factor.lower), words);
     }
 
     static Query pack(const float* query, int64_t head_dim, float scale, uint8_t* factors) {
@@ -142,14 +140,14 @@ struct Codes {
     }
     static void put_weights(uint8_t* factors, F32s weights, F32s value_scales, float code_factor) {
         F32s codes = weights * value_scales * code_factor + 0.5f;
-        put(factors, __builtin_convertvector(codes, I32s));
+        put(factors, convert<int32_t>(codes));
     }
     // Writes the factors of 16 codes.
     static void put(uint8_t* factors, I32s codes) {
         typedef uint8_t Bytes __attribute__((vector_size(32)));
         const Bytes order = {1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14, 17, 19, 21, 23,
                              16, 18, 20, 22, 25, 27, 29, 31, 24, 26, 28, 30};
-        store(factors, __builtin_shuffle(bits<Bytes>(__builtin_convertvector(codes, U16s)), order));
+        store(factors, __builtin_shuffle(bits<Bytes>(low_words(codes)), order));
     }
 };
 

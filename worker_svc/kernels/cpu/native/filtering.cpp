@@ -46,15 +46,11 @@ uint32_t lanes_up_to(uint32_t limit, U32s numbers) {
 #if defined(__AVX512F__)
     return _mm512_cmple_epu32_mask((__m512i)numbers, _mm512_set1_epi32(limit));
 #elif defined(__AVX2__)
-    __m256i part[2];
-    std::memcpy(part, &numbers, sizeof part);
-    uint32_t found = 0;
-    for (int half = 0; half < 2; half++) {
-        __m256i lower = _mm256_min_epu32(part[half], _mm256_set1_epi32(limit));
-        auto equal = (__m256)_mm256_cmpeq_epi32(lower, part[half]);
-        found |= uint32_t(_mm256_movemask_ps(equal)) << 8 * half;
-    }
-    return found;
+    const auto lanes_of = [=](Register<uint32_t> some) -> uint32_t {
+        const auto within = some <= limit;
+        return _mm256_movemask_ps((__m256)within);
+    };
+    return lanes_of(numbers.low) | lanes_of(numbers.high) << 8;
 #else
     uint32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= uint32_t(numbers[i] <= limit) << i;

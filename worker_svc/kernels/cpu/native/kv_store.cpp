@@ -88,7 +88,7 @@ class Heads {
             constexpr uint64_t FIRST = SIZE == 4   ? 0xffffffffffffffff
                                        : SIZE == 2 ? 0x3333333333333333
                                                    : 0x1111111111111111;
-            U32s whole = __builtin_convertvector(load<Numbers>(codes), U32s) << (8 * SIZE * part);
+            U32s whole = convert<uint32_t>(load<Numbers>(codes)) << (8 * SIZE * part);
             _mm512_mask_storeu_epi8(words + 4 * i, FIRST << (SIZE * part), (__m512i)whole);
 #else
             for (int n = 0; n < LANES; n++)
@@ -110,7 +110,7 @@ class Heads {
             if (cache_.type == FLOAT32) store(&codes_[4 * i], numbers);
             if (cache_.type == BFLOAT16) store(&codes_[2 * i], narrow(numbers));
             if (cache_.type == INT8)
-                store(&codes_[i], __builtin_convertvector(nearest(numbers * factor) + zero, U8s));
+                store(&codes_[i], low_bytes(nearest(numbers * factor) + zero));
         }
         return top / 127;
     }

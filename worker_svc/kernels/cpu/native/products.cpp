@@ -5,10 +5,13 @@
 namespace nano {
 namespace {
 
+// The maximum number of rows of a tile. Of 32 registers, 24 hold sums of two vectors per row, and for
+// integers also the sums of pieces, in float32. Of 16 shorter registers, 8 hold sums of floats. More
+// rows of integers are faster, although registers must be spilled (measured on Zen 4).
 #if defined(__AVX512F__)
-constexpr int REGISTERS = 24;  // of vectors for sums; the others hold weights and a number of x
+constexpr int FLOAT_ROWS = 12, INTEGER_ROWS = 6;
 #else
-constexpr int REGISTERS = 8;  // halves of vectors
+constexpr int FLOAT_ROWS = 2, INTEGER_ROWS = 4;
 #endif
 constexpr int LINE = 64;
 // In bytes, the rows of x that are multiplied with a panel while both are in the L2 cache.
@@ -21,7 +24,7 @@ constexpr int64_t PARALLEL_PRODUCTS = 1 << 15;
 struct Float32 {
     using Sum = F32s;
     static constexpr int BYTES = 128, WORDS = 1, INPUTS = 1;
-    static constexpr int MAX_ROWS = REGISTERS / 2;  // whose sums of two vectors fit into registers
+    static constexpr int MAX_ROWS = FLOAT_ROWS;
     static void load(const char* step, U32s (&w)[WORDS][2]) {
         for (int half = 0; half < 2; half++) w[0][half] = nano::load<U32s>(step + 64 * half);
     }
@@ -47,7 +50,7 @@ struct Bf16Pairs : Float32 {
 struct Int8 : Float32 {
     using Sum = I32s;
     static constexpr int INPUTS = 4, ZERO = 128;
-    static constexpr int MAX_ROWS = REGISTERS / 4;  // with the sums of pieces, in float32
+    static constexpr int MAX_ROWS = INTEGER_ROWS;
     static I32s add(I32s total, U32s w, U32s x) { return add_codes(total, w, x); }
 };
 
@@ -60,6 +63,7 @@ struct Int4 : Int8 {
             w[1][half] = (both >> 4) & 0x0f0f0f0f;
         }
     }
+    static I32s add(I32s total, U32s w, U32s x) { return add_small_codes(total, w, x); }
 };
 
 // Calls `call` with the type of a kind.
@@ -112,7 +116,7 @@ inline void add_steps(const Block& block, int64_t first, int64_t end,
         for (int word = 0; word < K::WORDS; word++)
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++) {
-                U32s factor = U32s{} + x[row * block.stride + word];
+                const U32s factor = splat(x[row * block.stride + word]);
 #pragma GCC unroll 16
                 for (int half = 0; half < 2; half++)
                     sums[row][half] = K::add(sums[row][half], w[word][half], factor);
@@ -295,8 +299,7 @@ inline int32_t pack_codes(const float* x, int64_t count, float factor, int8_t* c
     for (; k + LANES <= count; k += LANES) {
         I32s code = nearest(load<F32s>(x + k) * factor);
         totals += code;
-        typedef int8_t Bytes __attribute__((vector_size(16)));
-        store(codes + k, __builtin_convertvector(code, Bytes));
+        store(codes + k, low_bytes(code));
     }
     int32_t total = sum(totals);
     for (; k < count; k++) {
@@ -314,7 +317,7 @@ float largest_magnitude(const float* x, int64_t in) {
     int64_t k = 0;
     for (; k + LANES <= in; k += LANES) {
         I32s b = load<I32s>(x + k) & 0x7fffffff;
-        tops = b > tops ? b : tops;
+        tops = select(b > tops, b, tops);
     }
     int32_t top = 0;
     for (int i = 0; i < LANES; i++) top = std::max(top, tops[i]);

@@ -24,17 +24,8 @@ namespace {
 
 constexpr int64_t UNIT_WEIGHTS = 1 << 16;  // that a member takes at once
 
-typedef uint64_t U64s __attribute__((vector_size(64)));
+typedef uint16_t Pairs __attribute__((vector_size(16)));
 typedef uint8_t Bytes __attribute__((vector_size(8)));
-
-// The lowest byte of each lane.
-U8s low_bytes(I32s x) {
-#if defined(__AVX512F__)
-    return (U8s)_mm512_cvtepi32_epi8((__m512i)x);
-#else
-    return __builtin_convertvector(x, U8s);
-#endif
-}
 
 float inverse(float scale) { return std::fabs(scale) > FLT_MIN ? 1 / scale : 0; }
 
@@ -115,9 +106,9 @@ void quantize_int4(const QuantizeArgs& args, int64_t row) {
         args.scales[row * args.groups + group] = scale;
         for (int64_t i = 0; i < size; i += LANES) {
             F32s codes = int4_codes(load<F32s>(x + i), factor) + 8.0f;
-            U64s pairs = bits<U64s>(__builtin_convertvector(codes, I32s));
+            Pairs pairs = bits<Pairs>(low_bytes(convert<int32_t>(codes)));
             store(args.codes + (start + i) / 2,
-                  __builtin_convertvector(pairs | pairs >> 28, Bytes));
+                  __builtin_convertvector(pairs | pairs >> 4, Bytes));
         }
     }
 }

@@ -29,7 +29,7 @@ class Weights {
 
     // The weights of logits of which `top` is the largest.
     F32s operator()(F32s logits, float top) const {
-        if (greedy) return logits == top ? splat(1.0f) : splat(0.0f);
+        if (greedy) return select(logits == splat(top), splat(1.0f), splat(0.0f));
         return exp_or_zero((logits - top) * inverse_);
     }
 
@@ -91,7 +91,7 @@ Choice choose_chunk(const SelectTokensArgs& args, int64_t row, const Weights& we
     return invert(args.all_chunks, uniform, [&](int64_t i, double* out) {
         F32s weight = weights(load_logits(maxima + i, args.all_chunks - i), top);
         F32s sum = weights.greedy ? splat(1.0f) : load_logits(sums + i, args.all_chunks - i);
-        store(out, __builtin_convertvector(sum, F64s) * __builtin_convertvector(weight, F64s));
+        store(out, convert<double>(sum) * convert<double>(weight));
     });
 }
 
@@ -106,7 +106,7 @@ int32_t select(const SelectTokensArgs& args, int64_t row, float temperature, dou
     float top = args.maxima[row * args.all_chunks + chunk];
     auto token = invert(count, fraction, [&](int64_t i, double* out) {
         F32s weight = weights(load_logits(logits + i, count - i), top);
-        store(out, __builtin_convertvector(weight, F64s));
+        store(out, convert<double>(weight));
     });
     return chunk * args.chunk_size + token.index;
 }

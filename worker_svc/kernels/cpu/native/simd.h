@@ -1,13 +1,14 @@
 // Vectors of 16 numbers on any CPU, and the instructions that multiply and add them up.
 //
-// The compiler splits a vector into the registers that the CPU has. It must not contract or reorder
-// floating-point operations (-ffp-contract=off), so that a row's result is the same in every loop.
+// The compiler must not contract or reorder floating-point operations (-ffp-contract=off), so that a
+// row's result is the same in every loop.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -16,24 +17,106 @@
 namespace nano {
 
 constexpr int LANES = 16;
+// The 32-bit lanes of a register.
+#if defined(__AVX512F__)
+constexpr int REGISTER_LANES = 16;
+#elif defined(__AVX2__)
+constexpr int REGISTER_LANES = 8;
+#else
+constexpr int REGISTER_LANES = 4;
+#endif
 
-typedef float F32s __attribute__((vector_size(64)));
-typedef int32_t I32s __attribute__((vector_size(64)));
-typedef uint32_t U32s __attribute__((vector_size(64)));
-typedef double F64s __attribute__((vector_size(128)));
-typedef uint16_t U16s __attribute__((vector_size(32)));
-typedef uint8_t U8s __attribute__((vector_size(16)));
+// A vector in two parts. The compiler could split it itself, but GCC 12 keeps vectors in memory that
+// are longer than a register, and compares their lanes one by one.
+template <class Part>
+struct Halves {
+    using Half = Part;
+    using Number = std::remove_cvref_t<decltype(Part{}[0])>;
+    Part low, high;
+
+    Halves() = default;
+    Halves(Part low, Part high) : low(low), high(high) {}
+    Halves(Number x) : low(x - Part{}), high(low) {}
+
+    Number operator[](int lane) const {
+        constexpr int COUNT = sizeof(Part) / sizeof(Number);
+        return lane < COUNT ? low[lane] : high[lane - COUNT];
+    }
+
+    friend Halves operator-(Halves x) { return {-x.low, -x.high}; }
+    friend Halves operator~(Halves x) { return {~x.low, ~x.high}; }
+    friend Halves operator+(Halves x, Halves y) { return {x.low + y.low, x.high + y.high}; }
+    friend Halves operator-(Halves x, Halves y) { return {x.low - y.low, x.high - y.high}; }
+    friend Halves operator*(Halves x, Halves y) { return {x.low * y.low, x.high * y.high}; }
+    friend Halves operator/(Halves x, Halves y) { return {x.low / y.low, x.high / y.high}; }
+    friend Halves operator&(Halves x, Halves y) { return {x.low & y.low, x.high & y.high}; }
+    friend Halves operator|(Halves x, Halves y) { return {x.low | y.low, x.high | y.high}; }
+    friend Halves operator^(Halves x, Halves y) { return {x.low ^ y.low, x.high ^ y.high}; }
+    friend Halves operator<<(Halves x, Halves y) { return {x.low << y.low, x.high << y.high}; }
+    friend Halves operator>>(Halves x, Halves y) { return {x.low >> y.low, x.high >> y.high}; }
+    friend auto operator==(Halves x, Halves y) { return nano::Halves(x.low == y.low, x.high == y.high); }
+    friend auto operator<(Halves x, Halves y) { return nano::Halves(x.low < y.low, x.high < y.high); }
+    friend auto operator>(Halves x, Halves y) { return y < x; }
+    Halves& operator+=(Halves y) { return *this = *this + y; }
+    Halves& operator*=(Halves y) { return *this = *this * y; }
+};
+
+template <class V>
+constexpr bool IS_HALVES = false;
+template <class Part>
+constexpr bool IS_HALVES<Halves<Part>> = true;
+
+// COUNT numbers, at most as many as a register holds 32-bit lanes.
+template <class Number, int COUNT = LANES>
+struct VectorOf {
+    using Half = typename VectorOf<Number, COUNT / 2>::Type;
+    using Type = Halves<Half>;
+};
+template <class Number>
+struct VectorOf<Number, REGISTER_LANES> {
+    typedef Number Type __attribute__((vector_size(REGISTER_LANES * sizeof(Number))));
+};
+template <class Number>
+using Lanes = typename VectorOf<Number>::Type;
+template <class Number>
+using Register = typename VectorOf<Number, REGISTER_LANES>::Type;
+
+using F32s = Lanes<float>;
+using I32s = Lanes<int32_t>;
+using U32s = Lanes<uint32_t>;
+using F64s = Lanes<double>;
+using U16s = Lanes<uint16_t>;
+using U8s = Lanes<uint8_t>;
+
+// The results of f for all registers of vectors.
+template <class F, class V, class... More>
+inline auto each(const F& f, V x, More... more) {
+    if constexpr (IS_HALVES<V>)
+        return Halves(each(f, x.low, more.low...), each(f, x.high, more.high...));
+    else
+        return f(x, more...);
+}
 
 template <class V>
 inline V load(const void* address) {
-    V v;
-    std::memcpy(&v, address, sizeof v);
-    return v;
+    if constexpr (IS_HALVES<V>) {
+        using Half = typename V::Half;
+        return {load<Half>(address), load<Half>((const char*)address + sizeof(Half))};
+    } else {
+        V v;
+        std::memcpy(&v, address, sizeof v);
+        return v;
+    }
 }
 
 template <class V>
 inline void store(void* address, V v) {
-    std::memcpy(address, &v, sizeof v);
+    if constexpr (IS_HALVES<V>) {
+        store(address, v.low);
+        store((char*)address + sizeof v.low, v.high);
+    } else {
+        std::memcpy(address, &v, sizeof v);
+    }
 }
 
 // The first `count` numbers at an address, or as many as a vector holds; the other lanes are 0.
@@ -41,45 +124,85 @@ template <class V>
 inline V load_first(const void* address, int64_t count) {
     if (count >= LANES) return load<V>(address);
     V v{};
-    std::memcpy(&v, address, count * sizeof(v[0]));
+    std::memcpy(&v, address, count * (sizeof v / LANES));
     return v;
 }
 
 template <class V>
 inline void store_first(void* address, V v, int64_t count) {
     if (count >= LANES) return store(address, v);
-    std::memcpy(address, &v, count * sizeof(v[0]));
+    std::memcpy(address, &v, count * (sizeof v / LANES));
 }
 
 template <class To, class From>
 inline To bits(From from) {
     static_assert(sizeof(To) == sizeof(From));
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
+    if constexpr (IS_HALVES<To> && IS_HALVES<From>) {
+        using Half = typename To::Half;
+        return {bits<Half>(from.low), bits<Half>(from.high)};
+    } else {
+        To to;
+        std::memcpy(&to, &from, sizeof to);
+        return to;
+    }
 }
 
-inline F32s splat(float x) { return F32s{} + x; }
-inline I32s splat(int32_t x) { return I32s{} + x; }
+// Subtracting 0 changes no number, not even −0. So the compiler leaves it out.
+inline F32s splat(float x) { return x - F32s{}; }
+inline I32s splat(int32_t x) { return x - I32s{}; }
+inline U32s splat(uint32_t x) { return x - U32s{}; }
+
+// 0, 1, ..., 15
+inline I32s lane_numbers() {
+    constexpr int32_t NUMBERS[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load<I32s>(NUMBERS);
+}
+
+// Lanes of x where a comparison holds, and of y elsewhere.
+template <class Mask, class V>
+inline V select(Mask mask, V x, V y) {
+    return each([](auto mask, auto x, auto y) { return mask ? x : y; }, mask, x, y);
+}
+
+// Each lane as a number of another type.
+template <class Number, class V>
+inline Lanes<Number> convert(V x) {
+    return each([](auto x) { return __builtin_convertvector(x, Register<Number>); }, x);
+}
+
+inline F32s to_floats(I32s x) { return convert<float>(x); }
+
+// The lower 16 or 8 bits of each lane.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// GCC 12 would take the lanes one by one.
+inline U16s low_words(I32s x) {
+    x = x & 0xffff;
+    const auto words = _mm256_packus_epi32((__m256i)x.low, (__m256i)x.high);  // quarters 0 2 1 3
+    return bits<U16s>(_mm256_permute4x64_epi64(words, 0b11'01'10'00));
+}
+inline U8s low_bytes(I32s x) {
+    const U16s words = low_words(x & 0xff);
+    return bits<U8s>(_mm_packus_epi16((__m128i)words.low, (__m128i)words.high));
+}
+#else
+inline U16s low_words(I32s x) { return convert<uint16_t>(x); }
+inline U8s low_bytes(I32s x) { return convert<uint8_t>(x); }
+#endif
 
 // x · y + z, rounded once.
 inline F32s fma(F32s x, F32s y, F32s z) {
+    using Part = Register<float>;
+    return each([](Part x, Part y, Part z) {
 #if defined(__AVX512F__)
-    return (F32s)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
-#elif defined(__FMA__)
-    struct Halves {
-        __m256 low, high;
-    };
-    auto a = bits<Halves>(x), b = bits<Halves>(y), c = bits<Halves>(z);
-    return bits<F32s>(Halves{_mm256_fmadd_ps(a.low, b.low, c.low),
-                             _mm256_fmadd_ps(a.high, b.high, c.high)});
+        return (Part)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)z);
+#elif defined(__AVX2__) && defined(__FMA__)
+        return (Part)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)z);
 #else
-    for (int i = 0; i < LANES; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
-    return z;
+        for (int i = 0; i < REGISTER_LANES; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+        return z;
 #endif
+    }, x, y, z);
 }
-
-inline F32s to_floats(I32s x) { return __builtin_convertvector(x, F32s); }
 
 // The nearest integers, ties to even, of numbers within ±2²².
 inline I32s nearest(F32s x) {
@@ -87,28 +210,17 @@ inline I32s nearest(F32s x) {
     return bits<I32s>(x + shift) - bits<I32s>(shift);
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// `f` of both halves. GCC makes scalar code of comparisons that are longer than a register.
-template <class F>
-inline F32s by_halves(F32s x, F32s y, const F& f) {
-    struct Halves {
-        __m256 low, high;
-    };
-    auto a = bits<Halves>(x), b = bits<Halves>(y);
-    return bits<F32s>(Halves{f(a.low, b.low), f(a.high, b.high)});
-}
-
 // y where either is NaN
+#if defined(__AVX2__) && !defined(__AVX512F__)
 inline F32s larger(F32s x, F32s y) {
-    return by_halves(x, y, [](__m256 a, __m256 b) { return _mm256_max_ps(a, b); });
+    return {_mm256_max_ps(x.low, y.low), _mm256_max_ps(x.high, y.high)};
 }
 inline F32s smaller(F32s x, F32s y) {
-    return by_halves(x, y, [](__m256 a, __m256 b) { return _mm256_min_ps(a, b); });
+    return {_mm256_min_ps(x.low, y.low), _mm256_min_ps(x.high, y.high)};
 }
 #else
-// y where either is NaN
-inline F32s larger(F32s x, F32s y) { return x > y ? x : y; }
-inline F32s smaller(F32s x, F32s y) { return x < y ? x : y; }
+inline F32s larger(F32s x, F32s y) { return select(x > y, x, y); }
+inline F32s smaller(F32s x, F32s y) { return select(x < y, x, y); }
 #endif
 
 inline F32s magnitude(F32s x) { return bits<F32s>(bits<U32s>(x) & 0x7fffffff); }
@@ -118,14 +230,8 @@ template <class Join>
 inline auto join_to_4(F32s x, const Join& join) {
     typedef float F32s8 __attribute__((vector_size(32)));
     typedef float F32s4 __attribute__((vector_size(16)));
-    struct Halves {
-        F32s8 low, high;
-    };
-    struct Quarters {
-        F32s4 low, high;
-    };
-    const auto halves = bits<Halves>(x);
-    const auto quarters = bits<Quarters>(join(halves.low, halves.high));
+    const auto halves = bits<Halves<F32s8>>(x);
+    const auto quarters = bits<Halves<F32s4>>(join(halves.low, halves.high));
     return join(quarters.low, quarters.high);
 }
 
@@ -143,7 +249,7 @@ inline int32_t sum(I32s x) {
 
 // The largest lane; lanes of NaN count as −∞.
 inline float largest(F32s x) {
-    x = x == x ? x : splat(-INFINITY);
+    x = select(x == x, x, splat(-INFINITY));
     const auto part = join_to_4(x, [](auto a, auto b) { return a > b ? a : b; });
     float top = part[0];
     for (int i = 1; i < 4; i++) top = part[i] > top ? part[i] : top;
@@ -172,7 +278,7 @@ inline F32s exp(F32s x) {
 
 // bfloat16 → float32
 inline float widen(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
-inline F32s widen(U16s x) { return bits<F32s>(__builtin_convertvector(x, U32s) << 16); }
+inline F32s widen(U16s x) { return bits<F32s>(convert<uint32_t>(x) << 16); }
 
 // float32 → the nearest bfloat16, ties to even
 inline uint16_t narrow(float x) {
@@ -181,7 +287,7 @@ inline uint16_t narrow(float x) {
 }
 inline U16s narrow(F32s x) {
     U32s b = bits<U32s>(x);
-    return __builtin_convertvector((b + ((b >> 16) & 1) + 0x7fff) >> 16, U16s);
+    return low_words(bits<I32s>((b + ((b >> 16) & 1) + 0x7fff) >> 16));
 }
 
 // Adds to each lane of `total` the products of two pairs of bfloat16.
@@ -194,39 +300,62 @@ inline F32s add_pairs(F32s total, U32s x, U32s y) {
 #endif
 }
 
-#if defined(__AVX2__)
-inline __m256i add_codes(__m256i total, __m256i bytes, __m256i signed_bytes) {
-#if defined(__AVXVNNI__)
-    return _mm256_dpbusd_avx_epi32(total, bytes, signed_bytes);
-#else
-    // By words, because the sums of bytes' products in `pmaddubsw` saturate.
-    auto even = _mm256_madd_epi16(_mm256_and_si256(bytes, _mm256_set1_epi16(0xff)),
-                                  _mm256_srai_epi16(_mm256_slli_epi16(signed_bytes, 8), 8));
-    auto odd = _mm256_madd_epi16(_mm256_srli_epi16(bytes, 8), _mm256_srai_epi16(signed_bytes, 8));
-    return _mm256_add_epi32(total, _mm256_add_epi32(even, odd));
-#endif
+// The sums of neighbouring products, of words in each lane and of unsigned and signed bytes in each
+// word, where the CPU cannot add all products of a lane.
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+#define NANO_MULTIPLIES_WORDS
+inline Register<int32_t> multiply_words(Register<uint32_t> x, Register<uint32_t> y) {
+    return (Register<int32_t>)_mm512_madd_epi16((__m512i)x, (__m512i)y);
+}
+inline Register<uint32_t> multiply_bytes(Register<uint32_t> x, Register<uint32_t> y) {
+    return (Register<uint32_t>)_mm512_maddubs_epi16((__m512i)x, (__m512i)y);
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#define NANO_MULTIPLIES_WORDS
+inline Register<int32_t> multiply_words(Register<uint32_t> x, Register<uint32_t> y) {
+    return (Register<int32_t>)_mm256_madd_epi16((__m256i)x, (__m256i)y);
+}
+inline Register<uint32_t> multiply_bytes(Register<uint32_t> x, Register<uint32_t> y) {
+    return (Register<uint32_t>)_mm256_maddubs_epi16((__m256i)x, (__m256i)y);
 }
 #endif
 
 // Adds to each lane of `total` the products of four unsigned bytes and four signed bytes.
 inline I32s add_codes(I32s total, U32s bytes, U32s signed_bytes) {
+    using Ints = Register<int32_t>;
+    using Words = Register<uint32_t>;
+    return each([](Ints total, Words bytes, Words signed_bytes) {
 #if defined(__AVX512VNNI__)
-    return (I32s)_mm512_dpbusd_epi32((__m512i)total, (__m512i)bytes, (__m512i)signed_bytes);
-#elif defined(__AVX2__)
-    struct Halves {
-        __m256i low, high;
-    };
-    auto w = bits<Halves>(bytes), x = bits<Halves>(signed_bytes), t = bits<Halves>(total);
-    t.low = add_codes(t.low, w.low, x.low);
-    t.high = add_codes(t.high, w.high, x.high);
-    return bits<I32s>(t);
+        return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)bytes, (__m512i)signed_bytes);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+        return (Ints)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)bytes, (__m256i)signed_bytes);
+#elif defined(NANO_MULTIPLIES_WORDS)
+        // By words, because the sums of bytes' products in `pmaddubsw` may saturate.
+        typedef int16_t Shorts __attribute__((vector_size(sizeof(Ints))));
+        const auto w = (Shorts)bytes, x = (Shorts)signed_bytes;
+        const auto even = multiply_words((Words)(w & 0xff), (Words)(x << 8 >> 8));
+        return total + (even + multiply_words((Words)(w >> 8 & 0xff), (Words)(x >> 8)));
 #else
-    for (int shift = 0; shift < 32; shift += 8) {
-        I32s w = bits<I32s>((bytes >> shift) & 0xff);
-        I32s x = bits<I32s>(signed_bytes << (24 - shift)) >> 24;
-        total += w * x;
-    }
-    return total;
+        for (int shift = 0; shift < 32; shift += 8) {
+            const auto w = (Ints)((bytes >> shift) & 0xff);
+            const auto x = (Ints)(signed_bytes << (24 - shift)) >> 24;
+            total += w * x;
+        }
+        return total;
+#endif
+    }, total, bytes, signed_bytes);
+}
+
+// The same for unsigned bytes below 128, where `pmaddubsw` does not saturate.
+inline I32s add_small_codes(I32s total, U32s bytes, U32s signed_bytes) {
+#if defined(NANO_MULTIPLIES_WORDS)
+    using Words = Register<uint32_t>;
+    const auto ones = Words{} + 0x00010001;
+    return each([=](Register<int32_t> total, Words bytes, Words signed_bytes) {
+        return total + multiply_words(multiply_bytes(bytes, signed_bytes), ones);
+    }, total, bytes, signed_bytes);
+#else
+    return add_codes(total, bytes, signed_bytes);
 #endif
 }
 

@@ -79,12 +79,11 @@ void penalize(const PenalizeArgs& args, Member& member) {
 
 // Excludes the tokens in `logits`, of which the first is `start`, whose bit in `mask` is 0.
 void mask_row(float* logits, int64_t start, int64_t count, const int32_t* mask) {
-    constexpr I32s lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int64_t i = 0; i < count;) {
         int64_t place = (start + i) % 32;
         uint32_t allowed = uint32_t(mask[(start + i) / 32]) >> place;
         if (place % LANES == 0 && count - i >= LANES) {
-            I32s kept = splat(int32_t(allowed)) << (31 - lanes) >> 31;  // −1 or 0
+            I32s kept = splat(int32_t(allowed)) << (31 - lane_numbers()) >> 31;  // −1 or 0
             I32s some = load<I32s>(logits + i) & kept;
             store(logits + i, some | (bits<I32s>(splat(-INFINITY)) & ~kept));
             i += LANES;
