@@ -64,7 +64,7 @@ REFERENCE = "float32"
 
 @dataclass(frozen=True)
 class Quality:
-    """What a variant makes of the text, with intervals of 95 %.
+    """A variant's figures on the text, with intervals of 95 %.
 
     The divergence is KL(reference || variant) of the next token's distributions, in nats.
     """

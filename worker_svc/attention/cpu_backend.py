@@ -9,11 +9,10 @@ import torch
 from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.errors import StartError
 from worker_svc.kernels.cpu.program import rope_store_args, run_phase, step_of, tracing
-from worker_svc.kernels.cpu.structs import AttendArgs, Cache, Phase
+from worker_svc.kernels.cpu.structs import LANES, AttendArgs, Cache, Phase
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 
-_LANES = 16
 _CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _CHUNK = 256  # keys that attention takes at once; see `native/attention.cpp`
 
@@ -32,9 +31,9 @@ class CpuBackend(AttentionBackend[StepTensors]):
         super().__init__(shape, block_size)
         if shape.kv_dtype == "fp8":
             raise StartError("kv_dtype: fp8 is not served on a CPU; use int8")
-        if block_size > _CHUNK and block_size % _LANES:
+        if block_size > _CHUNK and block_size % LANES:
             raise StartError(
-                f"block_size: {block_size} is over {_CHUNK} and not a multiple of {_LANES}, as it "
+                f"block_size: {block_size} is over {_CHUNK} and not a multiple of {LANES}, as it "
                 "has to be on a CPU"
             )
         self._dtype = torch.int8 if shape.kv_dtype == "int8" else shape.dtype
@@ -47,9 +46,9 @@ class CpuBackend(AttentionBackend[StepTensors]):
 
     def allocate(self, num_blocks: int) -> list[torch.Tensor]:
         s = self.shape
-        slots = -(-self.block_size // _LANES) * _LANES
+        slots = -(-self.block_size // LANES) * LANES
         scale_bytes = 4 if self._dtype == torch.int8 else 0
-        size = slots * (-(-s.head_dim // _LANES) * _LANES + scale_bytes)
+        size = slots * (-(-s.head_dim // LANES) * LANES + scale_bytes)
         # Left uninitialized, so that memory which no sequence has used yet stays untouched.
         return [
             torch.empty(2, num_blocks, s.num_kv_heads, size, dtype=self._dtype)

@@ -102,7 +102,7 @@ def _destroy(pid: int, address: ctypes.c_void_p) -> None:
 
 
 class _Calls(threading.local):
-    """What a thread calls kernels with."""
+    """A thread's team, and how many of its members run a kernel."""
 
     members = 0  # of the next runs; 0: a thread per core
     team: _Team | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 INT, DOUBLE, POINTER = c_int64, c_double, c_void_p
+LANES = 16  # the numbers of a vector, as in `native/simd.h`
 
 
 class Phase(IntEnum):

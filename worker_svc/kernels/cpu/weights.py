@@ -15,6 +15,7 @@ from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.library import library
 from worker_svc.kernels.cpu.program import run, run_phase, tracing
 from worker_svc.kernels.cpu.structs import (
+    LANES,
     Kind,
     MaximaArgs,
     Op,
@@ -29,7 +30,6 @@ from worker_svc.kernels.cpu.structs import (
 from worker_svc.kernels.ops import Exchange
 from worker_svc.weights.quantization.formats import QuantizedWeight
 
-LANES = 16  # numbers in a vector
 PANEL = 2 * LANES
 # The inputs of a row that share a scale once they are rounded to 8 bits. With a scale per row, as
 # most servers have it, SmolLM2's perplexity grew by 3.7 % (docs/quantization.md).
@@ -81,9 +81,7 @@ class PanelWeight:
 
     def split(self, exchange: Exchange | None) -> tuple[int, Exchange | None]:
         """The inputs of a piece, and `exchange` if other ranks have a part of some piece."""
-        if exchange is None or not self.quantizes or exchange.columns <= self.in_features:
-            return self.piece, None
-        if self.in_features % PIECE == 0:
+        if exchange is None or not self.quantizes or self.in_features % PIECE == 0:
             return self.piece, None
         piece = gcd(self.piece, self.in_features)
         if piece % _INPUTS[self.kind] == 0:

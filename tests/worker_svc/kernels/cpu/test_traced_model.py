@@ -117,7 +117,7 @@ def test_new_caches(pair: Pair) -> None:
 
 
 def test_smaller_caches_at_the_same_addresses(pair: Pair) -> None:
-    """As after the free memory of larger caches has been allocated again."""
+    """Memory that larger caches freed may be allocated again at the same address."""
     (text,) = prompts(301, [10])
     blocks = NUM_BLOCKS // 2
     pair.check(Batch(limits(num_blocks=blocks)).step([(0, text)]))

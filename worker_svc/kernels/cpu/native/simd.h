@@ -1,7 +1,7 @@
 // Vectors of 16 numbers on any CPU, and the instructions that multiply and add them up.
 //
-// The compiler must not contract or reorder floating-point operations (-ffp-contract=off), so that a
-// row's result is the same in every loop.
+// The compiler must not contract or reorder floating-point operations (-ffp-contract=off), so that
+// a row's result is the same in every loop.
 #pragma once
 
 #include <cmath>
@@ -26,8 +26,8 @@ constexpr int REGISTER_LANES = 8;
 constexpr int REGISTER_LANES = 4;
 #endif
 
-// A vector in two parts. The compiler could split it itself, but GCC 12 keeps vectors in memory that
-// are longer than a register, and compares their lanes one by one.
+// A vector in two parts. The compiler could split it itself, but GCC 12 keeps vectors in memory
+// that are longer than a register, and compares their lanes one by one.
 template <class Part>
 struct Halves {
     using Half = Part;
@@ -84,7 +84,6 @@ using Register = typename VectorOf<Number, REGISTER_LANES>::Type;
 using F32s = Lanes<float>;
 using I32s = Lanes<int32_t>;
 using U32s = Lanes<uint32_t>;
-using F64s = Lanes<double>;
 using U16s = Lanes<uint16_t>;
 using U8s = Lanes<uint8_t>;
 

@@ -60,8 +60,6 @@ class Team {
         for (auto& thread : threads_) thread.join();
     }
 
-    int size() const { return size_; }
-
     // Has `members` threads, the caller among them, call `work`, and returns when all have returned.
     template <class Work>
     void run(int members, const Work& work) {
