@@ -22,6 +22,7 @@ from tests.stack import ROOT, RealStack, running_stack
 from tests.waiting import wait_for
 
 OBSERVABILITY = ROOT / "deploy" / "observability"
+NO_INOTIFY = "Error adding file watcher"
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 
 pytestmark = [
@@ -49,7 +50,12 @@ class Prometheus:
         return [value for value in values if not math.isnan(value)]
 
     def wait(self, expression: str) -> None:
-        wait_for(lambda: self.query(expression), f"Prometheus to see {expression}")
+        try:
+            wait_for(lambda: self.query(expression), f"Prometheus to see {expression}")
+        except TimeoutError:
+            for target in self.ask("targets")["activeTargets"]:
+                print(target["scrapeUrl"], target["labels"], target["lastError"])
+            raise
 
 
 @contextmanager
@@ -65,23 +71,37 @@ def running_prometheus(stack: RealStack, directory: Path) -> Iterator[Prometheus
     (directory / "prometheus.yml").write_text(text)
     shutil.copy(OBSERVABILITY / "alerts.yml", directory)
     address = f"127.0.0.1:{free_port()}"
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={directory / 'prometheus.yml'}",
-                f"--storage.tsdb.path={directory / 'data'}",
-                f"--web.listen-address={address}",
-            ],
-            stdout=log,
-            stderr=log,
+    log = directory / "log"
+    command = [
+        "prometheus",
+        f"--config.file={directory / 'prometheus.yml'}",
+        f"--storage.tsdb.path={directory / 'data'}",
+        f"--web.listen-address={address}",
+    ]
+
+    def start() -> subprocess.Popen[bytes] | None:
+        with log.open("w") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file)
+        wait_for(lambda: "ready to receive" in log.read_text(), "Prometheus")
+        # While this user's other processes have all inotify instances, it never sees a target.
+        wait_for(
+            lambda: prometheus.ask("targets")["activeTargets"] or NO_INOTIFY in log.read_text(),
+            "Prometheus to find targets",
         )
+        if NO_INOTIFY not in log.read_text():
+            return process
+        process.terminate()
+        process.wait()
+        return None
+
+    prometheus = Prometheus(address)
+    process = wait_for(start, "a Prometheus that can watch files")
     try:
-        wait_for(lambda: "ready to receive" in (directory / "log").read_text(), "Prometheus")
-        yield Prometheus(address)
+        yield prometheus
     finally:
         process.terminate()
         process.wait()
+        print(log.read_text())
 
 
 def expressions_of_dashboard() -> list[str]:
