@@ -320,16 +320,16 @@ void attend_tiles(const AttendArgs& args, const Step& step, Member& member) {
     const auto tiles_of = [&](int64_t n) {
         return ceil_div((step.query_starts[n + 1] - step.query_starts[n]) * group, TILE_ROWS);
     };
+    int64_t units = 0;
+    for (int64_t n = 0; n < step.sequences; n++) units += tiles_of(n) * kv_heads;
     // Units of a sequence follow each other, so a member walks through the sequences once.
     int64_t sequence = 0, first = 0;
-    while (true) {
-        const int64_t unit = member.take();
-        while (sequence < step.sequences && unit >= first + tiles_of(sequence) * kv_heads)
+    member.each(units, [&](int64_t unit) {
+        while (unit >= first + tiles_of(sequence) * kv_heads)
             first += tiles_of(sequence++) * kv_heads;
-        if (sequence == step.sequences) return;
         const int64_t tiles = tiles_of(sequence), number = unit - first;
         tile.attend(args, step, sequence, number / tiles, number % tiles * TILE_ROWS);
-    }
+    });
 }
 
 }  // namespace

@@ -118,15 +118,15 @@ void weigh(const HistogramArgs& args, int64_t g, int64_t start, int64_t size, in
 template <class Add>
 void add_histograms(const HistogramArgs& args, const Add& add, Member& member) {
     const int64_t parts = ceil_div(args.num_tokens, UNIT_LOGITS);
-    for (int64_t unit; (unit = member.take()) < args.num_rows * parts;) {
+    member.each(args.num_rows * parts, [&](int64_t unit) {
         int64_t g = unit / parts, start = unit % parts * UNIT_LOGITS;
-        if (args.shifts[g] < 0) continue;
+        if (args.shifts[g] < 0) return;
         int64_t bins[BINS] = {};
         add(args, g, start, std::min(UNIT_LOGITS, args.num_tokens - start), bins);
         for (int i = 0; i < BINS; i++)
             if (bins[i])
                 __atomic_fetch_add(&args.bins[g * BINS + i], bins[i], __ATOMIC_RELAXED);
-    }
+    });
 }
 
 template <class Add>

@@ -1,6 +1,7 @@
 #include "kv_store.h"
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 namespace nano {
@@ -135,12 +136,12 @@ constexpr int64_t UNIT_HEADS = 16;
 void rope_store(const RopeStoreArgs& args, const Step& step, Member& member) {
     const int64_t heads = args.heads + args.cache.kv_heads, all = step.tokens * heads;
     const int64_t unit = std::max(UNIT_HEADS, ceil_div(all, 8 * member.size));
-    int64_t first = member.take() * unit;
-    if (first >= all) return;
-    Heads store(args, step);
-    for (; first < all; first = member.take() * unit)
-        for (int64_t i = first; i < std::min(first + unit, all); i++)
-            store.store_head(i / heads, i % heads);
+    std::optional<Heads> store;
+    member.each(ceil_div(all, unit), [&](int64_t number) {
+        if (!store) store.emplace(args, step);
+        for (int64_t i = number * unit; i < std::min((number + 1) * unit, all); i++)
+            store->store_head(i / heads, i % heads);
+    });
 }
 
 }  // namespace nano

@@ -251,16 +251,11 @@ template <class K>
 void product_of(const ProductArgs& args, Member& member) {
     const Weight& weight = *args.weight;
     const int64_t rows = *args.rows, panels = panels_of(weight);
-    if (!rows) return;
     const int64_t row_bytes = 4 * words_of(weight);
     const int64_t block_rows = std::max<int64_t>(X_BLOCK_BYTES / row_bytes / K::MAX_ROWS, 1) * K::MAX_ROWS;
     const int64_t blocks = ceil_div(rows, block_rows), units = panels * blocks;
     const int64_t panel_bytes = bytes_of_panel(weight);
-    const bool alone = rows * weight.in * weight.out < PARALLEL_PRODUCTS;
-    if (alone && member.take() > 0) return;
-    int64_t unit = alone ? 0 : member.take();
-    while (unit < units) {
-        const int64_t following = alone ? unit + 1 : member.take();
+    const auto multiply = [&](int64_t unit, int64_t following) {
         // The next panel is fetched while all rows are multiplied. Without that, the CPU would read
         // memory only during the first tile.
         const char* ahead = weight.codes + unit % panels * panel_bytes;
@@ -275,8 +270,13 @@ void product_of(const ProductArgs& args, Member& member) {
         const int64_t first = unit / panels * block_rows;
         multiply_panel<K>(weight, unit % panels, first, std::min(rows, first + block_rows), args,
                           ahead, bytes);
-        unit = following;
-    }
+    };
+    if (rows * weight.in * weight.out < PARALLEL_PRODUCTS)
+        member.each(1, [&](int64_t) {
+            for (int64_t unit = 0; unit < units; unit++) multiply(unit, unit + 1);
+        });
+    else
+        member.each_ahead(units, multiply);
 }
 
 // Packing.
@@ -379,8 +379,9 @@ void pack_row(const Weight& weight, const float* x, const Tops* tops, int64_t ro
 
 void pack(const PackArgs& args, Member& member) {
     const int64_t rows = *args.rows;
-    for (int64_t row; (row = member.take()) < rows;)
+    member.each(rows, [&](int64_t row) {
         pack_row(*args.weight, args.x + row * args.weight->in, args.tops, row, args.out);
+    });
 }
 
 void product(const ProductArgs& args, Member& member) {

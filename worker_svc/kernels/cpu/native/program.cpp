@@ -45,25 +45,24 @@ double now() {
 
 extern "C" void nano_run(nano::Team* team, int members, const nano::Op* ops, int64_t count,
                          const nano::Step* step) {
-    team->run(members, [=](nano::Member& member) {
-        for (int64_t i = 0; i < count; i++) {
-            if (i) member.barrier();
-            nano::run_phase(ops[i], *step, member);
-        }
+    team->run(members, count, [=](nano::Member& member, int64_t phase) {
+        nano::run_phase(ops[phase], *step, member);
     });
 }
 
 // Does what `nano_run` does. Sets times [count], too.
 extern "C" void nano_run_timed(nano::Team* team, int members, const nano::Op* ops, int64_t count,
                                const nano::Step* step, nano::Times* times) {
-    team->run(members, [=](nano::Member& member) {
-        for (int64_t i = 0; i < count; i++) {
-            double begun = nano::now();
-            nano::run_phase(ops[i], *step, member);
-            double ended = nano::now();
-            if (i + 1 < count) member.barrier();
-            if (member.number == 0) times[i] = {ended - begun, nano::now() - ended};
-        }
+    double last = nano::now();
+    int64_t number = 0;
+    for (int64_t i = 0; i < count; i++) times[i] = {};
+    team->run(members, count, [&](nano::Member& member, int64_t phase) {
+        if (member.number) return nano::run_phase(ops[phase], *step, member);
+        double begun = nano::now();
+        if (phase) times[number].wait = begun - last;
+        nano::run_phase(ops[phase], *step, member);
+        last = nano::now();
+        times[number = phase].work = last - begun;
     });
 }
 

@@ -117,9 +117,11 @@ template <class Quantize>
 void run(Team* team, int members, const QuantizeArgs& args, const Quantize& quantize) {
     const int64_t unit = std::max(UNIT_WEIGHTS / args.columns, int64_t(1));
     team->run(members, [&](Member& member) {
-        for (int64_t begin; (begin = member.take() * unit) < args.rows;)
+        member.each(ceil_div(args.rows, unit), [&](int64_t number) {
+            const int64_t begin = number * unit;
             for (int64_t row = begin; row < std::min(begin + unit, args.rows); row++)
                 quantize(args, row);
+        });
     });
 }
 

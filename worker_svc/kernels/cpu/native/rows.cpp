@@ -72,7 +72,7 @@ void copy_row(const Vector& table, int64_t first, int64_t size, float* out) {
 
 void embed(const EmbedArgs& args, const Step& step, Member& member) {
     const int64_t size = args.size;
-    for (int64_t t; (t = member.take()) < step.tokens;) {
+    member.each(step.tokens, [&](int64_t t) {
         const int32_t given = step.input_ids[t];
         const int64_t id = (given < 0 ? step.last_tokens[-1 - given] : given) - args.start;
         float* out = args.out + t * size;
@@ -82,12 +82,12 @@ void embed(const EmbedArgs& args, const Step& step, Member& member) {
             int8_row(*args.codes, id, out);
         else
             copy_row(args.table, id * size, size, out);
-    }
+    });
 }
 
 void norm(const NormArgs& args, const Step& step, Member& member) {
     const int64_t size = args.size, rows = *args.rows;
-    for (int64_t row; (row = member.take()) < rows;) {
+    member.each(rows, [&](int64_t row) {
         const int64_t token = args.last_only ? step.query_starts[row + 1] - 1 : row;
         const float* x = args.x + token * size;
         if (args.residual) {
@@ -96,21 +96,21 @@ void norm(const NormArgs& args, const Step& step, Member& member) {
         }
         norm_row(x, args.weight, args.eps, size, args.out + row * size);
         pack_to(args.pack, args.out + row * size, row);
-    }
+    });
 }
 
 void silu(const SiluArgs& args, Member& member) {
     const int64_t size = args.size, rows = *args.rows;
-    for (int64_t row; (row = member.take()) < rows;) {
+    member.each(rows, [&](int64_t row) {
         const float* gate = args.gate_up + 2 * row * size;
         silu_row(gate, gate + size, size, args.out + row * size);
         pack_to(args.pack, args.out + row * size, row);
-    }
+    });
 }
 
 void maxima(const MaximaArgs& args, Member& member) {
     const int64_t rows = *args.rows, size = args.size;
-    for (int64_t row; (row = member.take()) < rows;) {
+    member.each(rows, [&](int64_t row) {
         float* out = args.out + row * args.stride;
         std::memset(out, 0, args.stride * sizeof(float));
         for (int64_t k = 0; k < size;) {
@@ -119,7 +119,7 @@ void maxima(const MaximaArgs& args, Member& member) {
             out[piece] = largest_magnitude(args.x + row * size + k, end - k);
             k = end;
         }
-    }
+    });
 }
 
 }  // namespace nano

@@ -116,7 +116,8 @@ int32_t select(const SelectTokensArgs& args, int64_t row, float temperature, dou
 void chunk_statistics(const ChunkStatisticsArgs& args, const Step& step, Member& member) {
     const int64_t count = step.sequences * args.chunks;
     const int64_t unit = std::max(UNIT_LOGITS / args.chunk_size, int64_t(1));
-    for (int64_t begin; (begin = member.take() * unit) < count;) {
+    member.each(ceil_div(count, unit), [&](int64_t number) {
+        const int64_t begin = number * unit;
         for (int64_t i = begin; i < std::min(begin + unit, count); i++) {
             int64_t row = i / args.chunks, start = i % args.chunks * args.chunk_size;
             int64_t size = std::min(args.chunk_size, args.num_tokens - start);
@@ -127,12 +128,13 @@ void chunk_statistics(const ChunkStatisticsArgs& args, const Step& step, Member&
             args.maxima[i] = top;
             args.sums[i] = weighs ? sum_of_weights(logits, size, top, weights) : 0;
         }
-    }
+    });
 }
 
 void select_tokens(const SelectTokensArgs& args, const Step& step, Member& member) {
-    for (int64_t row; (row = member.take()) < step.sequences;)
+    member.each(step.sequences, [&](int64_t row) {
         args.tokens[row] = select(args, row, step.temperatures[row], step.uniforms[row]);
+    });
 }
 
 }  // namespace nano

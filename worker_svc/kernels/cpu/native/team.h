@@ -1,11 +1,17 @@
 // The threads that run a step together.
 //
-// All members walk through the same phases. Between two phases they meet at a barrier; within one
-// they take units of work from a counter. A member that waits spins for a moment, because a phase
-// takes microseconds, and then yields its core, because other processes of the stack may need it.
+// All members walk through the same phases, and take units of a phase's work from a counter. A phase
+// begins when all units of the last one are done, not when all members have arrived: one that the
+// kernel has taken off its core between two units holds up nobody.
+//
+// A member that waits spins for a moment, because a phase takes microseconds, and then yields its
+// core, because other processes of the stack may need it. One that works yields between two units
+// every now and then, because the others would otherwise take its core within a unit.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -28,18 +34,64 @@ inline void pause() {
 #endif
 }
 
+using Clock = std::chrono::steady_clock;
+
 class Team;
 
 // One thread's place in a team during a run.
-struct Member {
-    Team& team;
-    int number;  // 0 is the caller of `run`
-    int size;    // members of this run
-    uint32_t phase = 0;
+class Member {
+  public:
+    Member(Team& team, int number, int size) : number(number), size(size), team_(team) {}
 
-    inline void barrier();
-    // Takes the next unit of work of this phase: 0, 1, 2, ...
+    const int number;  // 0 is the caller of `run`
+    const int size;    // members of this run
+
+    // Waits for a phase that this member has not seen, and returns its number.
+    inline int64_t next_phase();
+
+    // Calls work(unit) for the units of this phase, of which there are `count`, that this member
+    // takes.
+    template <class Work>
+    void each(int64_t count, const Work& work) {
+        for (int64_t unit; (unit = take()) < count;) {
+            work(unit);
+            done_++;
+            if (tired()) rest();
+        }
+        leave(count);
+    }
+
+    // Calls work(unit, next) with the unit that the member takes next, or `count` if it does not
+    // know.
+    template <class Work>
+    void each_ahead(int64_t count, const Work& work) {
+        for (int64_t unit; (unit = take()) < count;) {
+            while (unit < count) {
+                const int64_t next = tired() ? count : take();
+                work(unit, next);
+                done_++;
+                unit = std::min(next, count);
+            }
+            if (tired()) rest();
+        }
+        leave(count);
+    }
+
+  private:
+    static constexpr auto REST_AFTER = std::chrono::microseconds(50);
+    static constexpr int WORK_PER_REST = 4;  // where other processes take long, rests are rarer
+
     inline int64_t take();
+    // Ends the phase if all its units are done.
+    inline void leave(int64_t count);
+    // Whether this member should yield its core before it takes another unit.
+    bool tired() const { return Clock::now() >= rest_; }
+    inline void rest();
+
+    Team& team_;
+    int64_t phase_ = -1;
+    int64_t done_ = 0;  // units of this phase that this member has done
+    Clock::time_point rest_ = Clock::now() + REST_AFTER;
 };
 
 class Team {
@@ -60,15 +112,19 @@ class Team {
         for (auto& thread : threads_) thread.join();
     }
 
-    // Has `members` threads, the caller among them, call `work`, and returns when all have returned.
+    // Has `members` threads, the caller among them, call `work` for each phase in turn, and returns
+    // when all have returned.
     template <class Work>
-    void run(int members, const Work& work) {
+    void run(int members, int64_t phases, const Work& work) {
         members = members < 1 ? 1 : members > size_ ? size_ : members;
-        arrived_.store(0, std::memory_order_relaxed);
-        passed_.store(0, std::memory_order_relaxed);
-        for (auto& counter : counters_) counter.value.store(0, std::memory_order_relaxed);
+        if (int64_t(phases_.size()) < phases) phases_ = std::vector<Phase>(phases);
+        for (int64_t i = 0; i < phases; i++) phases_[i].taken = phases_[i].done = 0;
+        phase_.store(0, std::memory_order_relaxed);
+        const auto walk = [&](Member& member) {
+            for (int64_t phase; (phase = member.next_phase()) < phases;) work(member, phase);
+        };
         if (members > 1) {
-            work_ = [&work](Member& member) { work(member); };
+            work_ = walk;
             left_.store(members - 1, std::memory_order_relaxed);
             {
                 std::lock_guard<std::mutex> lock(mutex_);
@@ -77,18 +133,23 @@ class Team {
             }
             wake_.notify_all();
         }
-        Member caller{*this, 0, members};
-        work(caller);
+        Member caller(*this, 0, members);
+        walk(caller);
         if (members > 1) wait([this] { return left_.load(std::memory_order_acquire) == 0; });
     }
 
-  private:
-    friend struct Member;
-    static constexpr uint64_t MAX_SIZE = 1024, END = ~uint64_t(0);
-    static constexpr int COUNTERS = 4;  // a phase's, and those of its neighbours
+    // Has them work on a single phase.
+    template <class Work>
+    void run(int members, const Work& work) {
+        run(members, 1, [&](Member& member, int64_t) { work(member); });
+    }
 
-    struct alignas(64) Counter {
-        std::atomic<int64_t> value{0};
+  private:
+    friend class Member;
+    static constexpr uint64_t MAX_SIZE = 1024, END = ~uint64_t(0);
+
+    struct alignas(64) Phase {
+        std::atomic<int64_t> taken{0}, done{0};  // units
     };
 
     template <class Condition>
@@ -119,7 +180,7 @@ class Team {
             if (seen == END) return;
             int members = seen % MAX_SIZE;
             if (number >= members) continue;
-            Member member{*this, number, members};
+            Member member(*this, number, members);
             work_(member);
             left_.fetch_sub(1, std::memory_order_release);
         }
@@ -130,34 +191,36 @@ class Team {
     std::mutex mutex_;
     std::condition_variable wake_;
     std::function<void(Member&)> work_;
+    std::vector<Phase> phases_;
     // The number of the run times MAX_SIZE, plus the number of its members; or END.
     alignas(64) std::atomic<uint64_t> run_{0};
     alignas(64) std::atomic<int> left_{0};
-    alignas(64) std::atomic<int> arrived_{0};
-    alignas(64) std::atomic<uint32_t> passed_{0};
-    Counter counters_[COUNTERS];
+    alignas(64) std::atomic<int64_t> phase_{0};  // all before it are done
 };
 
-inline void Member::barrier() {
-    phase++;
-    // Nobody takes from this counter before the next barrier, nor does anybody still.
-    auto& counter = team.counters_[(phase + 1) % Team::COUNTERS].value;
-    if (size == 1) {
-        counter.store(0, std::memory_order_relaxed);
-        return;
-    }
-    if (team.arrived_.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-        counter.store(0, std::memory_order_relaxed);
-        team.arrived_.store(0, std::memory_order_relaxed);
-        team.passed_.store(phase, std::memory_order_release);
-        return;
-    }
-    Team::wait([this] { return team.passed_.load(std::memory_order_acquire) == phase; });
+inline int64_t Member::next_phase() {
+    Team::wait([this] { return team_.phase_.load(std::memory_order_acquire) > phase_; });
+    return phase_ = team_.phase_.load(std::memory_order_acquire);
 }
 
 inline int64_t Member::take() {
-    auto& counter = team.counters_[phase % Team::COUNTERS].value;
-    return counter.fetch_add(1, std::memory_order_relaxed);
+    return team_.phases_[phase_].taken.fetch_add(1, std::memory_order_relaxed);
+}
+
+inline void Member::leave(int64_t count) {
+    auto& done = team_.phases_[phase_].done;
+    // In a phase without units, the first to leave ends it.
+    const int64_t mine = count ? done_ : 1;
+    if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == std::max<int64_t>(count, 1))
+        team_.phase_.store(phase_ + 1, std::memory_order_release);
+    done_ = 0;
+}
+
+inline void Member::rest() {
+    const auto begun = Clock::now();
+    sched_yield();
+    const auto ended = Clock::now();
+    rest_ = ended + std::max<Clock::duration>(REST_AFTER, WORK_PER_REST * (ended - begun));
 }
 
 }  // namespace nano

@@ -74,7 +74,7 @@ void penalize(const PenalizeArgs& args, Member& member) {
     // Kept, because clearing it takes longer than the rest.
     static thread_local std::vector<int32_t> generated;
     if (int64_t(generated.size()) < args.count) generated.resize(args.count);
-    for (int64_t f; (f = member.take()) < args.num_rows;) penalize_row(args, f, generated.data());
+    member.each(args.num_rows, [&](int64_t f) { penalize_row(args, f, generated.data()); });
 }
 
 // Excludes the tokens in `logits`, of which the first is `start`, whose bit in `mask` is 0.
@@ -95,21 +95,23 @@ void mask_row(float* logits, int64_t start, int64_t count, const int32_t* mask) 
 }
 
 void apply_masks(const ApplyMasksArgs& args, Member& member) {
-    for (int64_t m; (m = member.take()) < args.num_rows;)
+    member.each(args.num_rows, [&](int64_t m) {
         mask_row(args.logits + args.masked[m] * args.row_size, args.start, args.count,
                  args.masks + m * args.mask_size);
+    });
 }
 
 }  // namespace
 
 void store_tokens(const StoreTokensArgs& args, const Step& step, Member& member) {
-    for (int64_t begin; (begin = member.take() * UNIT_TOKENS) < step.tokens;) {
+    member.each(ceil_div(step.tokens, UNIT_TOKENS), [&](int64_t unit) {
+        const int64_t begin = unit * UNIT_TOKENS;
         for (int64_t i = begin; i < std::min(begin + UNIT_TOKENS, step.tokens); i++) {
             int32_t id = step.input_ids[i];
             if (step.slots[i] >= 0)
                 args.cache[step.slots[i]] = id >= 0 ? id : step.last_tokens[-1 - id];
         }
-    }
+    });
 }
 
 }  // namespace nano
