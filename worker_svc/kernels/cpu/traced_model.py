@@ -26,8 +26,11 @@ from worker_svc.kernels.cpu.structs import Op
 from worker_svc.step.tensors import StepTensors
 
 
+MAX_TOKENS = 256  # that run through all phases at once, so that their rows stay in the CPU's cache
+
+
 class Program:
-    """A traced model, with memory for the largest step so far, and somewhat larger ones.
+    """A traced model, with memory for the rows of `MAX_TOKENS` tokens at most.
 
     Args:
         result: the rows that a step computes.
@@ -45,6 +48,25 @@ class Program:
         self, tensors: StepTensors, last_tokens: torch.Tensor, caches: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """Runs a step -> the result's rows, valid until the next step."""
+        tokens = len(tensors.input_ids)
+        if tokens <= MAX_TOKENS:
+            return self._run_part(tensors, last_tokens, caches)
+        per_sequence = self._result.per_sequence
+        count = len(tensors.context_lens) if per_sequence else tokens
+        out = torch.empty(count, self._result.columns)
+        parts = -(-tokens // MAX_TOKENS)
+        for number in range(parts):
+            begin, end = tokens * number // parts, tokens * (number + 1) // parts
+            first_sequence, part = part_of_step(tensors, begin, end)
+            rows = self._run_part(part, last_tokens, caches)
+            # The row of a sequence that ends later is replaced then.
+            first = first_sequence if per_sequence else begin
+            out[first : first + len(rows)] = rows
+        return out
+
+    def _run_part(
+        self, tensors: StepTensors, last_tokens: torch.Tensor, caches: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         step = self._trace.step
         fill_step(step, tensors, last_tokens)
         if step.tokens > self._capacity or self._first_cache() is not caches[0]:
@@ -84,6 +106,29 @@ class Program:
         bound = [(each.phase, each.bind()) for each in phases]
         self._arguments += [arguments for _, arguments in bound]
         return (Op * len(bound))(*(Op(phase, addressof(args)) for phase, args in bound))
+
+
+def part_of_step(tensors: StepTensors, begin: int, end: int) -> tuple[int, StepTensors]:
+    """The first sequence of a step that has a token in [begin, end), and the columns of a step of
+    these tokens. It can run once all tokens before `begin` have run."""
+    starts = tensors.query_starts
+    first = int(torch.searchsorted(starts, begin, right=True)) - 1
+    last = int(torch.searchsorted(starts, end))
+    sequences = slice(first, last)
+    context_lens = tensors.context_lens[sequences].clone()
+    context_lens[-1] -= starts[last] - end
+    return first, StepTensors(
+        uniforms=tensors.uniforms[sequences],
+        temperatures=tensors.temperatures[sequences],
+        input_ids=tensors.input_ids[begin:end],
+        positions=tensors.positions[begin:end],
+        slot_mapping=tensors.slot_mapping[begin:end],
+        query_starts=starts[first : last + 1].clamp(begin, end) - begin,
+        context_lens=context_lens,
+        plan_column=tensors.plan_column,
+        table_offsets=tensors.table_offsets[first : last + 1],
+        block_table=tensors.block_table,
+    )
 
 
 class TracedModel:

@@ -110,6 +110,14 @@ def test_on_two_ranks(tmp_path: Path, quantization: str, dtype: torch.dtype) -> 
     on_ranks(2, lambda tp: load(tmp_path, quantization, dtype, tp).check_some_steps())
 
 
+@pytest.mark.parametrize("tokens", [1, 13, 64])
+def test_a_large_step_runs_in_parts(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    monkeypatch.setattr(traced_model, "MAX_TOKENS", tokens)
+    pair.check_some_steps()
+
+
 def test_new_caches(pair: Pair) -> None:
     (text,) = prompts(301, [40])
     step = pair.batch.step([(0, text)])

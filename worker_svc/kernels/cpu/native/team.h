@@ -61,24 +61,26 @@ class Member {
         leave(count);
     }
 
-    // Calls work(unit, next) with the unit that the member takes next, or `count` if it does not
-    // know.
+    // Calls work(unit, next) with the unit that the member takes next, too. Before a rest it does not
+    // take one that it could not finish, and `next` is a guess. It is at least `count` at the end.
     template <class Work>
     void each_ahead(int64_t count, const Work& work) {
-        for (int64_t unit; (unit = take()) < count;) {
-            while (unit < count) {
-                const int64_t next = tired() ? count : take();
-                work(unit, next);
-                done_++;
-                unit = std::min(next, count);
+        for (int64_t unit = take(); unit < count;) {
+            const bool rests = tired();
+            int64_t next = rests ? unit + size : take();
+            work(unit, next);
+            done_++;
+            if (rests) {
+                rest();
+                next = take();
             }
-            if (tired()) rest();
+            unit = next;
         }
         leave(count);
     }
 
   private:
-    static constexpr auto REST_AFTER = std::chrono::microseconds(50);
+    static constexpr auto REST_AFTER = std::chrono::microseconds(200);
     static constexpr int WORK_PER_REST = 4;  // where other processes take long, rests are rarer
 
     inline int64_t take();
