@@ -14,6 +14,7 @@ constexpr int FLOAT_ROWS = 12, INTEGER_ROWS = 6;
 constexpr int FLOAT_ROWS = 2, INTEGER_ROWS = 4;
 #endif
 constexpr int LINE = 64;
+constexpr int PIECE = 64;  // as in weights.py; other pieces take a more general loop
 // In bytes, the rows of x that are multiplied with a panel while both are in the L2 cache.
 constexpr int64_t X_BLOCK_BYTES = 512 << 10;
 // With fewer multiplications than this, one thread is done before another begins.
@@ -98,14 +99,14 @@ struct Block {
 
 inline void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
-// Adds the products of steps [first, end) of a panel.
-template <class K, int ROWS>
-inline void add_steps(const Block& block, int64_t first, int64_t end,
+// Adds the products of `count` steps of a panel, from step `first` on.
+template <class K, int ROWS, class Count>
+inline void add_steps(const Block& block, int64_t first, Count count,
                       typename K::Sum (&sums)[ROWS][2]) {
     const char* step = block.panel + first * K::BYTES;
     const uint32_t* x = block.x + first * K::WORDS;
     const char* ahead = block.ahead + first * block.pace;
-    for (int64_t i = first; i < end; i++) {
+    for (int64_t i = 0; i < count; i++) {
         fetch(ahead);
         if (K::BYTES > LINE) fetch(ahead + block.pace / 2);
         ahead += block.pace;
@@ -132,7 +133,7 @@ template <class K, int ROWS>
 inline void multiply_floats(const Block& block, Totals<ROWS>& totals) {
     for (int64_t group = 0; group < block.groups; group++) {
         F32s sums[ROWS][2] = {};
-        add_steps<K, ROWS>(block, group * block.steps, (group + 1) * block.steps, sums);
+        add_steps<K, ROWS>(block, group * block.steps, block.steps, sums);
         for (int half = 0; half < 2; half++) {
             F32s scale = splat(1.0f);
             if (block.scales) scale = load<F32s>(block.scales + group * PANEL + half * LANES);
@@ -144,35 +145,52 @@ inline void multiply_floats(const Block& block, Totals<ROWS>& totals) {
     }
 }
 
-template <class K, int ROWS>
-inline void multiply_integers(const Block& block, Totals<ROWS>& totals) {
+// `PLAIN`: there is one group, without zeros, and all pieces have `PIECE` inputs.
+template <class K, int ROWS, bool PLAIN>
+inline void multiply_pieces(const Block& block, Totals<ROWS>& totals) {
     const int64_t steps = block.groups * block.steps;
+    int64_t group = 0, group_end = block.steps;
     for (int64_t piece = 0, first = 0; piece < block.pieces; piece++, first += block.piece_steps) {
-        const int64_t group = first / block.steps;
+        if (!PLAIN && first >= group_end) {
+            group++;
+            group_end += block.steps;
+        }
         I32s sums[ROWS][2];
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++)
             sums[row][0] = sums[row][1] = splat(block.sums[row * block.pieces + piece]);
-        if (block.zeros)
+        if (!PLAIN && block.zeros)
 #pragma GCC unroll 16
             for (int half = 0; half < 2; half++) {
                 const auto zero = load<I32s>(block.zeros + group * PANEL + half * LANES);
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; row++) sums[row][half] *= -zero;
             }
-        add_steps<K, ROWS>(block, first, std::min(first + block.piece_steps, steps), sums);
+        if constexpr (PLAIN)
+            add_steps<K, ROWS>(block, first, std::integral_constant<int64_t, PIECE / K::INPUTS>{}, sums);
+        else
+            add_steps<K, ROWS>(block, first, std::min(block.piece_steps, steps - first), sums);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             const F32s x_scale = splat(block.x_scales[row * block.pieces + piece]);
 #pragma GCC unroll 16
             for (int half = 0; half < 2; half++) {
                 F32s factor = x_scale;
-                if (block.groups > 1)
+                if (!PLAIN && block.groups > 1)
                     factor *= load<F32s>(block.scales + group * PANEL + half * LANES);
                 totals[row][half] = fma(to_floats(sums[row][half]), factor, totals[row][half]);
             }
         }
     }
+}
+
+template <class K, int ROWS>
+inline void multiply_integers(const Block& block, Totals<ROWS>& totals) {
+    if (block.groups == 1 && !block.zeros && block.piece_steps * K::INPUTS == PIECE &&
+        block.steps % block.piece_steps == 0)
+        multiply_pieces<K, ROWS, true>(block, totals);
+    else
+        multiply_pieces<K, ROWS, false>(block, totals);
     if (block.groups == 1)
 #pragma GCC unroll 16
         for (int half = 0; half < 2; half++)
@@ -194,7 +212,11 @@ template <class K, int ROWS>
         if (block.bias)
             for (int half = 0; half < 2; half++)
                 result[half] += load<F32s>(block.bias + half * LANES);
-        std::memcpy(block.out + row * block.out_stride, result, block.columns * sizeof(float));
+        float* out = block.out + row * block.out_stride;
+        if (block.columns == PANEL)
+            for (int half = 0; half < 2; half++) store(out + half * LANES, result[half]);
+        else
+            std::memcpy(out, result, block.columns * sizeof(float));
     }
 }
 
@@ -319,8 +341,7 @@ float largest_magnitude(const float* x, int64_t in) {
         I32s b = load<I32s>(x + k) & 0x7fffffff;
         tops = select(b > tops, b, tops);
     }
-    int32_t top = 0;
-    for (int i = 0; i < LANES; i++) top = std::max(top, tops[i]);
+    int32_t top = largest(tops);
     for (; k < in; k++) top = std::max(top, bits<int32_t>(x[k]) & 0x7fffffff);
     return bits<float>(top);
 }

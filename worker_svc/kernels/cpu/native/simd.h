@@ -4,6 +4,7 @@
 // a row's result is the same in every loop.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -224,26 +225,31 @@ inline F32s smaller(F32s x, F32s y) { return select(x < y, x, y); }
 
 inline F32s magnitude(F32s x) { return bits<F32s>(bits<U32s>(x) & 0x7fffffff); }
 
+template <class Number, int COUNT>
+struct ShortVector {
+    typedef Number Type __attribute__((vector_size(COUNT * sizeof(Number))));
+};
+
 // Joins lanes i and i + 8, and then those of the rest in this way, until 4 are left.
-template <class Join>
-inline auto join_to_4(F32s x, const Join& join) {
-    typedef float F32s8 __attribute__((vector_size(32)));
-    typedef float F32s4 __attribute__((vector_size(16)));
-    const auto halves = bits<Halves<F32s8>>(x);
-    const auto quarters = bits<Halves<F32s4>>(join(halves.low, halves.high));
+template <class V, class Join>
+inline auto join_to_4(V x, const Join& join) {
+    typedef std::remove_cvref_t<decltype(x[0])> Number;
+    const auto halves = bits<Halves<typename ShortVector<Number, 8>::Type>>(x);
+    const auto quarters =
+        bits<Halves<typename ShortVector<Number, 4>::Type>>(join(halves.low, halves.high));
     return join(quarters.low, quarters.high);
 }
 
 // The sum of all lanes, always in the same order.
-inline float sum(F32s x) {
+template <class V>
+inline auto sum(V x) {
     const auto part = join_to_4(x, [](auto a, auto b) { return a + b; });
     return (part[0] + part[2]) + (part[1] + part[3]);
 }
 
-inline int32_t sum(I32s x) {
-    int32_t total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
+inline int32_t largest(I32s x) {
+    const auto part = join_to_4(x, [](auto a, auto b) { return a > b ? a : b; });
+    return std::max(std::max(part[0], part[1]), std::max(part[2], part[3]));
 }
 
 // The largest lane; lanes of NaN count as −∞.
