@@ -167,6 +167,10 @@ class Layer:
         queries = q.double()
         if self.dtype == torch.bfloat16 and has("avx512bf16"):
             queries = (queries * scale).bfloat16().double() / scale
+        if self.dtype == torch.int8:  # queries have codes of 8 bits too
+            top = q.abs().amax(-1, keepdim=True)
+            factor = torch.from_numpy(np.float32(127) / top.numpy())  # torch's quotient differs
+            queries = (q * factor).round().double() * top / 127
         mask = torch.ones(tokens, context, dtype=torch.bool).tril(context - tokens)
         queries, k, v = (x.transpose(0, 1)[None] for x in (queries, k, v))
         seen = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=True)

@@ -101,6 +101,7 @@ class Tile {
 
   private:
     typedef typename Kind::Factor Factor;
+    typedef typename Kind::KeyFactor KeyFactor;
     static constexpr int MAX_ROWS = std::min(6, REGISTERS / Kind::SUMS);
 
     void resize(const Cache& cache) {
@@ -161,16 +162,16 @@ class Tile {
     }
 
     // Adds the products of WIDTH vectors of words with each row's factor.
-    template <int ROWS, int WIDTH, class Words, class Factors, class Add>
-    static inline void multiply(typename Kind::Sums (&sums)[ROWS][WIDTH], int64_t steps,
-                                const Words& words_at, const Factors& factor_at, const Add& add) {
+    template <class F, class Sums, int ROWS, int WIDTH, class Words, class Factors, class Add>
+    static inline void multiply(Sums (&sums)[ROWS][WIDTH], int64_t steps, const Words& words_at,
+                                const Factors& factor_at, const Add& add) {
         for (int64_t step = 0; step < steps; step++) {
             U32s words[WIDTH];
 #pragma GCC unroll 8
             for (int i = 0; i < WIDTH; i++) words[i] = load<U32s>(words_at(step, i));
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; row++) {
-                const Factor factor = load<Factor>(factor_at(step, row));
+                const F factor = load<F>(factor_at(step, row));
 #pragma GCC unroll 8
                 for (int i = 0; i < WIDTH; i++) add(sums[row][i], words[i], factor);
             }
@@ -180,18 +181,18 @@ class Tile {
     // Computes the scores of ROWS rows and all keys of the chunk.
     template <int ROWS>
     void score(int64_t first_row) {
-        in_blocks<width(ROWS, Kind::SUMS, 4)>(vectors_, [&](auto width, int64_t vector) {
+        in_blocks<width(ROWS, 1, 4)>(vectors_, [&](auto width, int64_t vector) {
             constexpr int WIDTH = width;
-            typename Kind::Sums sums[ROWS][WIDTH];
+            typename Kind::KeySums sums[ROWS][WIDTH];
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
                 for (int i = 0; i < WIDTH; i++)
                     sums[row][i] = Kind::keys_start(queries_[first_row + row]);
-            const Factor* factors = factors_.data() + first_row;
+            const KeyFactor* factors = factors_.data() + first_row;
             const uint8_t* keys[WIDTH];
             for (int i = 0; i < WIDTH; i++) keys[i] = keys_[vector + i];
-            multiply(
+            multiply<KeyFactor>(
                 sums, steps_, [&](int64_t step, int i) { return keys[i] + 4 * LANES * step; },
                 [&](int64_t step, int row) { return factors + step * TILE_ROWS + row; },
                 Kind::add_key);
@@ -271,7 +272,7 @@ class Tile {
                 for (int i = 0; i < WIDTH; i++)
                     sums[row][i] = Kind::values_start(totals[row * row_vectors_ + i]);
             const uint8_t* factors = (const uint8_t*)scores_[first_row];
-            multiply(
+            multiply<Factor>(
                 sums, groups_,
                 [&](int64_t step, int i) { return values_[step] + 4 * LANES * (vector + i); },
                 [&](int64_t step, int row) {
@@ -296,8 +297,8 @@ class Tile {
     }
 
     int64_t rows_, steps_, row_vectors_;
-    std::vector<Factor> packed_;    // of one query
-    std::vector<Factor> factors_;   // [steps, TILE_ROWS], of queries
+    std::vector<KeyFactor> packed_;   // of one query
+    std::vector<KeyFactor> factors_;  // [steps, TILE_ROWS], of queries
     typename Kind::Query queries_[TILE_ROWS];
     // Per row so far: the largest score, the sums of weights and of weighted values.
     float tops_[TILE_ROWS];

@@ -6,9 +6,11 @@
 //     cache     numbers in a word  factor
 //     float32   1                  a float32
 //     bfloat16  2                  two bfloat16, or two float32 if the CPU cannot multiply bfloat16
-//     int8      4                  four codes of 16 bits, their upper and then their lower bytes
+//     int8      4                  four codes: of 8 bits for a query, as precise as the keys, and of 16
+//                                  bits for weights, their upper and then their lower bytes, because
+//                                  many small weights may outweigh a large one
 //
-// Codes of 16 bits are precise enough for a cache of 8 bits, and their sums are exact.
+// Sums of codes are exact.
 #pragma once
 
 #include "kv_store.h"
@@ -23,7 +25,7 @@ inline F32s first_lanes(F32s x, int64_t count, float other) {
 // Kinds without scales. Factors are numbers, and sums are in float32.
 template <class Self>
 struct Unscaled {
-    typedef F32s Sums;
+    typedef F32s Sums, KeySums;
     static constexpr int SUMS = 1;
     static constexpr bool SCALED = false;
     struct Query {};  // what the sums of a query need besides its factors
@@ -46,7 +48,7 @@ struct Unscaled {
 
 struct Floats : Unscaled<Floats> {
     static constexpr int DEPTH = 1;
-    typedef float Factor;
+    typedef float Factor, KeyFactor;
 
     static void put(uint8_t* factors, F32s numbers) { store(factors, numbers); }
     static void add_key(F32s& sums, U32s words, Factor factor) {
@@ -58,7 +60,7 @@ struct Floats : Unscaled<Floats> {
 #if defined(__AVX512BF16__)
 struct Pairs : Unscaled<Pairs> {
     static constexpr int DEPTH = 2;
-    typedef uint32_t Factor;
+    typedef uint32_t Factor, KeyFactor;
 
     static void put(uint8_t* factors, F32s numbers) {
         store(factors, _mm512_cvtneps_pbh((__m512)numbers));
@@ -74,6 +76,7 @@ struct Pairs : Unscaled<Pairs> {
     struct Factor {
         float first, second;
     };
+    typedef Factor KeyFactor;
 
     static void put(uint8_t* factors, F32s numbers) { store(factors, numbers); }
     static void add_key(F32s& sums, U32s words, Factor factor) {
@@ -87,8 +90,9 @@ struct Pairs : Unscaled<Pairs> {
 struct Codes {
     static constexpr int DEPTH = 4, SUMS = 2;
     static constexpr bool SCALED = true;
-    // The largest codes of 16 bits. The upper bytes of a query's codes stay within ±127.
-    static constexpr int QUERY_CODE = 127 * 256 + 127, WEIGHT_CODE = 65535;
+    static constexpr int QUERY_CODE = 127, WEIGHT_CODE = 65535;  // the largest codes
+    typedef uint32_t KeyFactor;
+    typedef I32s KeySums;
     struct Factor {
         uint32_t upper, lower;
     };
@@ -96,25 +100,22 @@ struct Codes {
         I32s upper, lower;
     };
     struct Query {
-        Sums start;  // takes away what KEY_ZERO adds
+        I32s start;  // takes away what KEY_ZERO adds
         float scale;
     };
 
-    static Sums keys_start(const Query& query) { return query.start; }
-    static F32s score(Sums sums, const Query& query, F32s key_scales) {
-        return floats(sums) * query.scale * key_scales;
+    static I32s keys_start(const Query& query) { return query.start; }
+    static F32s score(I32s sums, const Query& query, F32s key_scales) {
+        return to_floats(sums) * query.scale * key_scales;
     }
     static Sums values_start(F32s) { return {I32s{}, I32s{}}; }
     static F32s total(Sums sums, float scale, F32s before) {
-        return fma(floats(sums), splat(scale), before);
-    }
-    static F32s floats(Sums sums) {
-        return fma(to_floats(sums.upper), splat(256.0f), to_floats(sums.lower));
+        F32s both = fma(to_floats(sums.upper), splat(256.0f), to_floats(sums.lower));
+        return fma(both, splat(scale), before);
     }
 
-    static void add_key(Sums& sums, U32s words, Factor factor) {
-        sums.upper = add_codes(sums.upper, words, splat(factor.upper));
-        sums.lower = add_codes(sums.lower, words, splat(factor.lower));
+    static void add_key(I32s& sums, U32s words, uint32_t factor) {
+        sums = add_codes(sums, words, splat(factor));
     }
     static void add_value(Sums& sums, U32s words, Factor factor) {
         sums.upper = add_codes(sums.upper, splat(factor.upper), words);
@@ -126,24 +127,16 @@ struct Codes {
         for (int64_t i = 0; i < head_dim; i += LANES)
             tops = larger(magnitude(load_first<F32s>(query + i, head_dim - i)), tops);
         const float top = largest(tops), factor = top > 0 ? QUERY_CODE / top : 0;
-        I32s uppers{}, lowers{};
+        I32s codes{};
         for (int64_t i = 0; i < head_dim; i += LANES) {
-            // nearest() is exact only within ±2²², as these are.
-            I32s codes = nearest(load_first<F32s>(query + i, head_dim - i) * factor);
-            I32s upper = (codes + 128) >> 8, lower = codes - (upper << 8);
-            uppers += upper;
-            lowers += lower;
-            put(factors + 2 * i, (upper << 8) + (lower & 255));
+            I32s some = nearest(load_first<F32s>(query + i, head_dim - i) * factor);
+            codes += some;
+            store(factors + i, low_bytes(some));
         }
-        Sums start = {splat(-KEY_ZERO * sum(uppers)), splat(-KEY_ZERO * sum(lowers))};
-        return {start, top / QUERY_CODE * scale};
+        return {splat(-KEY_ZERO * sum(codes)), top / QUERY_CODE * scale};
     }
     static void put_weights(uint8_t* factors, F32s weights, F32s value_scales, float code_factor) {
-        F32s codes = weights * value_scales * code_factor + 0.5f;
-        put(factors, convert<int32_t>(codes));
-    }
-    // Writes the factors of 16 codes.
-    static void put(uint8_t* factors, I32s codes) {
+        I32s codes = convert<int32_t>(weights * value_scales * code_factor + 0.5f);
         typedef uint8_t Bytes __attribute__((vector_size(32)));
         const Bytes order = {1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14, 17, 19, 21, 23,
                              16, 18, 20, 22, 25, 27, 29, 31, 24, 26, 28, 30};
