@@ -56,7 +56,7 @@ class Member {
         for (int64_t unit; (unit = take()) < count;) {
             work(unit);
             done_++;
-            if (tired()) rest();
+            if (tired()) rest(count);
         }
         leave(count);
     }
@@ -71,7 +71,7 @@ class Member {
             work(unit, next);
             done_++;
             if (rests) {
-                rest();
+                rest(count);
                 next = take();
             }
             unit = next;
@@ -84,15 +84,16 @@ class Member {
     static constexpr int WORK_PER_REST = 4;  // where other processes take long, rests are rarer
 
     inline int64_t take();
-    // Ends the phase if all its units are done.
+    // Reports the units that this member has done. Ends the phase if all its units are done.
+    inline void report(int64_t count);
     inline void leave(int64_t count);
     // Whether this member should yield its core before it takes another unit.
     bool tired() const { return Clock::now() >= rest_; }
-    inline void rest();
+    inline void rest(int64_t count);
 
     Team& team_;
     int64_t phase_ = -1;
-    int64_t done_ = 0;  // units of this phase that this member has done
+    int64_t done_ = 0;  // units of this phase that this member has done and not reported
     Clock::time_point rest_ = Clock::now() + REST_AFTER;
 };
 
@@ -209,16 +210,20 @@ inline int64_t Member::take() {
     return team_.phases_[phase_].taken.fetch_add(1, std::memory_order_relaxed);
 }
 
-inline void Member::leave(int64_t count) {
-    auto& done = team_.phases_[phase_].done;
-    // In a phase without units, the first to leave ends it.
-    const int64_t mine = count ? done_ : 1;
-    if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == std::max<int64_t>(count, 1))
-        team_.phase_.store(phase_ + 1, std::memory_order_release);
+inline void Member::report(int64_t count) {
+    const int64_t mine = done_;
     done_ = 0;
+    if (mine && team_.phases_[phase_].done.fetch_add(mine, std::memory_order_acq_rel) + mine == count)
+        team_.phase_.store(phase_ + 1, std::memory_order_release);
 }
 
-inline void Member::rest() {
+inline void Member::leave(int64_t count) {
+    if (!count) done_ = count = 1;  // in a phase without units, the first to leave ends it
+    report(count);
+}
+
+inline void Member::rest(int64_t count) {
+    report(count);
     const auto begun = Clock::now();
     sched_yield();
     const auto ended = Clock::now();
