@@ -79,9 +79,15 @@ def running_prometheus(stack: RealStack, directory: Path) -> Iterator[Prometheus
         f"--web.listen-address={address}",
     ]
 
-    def start() -> subprocess.Popen[bytes] | None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def stop() -> None:
+        started[-1].terminate()
+        started[-1].wait()
+
+    def start() -> bool:
         with log.open("w") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=file)
+            started.append(subprocess.Popen(command, stdout=file, stderr=file))
         wait_for(lambda: "ready to receive" in log.read_text(), "Prometheus")
         # While this user's other processes have all inotify instances, it never sees a target.
         wait_for(
@@ -89,18 +95,16 @@ def running_prometheus(stack: RealStack, directory: Path) -> Iterator[Prometheus
             "Prometheus to find targets",
         )
         if NO_INOTIFY not in log.read_text():
-            return process
-        process.terminate()
-        process.wait()
-        return None
+            return True
+        stop()
+        return False
 
     prometheus = Prometheus(address)
-    process = wait_for(start, "a Prometheus that can watch files")
     try:
+        wait_for(start, "a Prometheus that can watch files")
         yield prometheus
     finally:
-        process.terminate()
-        process.wait()
+        stop()
         print(log.read_text())
 
 

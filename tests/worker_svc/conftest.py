@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ from transformers import Qwen3ForCausalLM
 
 from tests.worker_svc.harness import save_model
 from worker_svc.devices.choice import choose_vector_math
+from worker_svc.kernels.cpu.library import set_threads
+from worker_svc.kernels.cpu_features import num_cores
 
 choose_vector_math()  # for transformers too
 
@@ -23,6 +26,13 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_oracle(tiny_dir: Path) -> Qwen3ForCausalLM:
     """The same model in transformers."""
     return Qwen3ForCausalLM.from_pretrained(tiny_dir).eval()
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads run the kernels that the test calls."""
+    yield set_threads
+    set_threads(num_cores())
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import addressof
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -116,7 +116,8 @@ def part_of_step(tensors: StepTensors, begin: int, end: int) -> tuple[int, StepT
     sequences = slice(first, last)
     context_lens = tensors.context_lens[sequences].clone()
     context_lens[-1] -= starts[last] - end
-    return first, StepTensors(
+    return first, replace(
+        tensors,
         uniforms=tensors.uniforms[sequences],
         temperatures=tensors.temperatures[sequences],
         input_ids=tensors.input_ids[begin:end],
@@ -124,9 +125,7 @@ def part_of_step(tensors: StepTensors, begin: int, end: int) -> tuple[int, StepT
         slot_mapping=tensors.slot_mapping[begin:end],
         query_starts=starts[first : last + 1].clamp(begin, end) - begin,
         context_lens=context_lens,
-        plan_column=tensors.plan_column,
         table_offsets=tensors.table_offsets[first : last + 1],
-        block_table=tensors.block_table,
     )
 
 

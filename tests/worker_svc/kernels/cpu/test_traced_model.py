@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,9 @@ from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu import traced_model
-from worker_svc.kernels.cpu.library import set_threads
 from worker_svc.kernels.cpu.program import run_timed
 from worker_svc.kernels.cpu.rows import Rows, allocate
 from worker_svc.kernels.cpu.traced_model import TracedModel
-from worker_svc.kernels.cpu_features import num_cores
 from worker_svc.loader import WeightLoader
 from worker_svc.models.config import load_model_config
 from worker_svc.models.decoder import Decoder, attention_shape
@@ -171,18 +170,17 @@ def test_a_failed_trace_leaves_nothing_behind(pair: Pair, monkeypatch: pytest.Mo
     pair.check(step)
 
 
-def test_more_threads_than_cores(pair: Pair) -> None:
-    try:
-        for threads in (7, 1, 3):  # of which the kernel often stops some between or within units
-            set_threads(threads)
-            for _ in range(20):
-                pair.check(pair.batch.step([(0, [1, 2, 3]), (1, [4])]))
-    finally:
-        set_threads(num_cores())
+def test_more_threads_than_cores(pair: Pair, threads: Callable[[int], None]) -> None:
+    for members in (7, 1, 3):  # of which the kernel often stops some between or within units
+        threads(members)
+        for _ in range(20):
+            pair.check(pair.batch.step([(0, [1, 2, 3]), (1, [4])]))
 
 
-def test_timed_phases(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_threads(1)  # which then works in every phase
+def test_timed_phases(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, threads: Callable[[int], None]
+) -> None:
+    threads(1)  # which then works in every phase
     times: list[Any] = []
     monkeypatch.setattr(traced_model, "run", lambda *given: times.extend(run_timed(*given)))
     pair.check(pair.batch.step([(0, [1, 2, 3])]))
@@ -190,7 +188,6 @@ def test_timed_phases(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(times) == 1 + 3 * 10 + 1
     assert all(each.work >= 0 and each.wait >= 0 for each in times)
     assert sum(each.work for each in times) > 0
-    set_threads(num_cores())
 
 
 def test_rows_that_live_at_the_same_time_share_no_memory(seed: int) -> None:

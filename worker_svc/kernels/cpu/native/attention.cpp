@@ -56,8 +56,9 @@ class Tile {
     // Computes rows of a sequence's key-value head. Row r is the head r % group of its group, for
     // the query r / group.
     //
-    // Not inlined, nor specialized: GCC would look up the address of the thread's tile in each loop.
-    [[gnu::noipa]] void attend(const AttendArgs& args, const Step& step, int64_t sequence, int64_t kv_head,
+    // Not inlined, nor specialized: GCC would look up the thread's tile in each loop.
+    [[gnu::noipa]]
+    void attend(const AttendArgs& args, const Step& step, int64_t sequence, int64_t kv_head,
                 int64_t first_row) {
         const Cache& cache = args.cache;
         const int64_t group = args.heads / cache.kv_heads, start = step.query_starts[sequence];

@@ -6,11 +6,11 @@
 //     cache     numbers in a word  factor
 //     float32   1                  a float32
 //     bfloat16  2                  two bfloat16, or two float32 if the CPU cannot multiply bfloat16
-//     int8      4                  four codes: of 8 bits for a query, as precise as the keys, and of 16
-//                                  bits for weights, their upper and then their lower bytes, because
-//                                  many small weights may outweigh a large one
+//     int8      4                  four codes, of 8 bits for a query and of 16 bits for weights, with
+//                                  their upper bytes before the lower ones
 //
-// Sums of codes are exact.
+// A query is as precise as the keys then. Weights need more, because many small ones may outweigh a
+// large one. Sums of codes are exact.
 #pragma once
 
 #include "kv_store.h"

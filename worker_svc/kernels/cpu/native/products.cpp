@@ -166,10 +166,12 @@ inline void multiply_pieces(const Block& block, Totals<ROWS>& totals) {
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; row++) sums[row][half] *= -zero;
             }
-        if constexpr (PLAIN)
-            add_steps<K, ROWS>(block, first, std::integral_constant<int64_t, PIECE / K::INPUTS>{}, sums);
-        else
+        if constexpr (PLAIN) {
+            constexpr std::integral_constant<int64_t, PIECE / K::INPUTS> ALL;
+            add_steps<K, ROWS>(block, first, ALL, sums);
+        } else {
             add_steps<K, ROWS>(block, first, std::min(block.piece_steps, steps - first), sums);
+        }
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             const F32s x_scale = splat(block.x_scales[row * block.pieces + piece]);

@@ -8,7 +8,7 @@
 
 namespace nano {
 
-// Seconds of a phase on the thread that calls `nano_run_timed`.
+// Seconds of a phase on the thread that calls `nano_run_timed`: 0 if the others did it without.
 struct Times {
     double work;
     double wait;  // for the other members, after its own work; 0 after the last phase
@@ -50,12 +50,11 @@ extern "C" void nano_run(nano::Team* team, int members, const nano::Op* ops, int
     });
 }
 
-// Does what `nano_run` does. Sets times [count], too.
+// Does what `nano_run` does. Sets times [count], which are 0 before, too.
 extern "C" void nano_run_timed(nano::Team* team, int members, const nano::Op* ops, int64_t count,
                                const nano::Step* step, nano::Times* times) {
     double last = nano::now();
     int64_t number = 0;
-    for (int64_t i = 0; i < count; i++) times[i] = {};
     team->run(members, count, [&](nano::Member& member, int64_t phase) {
         if (member.number) return nano::run_phase(ops[phase], *step, member);
         double begun = nano::now();

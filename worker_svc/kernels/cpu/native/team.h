@@ -1,8 +1,8 @@
 // The threads that run a step together.
 //
-// All members walk through the same phases, and take units of a phase's work from a counter. A phase
-// begins when all units of the last one are done, not when all members have arrived: one that the
-// kernel has taken off its core between two units holds up nobody.
+// All members walk through the same phases, and take units of a phase's work from a counter. A
+// phase begins when all units of the last one are done, not when all members have arrived: one that
+// the kernel has taken off its core between two units holds up nobody.
 //
 // A member that waits spins for a moment, because a phase takes microseconds, and then yields its
 // core, because other processes of the stack may need it. One that works yields between two units
@@ -61,8 +61,8 @@ class Member {
         leave(count);
     }
 
-    // Calls work(unit, next) with the unit that the member takes next, too. Before a rest it does not
-    // take one that it could not finish, and `next` is a guess. It is at least `count` at the end.
+    // Calls work(unit, next) with the unit that the member takes next, too. Before a rest it takes
+    // none, and `next` is a guess. It is at least `count` at the end.
     template <class Work>
     void each_ahead(int64_t count, const Work& work) {
         for (int64_t unit = take(); unit < count;) {
@@ -121,7 +121,10 @@ class Team {
     void run(int members, int64_t phases, const Work& work) {
         members = members < 1 ? 1 : members > size_ ? size_ : members;
         if (int64_t(phases_.size()) < phases) phases_ = std::vector<Phase>(phases);
-        for (int64_t i = 0; i < phases; i++) phases_[i].taken = phases_[i].done = 0;
+        for (int64_t i = 0; i < phases; i++) {
+            phases_[i].taken.store(0, std::memory_order_relaxed);
+            phases_[i].done.store(0, std::memory_order_relaxed);
+        }
         phase_.store(0, std::memory_order_relaxed);
         const auto walk = [&](Member& member) {
             for (int64_t phase; (phase = member.next_phase()) < phases;) work(member, phase);
@@ -213,7 +216,8 @@ inline int64_t Member::take() {
 inline void Member::report(int64_t count) {
     const int64_t mine = done_;
     done_ = 0;
-    if (mine && team_.phases_[phase_].done.fetch_add(mine, std::memory_order_acq_rel) + mine == count)
+    auto& done = team_.phases_[phase_].done;
+    if (mine && done.fetch_add(mine, std::memory_order_acq_rel) + mine == count)
         team_.phase_.store(phase_ + 1, std::memory_order_release);
 }
 
