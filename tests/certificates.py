@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
@@ -27,6 +28,7 @@ class Authority:
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory, self._name = directory, name
+        self._numbers = count()
         self.ca = str(directory / f"{name}.pem")
         self._key = str(directory / f"{name}.key")
         _openssl(
@@ -35,8 +37,9 @@ class Authority:
         )
 
     def issue(self, name: str, *alternative_names: str) -> Issued:
-        """Issues a certificate for `DNS:...` and `IP:...` names, in files called `name`."""
-        base = self._directory / f"{self._name}-{name}"
+        """Issues a certificate for `DNS:...` and `IP:...` names, in files of its own: a process may
+        still be reading those of an earlier call."""
+        base = self._directory / f"{self._name}-{name}-{next(self._numbers)}"
         request, extensions = base.with_suffix(".csr"), base.with_suffix(".ext")
         issued = Issued(f"{base}.pem", f"{base}.key")
         extensions.write_text(f"subjectAltName={','.join(alternative_names)}")

@@ -123,11 +123,20 @@ class Gateway:
 def running(directory: Path, module: str, **flags: object) -> Iterator[None]:
     """`python -m MODULE --FLAG=VALUE ...`, until the end."""
     args = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    with (directory / f"{module}.log").open("wb") as log:
-        command = [sys.executable, "-m", module, *args]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    with logged([sys.executable, "-m", module, *args], directory / f"{module}.log"):
+        yield
+
+
+@contextmanager
+def logged(command: list[str], log: Path) -> Iterator[None]:
+    """Runs a command until the end. If the caller fails, its output becomes part of the report."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
     try:
         yield
+    except BaseException:
+        print(f"{log.name}, exit status {process.poll()}:\n{log.read_text()[-2000:]}")
+        raise
     finally:
         process.kill()
         process.wait()
@@ -184,9 +193,7 @@ def tunnel(directory: Path, authority: Authority, engine_address: str) -> Iterat
                 f"CAfile={authority.ca}\nverifyChain=yes\n"
             )
             command = ["stunnel", str(configuration)]
-            process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-            processes.callback(process.wait)
-            processes.callback(process.kill)
+            processes.enter_context(logged(command, directory / f"{name}.log"))
         yield inside, between
 
 
