@@ -118,18 +118,22 @@ class Hosts:
             for each in family:
                 each.resume()
 
-    def retransmissions(self, name: str, other: str) -> list[int]:
-        """For each connection that `name` holds open to `other`: how often it has sent the oldest
-        byte without an answer again."""
+    def connected(self, name: str, other: str) -> bool:
+        """Whether `name` holds a connection to `other` open."""
         address = socket.inet_aton(self.address(other))[::-1].hex().upper()
-        found = []
         for kind in ("tcp", "tcp6"):  # IPv4 over a socket for IPv6 has the address at its end
             table = Path(f"/proc/{self._processes[name].pid}/net/{kind}").read_text()
             for line in table.splitlines()[1:]:
-                _, _, remote, state, _, _, retransmissions, *_ = line.split()
+                _, _, remote, state, *_ = line.split()
                 if remote.partition(":")[0].endswith(address) and state == _ESTABLISHED:
-                    found.append(int(retransmissions, 16))
-        return found
+                    return True
+        return False
+
+    def segments_resent(self, name: str) -> int:
+        """How many TCP segments the host has ever sent again."""
+        lines = Path(f"/proc/{self._processes[name].pid}/net/snmp").read_text().splitlines()
+        names, values = (line.split() for line in lines if line.startswith("Tcp:"))
+        return int(values[names.index("RetransSegs")])
 
     def cut(self, source: str, target: str) -> None:
         """Drops everything that `source` sends to `target`, until `heal`."""
