@@ -3,7 +3,7 @@ workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Cache:
     def __init__(self, call: Any) -> None:
         self.call = call
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
-        self.number = 0
+        self.number = self.times_cleared = 0
         self.loads: list[Any] = []
         while True:
             batch = self.apply()
@@ -64,6 +64,7 @@ class Cache:
         for event in batch.events:
             if event.HasField("cleared"):
                 self.blocks.clear()
+                self.times_cleared += 1
             for block_hash in event.removed.block_hashes:
                 del self.blocks[block_hash]
             parent = None
@@ -76,12 +77,13 @@ class Cache:
                 parent = block.block_hash
         return batch
 
-    def apply_until_quiet(self) -> None:
-        """Reads on until two batches in a row bring nothing and nothing runs."""
-        quiet = 0
-        while quiet < 2:
-            load = self.apply().load
-            quiet = quiet + 1 if load.load_only and not load.running_requests else 0
+    def apply_until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            self.apply()
+
+    def has(self, tokens: list[int]) -> bool:
+        """Whether a block with these tokens is stored."""
+        return any(stored == tuple(tokens) for _, stored in self.blocks.values())
 
 
 def subscribe(stub: Any, start: int = 0) -> Any:
@@ -96,7 +98,9 @@ def test_a_subscriber_knows_exactly_what_is_cached(stack: tuple[RealStack, Any])
         for start in range(20, 200, 20):  # 24 blocks are far too few for all
             prompts = [list(range(start + i, start + i + 40)) for i in range(6)]
             llm.generate(prompts, SamplingParams(max_tokens=20, temperature=0), use_tqdm=False)
-    early.apply_until_quiet()
+        last = list(range(700, 700 + BLOCK))
+        llm.generate([[*last, 5]], SamplingParams(max_tokens=1))
+    early.apply_until(lambda: early.has(last))
     late = Cache(subscribe(stub))
     assert early.blocks == late.blocks
     assert len(early.blocks) > 10
@@ -125,7 +129,8 @@ def test_flushing_empties_the_cache_when_nothing_runs(stack: tuple[RealStack, An
         list(stream)
         (completion,) = llm.generate([prompt], SamplingParams(max_tokens=1))
     assert completion["usage"]["cached_prompt_tokens"] == 0
-    cache.apply_until_quiet()
+    # The snapshot has cleared it, too.
+    cache.apply_until(lambda: cache.times_cleared >= 2 and cache.has(prompt[32:48]))
     assert {tokens for _, tokens in cache.blocks.values()} == {
         tuple(prompt[i : i + BLOCK]) for i in range(0, 48, BLOCK)
     }
