@@ -15,7 +15,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from deploy.ports import free_port
 from nano_vllm_grpc import LLM, SamplingParams
-from tests.stack import RealStack, running_stack
+from tests.stack import RealStack, UnmetPreconditionError, running_stack
 
 BLOCK = 16
 TOKEN = "an-operators-token"
@@ -122,7 +122,12 @@ def test_flushing_empties_the_cache_when_nothing_runs(stack: tuple[RealStack, An
         cache = Cache(subscribe(stub))
         stream = llm.stream(prompt, SamplingParams(max_tokens=300, ignore_eos=True))
         next(stream)
+        running.stop("worker", 1)
+        load = running.load()
         flushed = stub.FlushCache(common.FlushCacheRequest(), metadata=OPERATOR)
+        running.cont("worker", 1)
+        if not load.running:
+            raise UnmetPreconditionError("the stream has ended")
         assert (flushed.success, flushed.message) == (False, "requests are in progress")
         flushed = stub.FlushCache(common.FlushCacheRequest(timeout_s=60), metadata=OPERATOR)
         assert flushed.success
