@@ -66,6 +66,7 @@ async def test_no_stream_notices_that_the_supervisor_is_gone_and_replaced(
         launcher.succeed("up", "--port", port, NANO_MODEL=str(DEMO_MODEL))
         before = pids(launcher, port)
         state = "GONE" if number is signal.SIGKILL else "SILENT"
+        said = f"{state} no process is restarted"
 
         def shown() -> str:
             return str(launcher("ps", "--port", port).stdout)
@@ -74,7 +75,7 @@ async def test_no_stream_notices_that_the_supervisor_is_gone_and_replaced(
             supervisor = find_supervisor(tmp_path / run_directory(port))
             assert supervisor is not None
             os.kill(supervisor.pid, number)
-            await asyncio.to_thread(wait_for, lambda: state in shown(), "ps to say so")
+            await asyncio.to_thread(wait_for, lambda: said in shown(), "ps to say so")
             await asyncio.to_thread(launcher.succeed, "up", "--port", port)
             assert before - pids(launcher, port) == {supervisor.pid}
             # The new supervisor restarts what the old one started.
