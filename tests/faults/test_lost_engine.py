@@ -17,6 +17,7 @@ import pytest
 from deploy.native.processes import start_processes, stop_processes, stopped_processes
 from deploy.ports import free_port
 from deploy.stack import Process
+from nano_vllm_grpc.pb.frontend_pb2 import GenerateRequest, SamplingParams
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.faults.streams import (
     REQUESTS,
@@ -106,6 +107,14 @@ def _generate(stack: RealStack) -> list[int]:
     return list(answer.completions[0].token_ids)
 
 
+def _takes_requests(stack: RealStack, engine: str) -> bool:
+    request = GenerateRequest(text=STORY, sampling=SamplingParams(max_tokens=1), engine=engine)
+    with grpc.insecure_channel(stack.address) as channel, suppress(grpc.RpcError):
+        InferenceServiceStub(channel).Generate(request, timeout=WAIT_S)
+        return True
+    return False
+
+
 def _over_http(stack: RealStack) -> str:
     """The text of a greedy completion, streamed through the gateway."""
     body = {
@@ -144,6 +153,7 @@ def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Tran
             # With one engine left, everything still runs.
             assert_undamaged(undisturbed(stack.address, _REQUESTS), expected)
     stack.wait_serving()
+    wait_for(lambda: _takes_requests(stack, "1"), "the frontend to use the engine")
     assert_undamaged(undisturbed(stack.address, requests), expected)
 
 
