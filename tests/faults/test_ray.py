@@ -66,6 +66,7 @@ def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
             streams.wait_for_tokens(10, *_STREAMS)
             _kill_actor_of(int(lines["worker-0"].pid), streams)
             assert_undamaged(streams.wait_ended(), expected)
+        cluster.wait_serving()
         assert "already up" in cluster.cli("up")
         assert cluster.cli("down").startswith("stopped 3 processes")
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from deploy.native.processes import find_supervisor
+from deploy.native.processes import find_supervisor, running_processes
 from deploy.ports import free_port
 from deploy.stack import run_directory
 from tests.deploy.conftest import Launcher, launching
@@ -53,7 +53,7 @@ async def test_no_stream_notices_engines_that_come_restart_change_and_go(tmp_pat
             assert "1 engine serves" in await change("scale", "--engines", 1, engines="0")
         log = (tmp_path / ".run" / str(port) / "supervisor.log").read_text()
         assert '"exit_status": -9' not in log  # all ended on their own
-        assert launcher("ps", "--port", port).stdout.count("RUNNING/SERVING") == 4
+        wait_for(lambda: launcher.serving(port) == 4, "all to serve")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -79,7 +79,9 @@ async def test_no_stream_notices_that_the_supervisor_is_gone_and_replaced(
             await asyncio.to_thread(launcher.succeed, "up", "--port", port)
             assert before - pids(launcher, port) == {supervisor.pid}
             # The new supervisor restarts what the old one started.
-            parent = psutil.Process(launcher.pids(port)["scheduler-0"]).parent()
+            running = running_processes(tmp_path / run_directory(port))
+            (pid,) = (each.pid for each in running if each.name == "scheduler-0")
+            parent = psutil.Process(pid).parent()
             assert parent is not None
             parent.kill()
             await asyncio.to_thread(wait_for, lambda: launcher.serving(port) == 3, "a successor")
