@@ -35,6 +35,7 @@ def changed_gateway(
     address = f"127.0.0.1:{free_port()}"
     flags = [f"--http-port={address.rpartition(':')[2]}"]
     flags += [f"--gateway-addresses={engine_address}", f"--model={DEMO_MODEL}"]
+    flags += ["--drain-timeout-s=100"]  # as long as its callers wait
     program = f"import sys\nimport deploy.gateway\n{change}\nsys.exit(deploy.gateway.main())"
     process = subprocess.Popen([sys.executable, "-c", program, *flags], cwd=ROOT)
     try:
