@@ -5,7 +5,8 @@ WORKER_FAULT: what workers do at a step whose tokens contain `TRIGGER`. `exit` e
 once, every time; `hang:PATH` creates the file PATH and hangs forever, unless PATH already exists.
 
 SCHEDULER_FAULT: a file, to which each death adds a byte. Schedulers die of requests whose prompt
-begins with READ, STEP or TOKEN, and their engine fails at one that begins with FAILURE.
+begins with READ, STEP or TOKEN, and their engine fails at one that begins with FAILURE. Trials of
+suspects may take long.
 
 USUAL_GARBAGE: processes collect old objects as often as Python does by itself, whatever
 `shared.process.run` asks for.
@@ -27,6 +28,7 @@ TRIGGER = (1500, 1501, 1500)
 # or it is not killed, but the engine fails when the request is scheduled.
 READ, STEP, TOKEN, FAILURE = 901, 902, 903, 904
 _DEADLY_TOKEN = 5
+_TRIAL_S = 100.0
 
 
 def _fail_worker() -> None:
@@ -98,12 +100,20 @@ def _patch_scheduler(module: Any) -> None:
     module.Scheduler.schedule, module.Scheduler.apply = faulty_schedule, faulty_apply
 
 
+def _patch_trials(module: Any) -> None:
+    """A trial ends with its result only, and frontends may take long to confirm."""
+    attempt = module.Trials._try
+    module.Trials._try = lambda self, group, _: attempt(self, group, timeout_s=_TRIAL_S)
+    module._CONFIRMATION_S = _TRIAL_S
+
+
 _PATCHES: dict[str, Any] = {}  # by module
 if "WORKER_FAULT" in os.environ:
     _PATCHES["worker_svc.model_runner"] = _patch_worker
 if "SCHEDULER_FAULT" in os.environ:
     _PATCHES["scheduler_svc.rpc.frontend_messages"] = _patch_reading
     _PATCHES["scheduler_svc.core.scheduler"] = _patch_scheduler
+    _PATCHES["scheduler_svc.rpc.trials"] = _patch_trials
 if "USUAL_GARBAGE" in os.environ:
     gc.set_threshold = lambda *_: None  # type: ignore[assignment]
 
