@@ -13,6 +13,7 @@ from tests.faults.faulty import faulty_environment, faulty_stack, request
 from tests.faults.faulty_services.sitecustomize import FAILURE, READ, STEP, TOKEN
 from tests.faults.streams import OpenStreams, assert_undamaged, open_streams, undisturbed
 from tests.stack import running_stack
+from worker_svc.hang_watch import EXIT_HUNG
 
 
 def assert_internal_error(streams: OpenStreams, name: str) -> None:
@@ -79,6 +80,6 @@ def test_a_step_that_never_ends_ends_its_worker(tmp_path: Path) -> None:
                 stack.wait_replaced("worker", 0, worker)
                 assert hanging.wait_ended()["last"].num_tokens == 200
             assert_undamaged(streams.wait_ended(), expected)
-        assert "does not end" in stack.stack.log("worker-0").read_text()
+        assert f'"exit_status": {EXIT_HUNG}' in stack.stack.log("worker-0").read_text()
         assert (tmp_path / "hung").exists()
         stack.wait_idle()
