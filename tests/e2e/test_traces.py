@@ -22,9 +22,12 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from deploy.ports import free_port
 from nano_vllm_grpc.pb import frontend_pb2
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
+from tests.faults.faulty import faulty_environment
 from tests.stack import running_stack
 from tests.waiting import wait_for
 
+# A span that is not accepted in time is lost.
+PATIENT = faulty_environment(EXPORT_TIMEOUT_S="100")
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -106,7 +109,7 @@ def complete(collector: Collector) -> bool:
 def test_a_trace_goes_through_all_processes_and_a_workers_death() -> None:
     with (
         running_collector() as (collector, endpoint),
-        running_stack(tp=2, otlp_endpoint=endpoint, trace_sample_ratio=1) as stack,
+        running_stack(PATIENT, tp=2, otlp_endpoint=endpoint, trace_sample_ratio=1) as stack,
         grpc.insecure_channel(stack.address) as channel,
     ):
         stub = InferenceServiceStub(channel)
@@ -174,7 +177,9 @@ def test_a_trace_goes_through_all_processes_and_a_workers_death() -> None:
 def test_a_trace_comes_over_http() -> None:
     with (
         running_collector() as (collector, endpoint),
-        running_stack(otlp_endpoint=endpoint, trace_sample_ratio=0, http_port=free_port()) as stack,
+        running_stack(
+            PATIENT, otlp_endpoint=endpoint, trace_sample_ratio=0, http_port=free_port()
+        ) as stack,
     ):
         stack.wait_serving()
         url = f"{stack.stack.url}/v1/chat/completions"

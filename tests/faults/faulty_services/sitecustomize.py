@@ -8,6 +8,8 @@ SCHEDULER_FAULT: a file, to which each death adds a byte. Schedulers die of requ
 begins with READ, STEP or TOKEN, and their engine fails at one that begins with FAILURE. Trials of
 suspects may take long.
 
+EXPORT_TIMEOUT_S: the seconds that a collector has to accept spans.
+
 USUAL_GARBAGE: processes collect old objects as often as Python does by itself, whatever
 `shared.process.run` asks for.
 """
@@ -107,6 +109,10 @@ def _patch_trials(module: Any) -> None:
     module._CONFIRMATION_S = _TRIAL_S
 
 
+def _patch_tracing(module: Any) -> None:
+    module._EXPORT_TIMEOUT_S = float(os.environ["EXPORT_TIMEOUT_S"])
+
+
 _PATCHES: dict[str, Any] = {}  # by module
 if "WORKER_FAULT" in os.environ:
     _PATCHES["worker_svc.model_runner"] = _patch_worker
@@ -114,6 +120,8 @@ if "SCHEDULER_FAULT" in os.environ:
     _PATCHES["scheduler_svc.rpc.frontend_messages"] = _patch_reading
     _PATCHES["scheduler_svc.core.scheduler"] = _patch_scheduler
     _PATCHES["scheduler_svc.rpc.trials"] = _patch_trials
+if "EXPORT_TIMEOUT_S" in os.environ:
+    _PATCHES["shared.telemetry.tracing"] = _patch_tracing
 if "USUAL_GARBAGE" in os.environ:
     gc.set_threshold = lambda *_: None  # type: ignore[assignment]
 
