@@ -31,6 +31,10 @@ from tests.waiting import WAIT_S, wait_for
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "models" / "demo"
 
+# A machine may stall for longer than the default, and no healthy process is to be replaced then.
+# Tests in which a process hangs set less.
+HANG_TIMEOUT_S = "60"
+
 _LOG_LINES = 40
 
 
@@ -192,7 +196,7 @@ def running_stack(
     launcher = subprocess.Popen(
         [sys.executable, "-m", "cli", "run", "--port=0", f"--model={DEMO_MODEL}", *flags],
         cwd=ROOT,
-        env={**os.environ, **(environment or {})},
+        env={"NANO_HANG_TIMEOUT_S": HANG_TIMEOUT_S, **os.environ, **(environment or {})},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -54,7 +54,9 @@ def run_campaign(
     """
     rng = random.Random(f"{seed} {tp}")
     variables = {**_LIMITS, "tp": tp, "frontends": _FRONTENDS, **variables}
-    with running_stack(environment=faulty_environment(WORKER_FAULT="exit"), **variables) as stack:
+    # The default, as for users: processes are stopped for some seconds, and may be replaced.
+    environment = faulty_environment(WORKER_FAULT="exit", NANO_HANG_TIMEOUT_S="3")
+    with running_stack(environment, **variables) as stack:
         campaign = _Campaign(stack, seed, rng, report_fault)
         return asyncio.run(campaign.run(faults, kinds, clients))
 

@@ -18,7 +18,7 @@ from deploy.native.processes import stack_members
 from deploy.plan import Layout, plan_stack
 from deploy.ports import free_port
 from deploy.stack import ENGINE_SERVICES, Stack, run_directory
-from tests.stack import DEMO_MODEL, ROOT, kill_all
+from tests.stack import DEMO_MODEL, HANG_TIMEOUT_S, ROOT, kill_all
 from tests.waiting import WAIT_S
 
 STANDINS = Path(__file__).parent / "standins"
@@ -89,7 +89,7 @@ class Launcher:
 
     def use_real_services(self) -> None:
         """Replaces the stand-ins with the real services."""
-        self.environment["PYTHONPATH"] = str(ROOT)
+        self.environment |= {"PYTHONPATH": str(ROOT), "NANO_HANG_TIMEOUT_S": HANG_TIMEOUT_S}
 
     @staticmethod
     def command(*args: object) -> list[str]:

@@ -24,6 +24,7 @@ def faulty_environment(**variables: str) -> dict[str, str]:
 
 
 @contextmanager
-def faulty_stack(worker_fault: str) -> Iterator[RealStack]:
-    with running_stack(faulty_environment(WORKER_FAULT=worker_fault), kv_blocks=256) as stack:
+def faulty_stack(worker_fault: str, **variables: str) -> Iterator[RealStack]:
+    environment = faulty_environment(WORKER_FAULT=worker_fault, **variables)
+    with running_stack(environment, kv_blocks=256) as stack:
         yield stack

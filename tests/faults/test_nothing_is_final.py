@@ -60,7 +60,9 @@ class Victim:
 
 
 @pytest.fixture(scope="module")
-def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+def victim(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Victim]:
     directory = tmp_path_factory.mktemp("certificates")
     public, within = Authority(directory, "public"), Authority(directory, "within")
     shown = public.issue("server", "DNS:localhost", "IP:127.0.0.1")
@@ -68,7 +70,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     tokens = directory / "tokens"
     tokens.write_text(f"{TOKEN}\n")
     with running_stack(
-        environment={"NANO_HANG_TIMEOUT_S": "2"},
+        getattr(request, "param", None),
         kv_blocks=256,
         tls_cert=shown.cert,
         tls_key=shown.key,
@@ -157,6 +159,7 @@ def test_a_parent_whose_successor_cannot_start_is_not_final(victim: Victim) -> N
     assert victim.generate()
 
 
+@pytest.mark.parametrize("victim", [{"NANO_HANG_TIMEOUT_S": "5"}], ids=["5 s"], indirect=True)
 @pytest.mark.parametrize("service", ["frontend", "scheduler", "worker"])
 @pytest.mark.parametrize("role", ["fork", "parent"])
 def test_a_process_that_is_stopped_is_replaced_and_streams_go_on(

@@ -34,7 +34,7 @@ def engine_address() -> str:
 
 @pytest.fixture(scope="module")
 def stack(engine_address: str) -> Iterator[RealStack]:
-    given = {"NANO_GATEWAY_ADDRESSES": engine_address}
+    given = {"NANO_GATEWAY_ADDRESSES": engine_address, "NANO_HANG_TIMEOUT_S": "10"}
     with running_stack(given, http_port="auto", served_model_name=NAME) as running:
         yield running
 
