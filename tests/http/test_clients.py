@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -100,7 +101,10 @@ def test_a_load_generator(given: dict[str, Any], tmp_path: Path) -> None:
     command += ["--no-gpu-telemetry", "--no-server-metrics"]
     command += ["--synthetic-input-tokens-mean=32", "--output-tokens-mean=24"]
     command += ["--extra-inputs=ignore_eos:true", f"--artifact-dir={tmp_path}"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    # Its own processes have half a minute to start by default.
+    limits = ("AIPERF_SERVICE_REGISTRATION_TIMEOUT", "AIPERF_SERVICE_START_TIMEOUT")
+    environment = {**os.environ, **dict.fromkeys(limits, "300")}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
     assert report["request_count"]["avg"] == 40
