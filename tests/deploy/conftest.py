@@ -19,7 +19,7 @@ from deploy.plan import Layout, plan_stack
 from deploy.ports import free_port
 from deploy.stack import ENGINE_SERVICES, Stack, run_directory
 from tests.stack import DEMO_MODEL, HANG_TIMEOUT_S, ROOT, kill_all
-from tests.waiting import WAIT_S
+from tests.waiting import WAIT_S, wait_for
 
 STANDINS = Path(__file__).parent / "standins"
 DEMO = str(DEMO_MODEL)
@@ -99,11 +99,18 @@ class Launcher:
         """The living processes of the stack on `port`."""
         return stack_members(self.directory / run_directory(port))
 
+    def ps(self, port: int, *options: object) -> str:
+        """What `ps` prints once no process is SILENT, which has not answered yet."""
+
+        def ask() -> str:
+            said = self("ps", "--port", port, *options).stdout
+            return "" if "SILENT" in said else said
+
+        return wait_for(ask, "all processes to answer")
+
     def rows(self, port: int) -> list[list[str]]:
         """The table of `ps` without the supervisor; all processes must be serving."""
-        supervisor, *table = [
-            line.split() for line in self("ps", "--port", port).stdout.splitlines()[1:]
-        ]
+        supervisor, *table = [line.split() for line in self.ps(port).splitlines()[1:]]
         assert (supervisor[0], supervisor[4]) == ("supervisor", "RUNNING")
         assert all(row[4] == "RUNNING/SERVING" for row in table), table
         return table

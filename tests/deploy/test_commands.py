@@ -37,7 +37,7 @@ def test_a_stack_from_up_to_down(launcher: Launcher, port: int) -> None:
     members = launcher.members(port)
     assert {*pids.values()} < {process.pid for process in members}
     assert psutil.Process(pids["worker-1"]).cmdline()[-2:] == ["--rank", "1"]
-    supervisor, *found = json.loads(launcher.succeed("ps", "--port", port, "--json"))
+    supervisor, *found = json.loads(launcher.ps(port, "--json"))
     assert (supervisor["service"], supervisor["state"]) == ("supervisor", "RUNNING")
     assert {f"{each['service']}-{each['index']}": each["pid"] for each in found} == pids
     assert {(each["state"], each["health"]) for each in found} == {("RUNNING", "SERVING")}
@@ -53,7 +53,7 @@ def test_a_stack_from_up_to_down(launcher: Launcher, port: int) -> None:
     directory = launcher.directory / run_directory(port)
     assert directory.stat().st_mode & 0o777 == 0o700
     assert not list(directory.glob("*.sock"))
-    assert check_health(f"127.0.0.1:{port}") == UNREACHABLE
+    assert check_health(f"127.0.0.1:{port}", WAIT_S) == UNREACHABLE
     log = launcher.events(port, "supervisor")
     ends = [each for each in log if each["event"] == "process ended"]
     stops = [each["process"].split("-")[0] for each in ends]
@@ -100,7 +100,7 @@ def test_stacks_are_independent_and_dead_processes_are_restarted(
     for each in (port, other):
         launcher.succeed("up", "--port", each, "--services", "frontend")
     launcher.succeed("down", "--port", other)
-    assert check_health(f"127.0.0.1:{port}") == SERVING
+    assert check_health(f"127.0.0.1:{port}", WAIT_S) == SERVING
 
     frontend = named(launcher.members(port), "frontend")
     frontend.kill()
@@ -145,7 +145,7 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     state = "SILENT" if number is signal.SIGSTOP else "GONE"
     said = f"{state} no process is restarted"
     wait_for(lambda: said in launcher("ps", "--port", port).stdout, "ps to say so")
-    assert launcher.serving(port) == 2
+    wait_for(lambda: launcher.serving(port) == 2, "both to answer")
     if number is not signal.SIGSTOP:
         assert "make up starts one" in launcher.fail("restart", "--port", port)
     worker.kill()
@@ -218,7 +218,8 @@ def test_a_host_of_workers_only(launcher: Launcher, port: int) -> None:
         NANO_WORKER_ADDRESSES=",".join(addresses),
         NANO_MASTER_PORT=str(free_port()),
     )
-    assert [check_health(a) for a in addresses] == [UNREACHABLE, UNREACHABLE, SERVING, SERVING]
+    found = [check_health(each, WAIT_S) for each in addresses]
+    assert found == [UNREACHABLE, UNREACHABLE, SERVING, SERVING]
 
 
 def test_run_serves_until_its_input_ends(launcher: Launcher) -> None:
@@ -226,7 +227,7 @@ def test_run_serves_until_its_input_ends(launcher: Launcher) -> None:
     assert run.stdout
     word, address = run.stdout.readline().split()
     assert word == "READY"
-    assert check_health(address) == SERVING
+    assert check_health(address, WAIT_S) == SERVING
     members = psutil.Process(run.pid).children(recursive=True)
     assert len(members) == 4  # the supervisor and the three services
     _, errors = run.communicate()  # closes its input
