@@ -248,6 +248,7 @@ make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.""")
 print(LLM("{stack.address}").generate(["{PROMPT}"])[0]["text"])'""")
     print(f"""
 make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
+    sys.stdout.flush()  # serve prints nothing more
 
 
 def _http_example(stack: Stack) -> str:
