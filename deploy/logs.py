@@ -29,14 +29,17 @@ def last_event(log: Path) -> str:
     return _describe(lines[0]) if lines else ""
 
 
+def refusal(log: Path) -> str | None:
+    """Returns the reason for which a process could not start, if it has logged one."""
+    entries = [_parse(line) for line in last_lines(log, 50)]
+    refusals = [each for each in entries if each.get("event") == "cannot start"]
+    return str(refusals[-1].get("reason", "")) if refusals else None
+
+
 def failure_reason(log: Path) -> str:
     """Returns the reason that a process logged for its end, else its last line."""
-    lines = last_lines(log, 50)
-    for line in reversed(lines):
-        entry = _parse(line)
-        if entry.get("event") == "cannot start":
-            return str(entry.get("reason", ""))
-    return _describe(lines[-1]) if lines else "it logged nothing"
+    reason = refusal(log)
+    return (last_event(log) or "it logged nothing") if reason is None else reason
 
 
 def follow(directory: Path, service: str | None) -> NoReturn:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.health import SERVING, check_health
-from deploy.logs import failure_reason
+from deploy.logs import failure_reason, refusal
 from deploy.native.status import ProcessStatus, stack_status
 from deploy.stack import Stack
 from shared.process.fork import CANNOT_START
@@ -47,6 +47,8 @@ def wait_until_serving(
 
     def failed(status: ProcessStatus, what: str) -> StartError:
         log = stack.log(status.process.name)
+        if refusal(log) is not None:  # also if it was started again before its end was seen
+            what = "cannot start"
         return StartError(f"{status.process.name} {what}: {failure_reason(log)}", log)
 
     poll_until_serving(ask, report, failed)
