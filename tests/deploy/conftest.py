@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,11 @@ class Launcher:
         """Returns the events in the log of a process."""
         log = self.directory / run_directory(port) / f"{process}.log"
         return [json.loads(line) for line in log.read_text().splitlines()]
+
+    def drained(self, port: int, process: str) -> datetime:
+        """When the process began to drain, which it did once."""
+        (event,) = [each for each in self.events(port, process) if each["event"] == "draining"]
+        return datetime.fromisoformat(event["timestamp"])
 
 
 @contextmanager
