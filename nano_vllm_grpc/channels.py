@@ -19,12 +19,13 @@ from nano_vllm_grpc.tls import ClientTls, channel_credentials
 Options = Sequence[tuple[str, str | int]]
 
 KEEPALIVE_S = 10.0
+_ANSWER_SHARE = 0.5  # of the interval, in which a ping must be answered
 
 
 def keepalive_options(keepalive_s: float = KEEPALIVE_S) -> Options:
     """Options for either end. gRPC pings after `keepalive_s` seconds without a byte while there are
     calls, and ends the connection if there is no answer within half of that."""
-    timeout_ms = round(500 * keepalive_s)
+    timeout_ms = round(1000 * _ANSWER_SHARE * keepalive_s)
     return (
         ("grpc.keepalive_time_ms", round(1000 * keepalive_s)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
