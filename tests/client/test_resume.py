@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, aclosing
+from itertools import count
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -199,7 +201,11 @@ async def test_a_server_that_breaks_off_before_any_token_counts_as_reached(
     assert completion["text"] == "bb"
 
 
-async def test_every_token_begins_a_new_wait(server: FakeServer, service: FakeService) -> None:
+async def test_every_token_begins_a_new_wait(
+    server: FakeServer, service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = count(0, 0.1)  # from each failure to the next, however long it takes
+    monkeypatch.setattr("nano_vllm_grpc.retry.time", SimpleNamespace(monotonic=ticks.__next__))
     away = [ServerUnavailableError("away", 0.1) for _ in range(20)]
     async with AsyncLLM(server.address, max_retry_wait_s=0.9) as llm:
         for cut in (1, 1, 1, 1):  # each takes less time than allowed; together they take more
