@@ -43,6 +43,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
 def tab(stack: RealStack) -> Iterator[Tab]:
     with opened(stack.stack.dashboard_url) as tab:
         tab.wait_for("#health.good", "serving")
+        tab.wait_for("#prompt:focus")  # Chromium focuses it after the page has loaded
         yield tab
         assert not tab.complaints
 
@@ -125,6 +126,7 @@ def test_smollm2_answers_in_the_page(tmp_path: Path) -> None:
         opened(stack.stack.dashboard_url) as tab,
     ):
         tab.wait_for("#health.good", "serving")
+        tab.wait_for("#prompt:focus")
         tab.type("What is the capital of France?")
         tab.press("Enter")
         tab.wait_for(ANSWER, "Paris")
