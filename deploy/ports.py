@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import tempfile
 from contextlib import ExitStack
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Literal
@@ -19,6 +22,7 @@ _FIRST_PORT = 20_000  # well-known services have lower ports
 _TRIES = 100
 _SPREAD = 40_503  # processes that ask at the same time begin far apart (Knuth's factor)
 _numbers = count()
+_open_once = cache(os.open)  # closing a file releases all locks that the process has on it
 
 
 def reserve_port(host: str, port: int) -> ExitStack:
@@ -37,16 +41,28 @@ def reserve_port(host: str, port: int) -> ExitStack:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Returns another free TCP port each time. The kernel does not give these ports to clients,
-    so a process that restarts finds its port free again."""
+    """Returns another free TCP port each time, also among this user's running processes. The kernel
+    does not give these ports to clients, so a process that restarts finds its port free again."""
     last = int(_EPHEMERAL.read_text().split()[0]) if _EPHEMERAL.exists() else 0
     for _ in range(_TRIES if last > _FIRST_PORT else 0):
         number = os.getpid() * _SPREAD + next(_numbers)
         port = _FIRST_PORT + number % (last - _FIRST_PORT)
-        if is_free(host, port):
+        if _claim(port) and is_free(host, port):
             return port
     with bound_socket(host, 0, socket.SO_REUSEADDR) as bound:
         return int(bound.getsockname()[1])
+
+
+def _claim(port: int) -> bool:
+    """Takes the port until this process ends, because its child may not listen yet. Without a file
+    for the claims, every port can be taken."""
+    try:
+        path = os.path.join(tempfile.gettempdir(), f"nano-vllm-grpc-ports-{os.geteuid()}")
+        file = _open_once(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
+    return True
 
 
 def choose_port(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+from itertools import count
 
 import pytest
 
 from deploy.errors import LaunchError
 from deploy.ports import free_port, reserve_port
+from tests.stack import ROOT
 
 
 def test_only_this_stack_shares_a_reserved_port() -> None:
@@ -39,3 +44,11 @@ def test_lingering_connections_of_a_stopped_stack_do_not_keep_its_port() -> None
 def test_no_port_is_returned_twice() -> None:
     ports = [free_port() for _ in range(1000)]
     assert len(set(ports)) == len(ports)
+
+
+def test_no_port_is_given_to_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.ports._numbers", count())
+    ports = [free_port() for _ in range(3)]
+    same = f"import os; os.getpid = lambda: {os.getpid()}"  # so that it tries the same ports
+    command = [sys.executable, "-c", f"{same}; from deploy.ports import *; print(free_port())"]
+    assert int(subprocess.check_output(command, cwd=ROOT)) not in ports
