@@ -18,6 +18,7 @@ namespace {
 
 constexpr int TILE_ROWS = 12;
 constexpr int CHUNK = 256;  // keys whose scores are computed at once
+constexpr int64_t SPAN = 64;  // keys whose weights share a scale
 // The floats from one row of scores to the next. With a power of two, all rows would compete for
 // the same lines of the CPU's cache. The last vector of scores may end behind the chunk.
 constexpr int SCORES = CHUNK + LANES;
@@ -29,9 +30,9 @@ constexpr int REGISTERS = 8;  // in halves; spilling some is faster than taking 
 #endif
 
 // The vectors that a loop multiplies at once.
-constexpr int width(int rows, int sums, int limit) {
+constexpr int width(int rows, int limit) {
     int width = 1;
-    while (2 * width * rows * sums <= REGISTERS && 2 * width <= limit) width *= 2;
+    while (2 * width * rows <= REGISTERS && 2 * width <= limit) width *= 2;
     return width;
 }
 
@@ -102,8 +103,9 @@ class Tile {
 
   private:
     typedef typename Kind::Factor Factor;
-    typedef typename Kind::KeyFactor KeyFactor;
-    static constexpr int MAX_ROWS = std::min(6, REGISTERS / Kind::SUMS);
+    typedef typename Kind::Sums Sums;
+    static constexpr int MAX_ROWS = 6;
+    static constexpr int64_t SPAN_STEPS = Kind::SCALED ? SPAN / Kind::DEPTH : CHUNK;
 
     void resize(const Cache& cache) {
         steps_ = ceil_div(cache.head_dim, Kind::DEPTH);
@@ -163,7 +165,7 @@ class Tile {
     }
 
     // Adds the products of WIDTH vectors of words with each row's factor.
-    template <class F, class Sums, int ROWS, int WIDTH, class Words, class Factors, class Add>
+    template <int ROWS, int WIDTH, class Words, class Factors, class Add>
     static inline void multiply(Sums (&sums)[ROWS][WIDTH], int64_t steps, const Words& words_at,
                                 const Factors& factor_at, const Add& add) {
         for (int64_t step = 0; step < steps; step++) {
@@ -172,7 +174,7 @@ class Tile {
             for (int i = 0; i < WIDTH; i++) words[i] = load<U32s>(words_at(step, i));
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; row++) {
-                const F factor = load<F>(factor_at(step, row));
+                const Factor factor = load<Factor>(factor_at(step, row));
 #pragma GCC unroll 8
                 for (int i = 0; i < WIDTH; i++) add(sums[row][i], words[i], factor);
             }
@@ -182,18 +184,18 @@ class Tile {
     // Computes the scores of ROWS rows and all keys of the chunk.
     template <int ROWS>
     void score(int64_t first_row) {
-        in_blocks<width(ROWS, 1, 4)>(vectors_, [&](auto width, int64_t vector) {
+        in_blocks<width(ROWS, 4)>(vectors_, [&](auto width, int64_t vector) {
             constexpr int WIDTH = width;
-            typename Kind::KeySums sums[ROWS][WIDTH];
+            Sums sums[ROWS][WIDTH];
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
                 for (int i = 0; i < WIDTH; i++)
                     sums[row][i] = Kind::keys_start(queries_[first_row + row]);
-            const KeyFactor* factors = factors_.data() + first_row;
+            const Factor* factors = factors_.data() + first_row;
             const uint8_t* keys[WIDTH];
             for (int i = 0; i < WIDTH; i++) keys[i] = keys_[vector + i];
-            multiply<KeyFactor>(
+            multiply(
                 sums, steps_, [&](int64_t step, int i) { return keys[i] + 4 * LANES * step; },
                 [&](int64_t step, int row) { return factors + step * TILE_ROWS + row; },
                 Kind::add_key);
@@ -216,36 +218,30 @@ class Tile {
         uint8_t* factors = (uint8_t*)scores;
         const int64_t seen = padded(std::max<int64_t>(visible, 0), LANES);
         if (visible > 0) {
-            F32s tops = splat(-INFINITY), scales{};
+            F32s tops = splat(-INFINITY);
             for (int64_t i = 0; i < seen; i += LANES) {
                 F32s x = load<F32s>(scores + i);
-                F32s scale = Kind::SCALED ? load<F32s>(value_scales_ + i) : F32s{};
-                if (i + LANES > visible) {
-                    store(scores + i, x = first_lanes(x, visible - i, -INFINITY));
-                    scale = first_lanes(scale, visible - i, 0);
-                }
+                if (i + LANES > visible) store(scores + i, x = first_lanes(x, visible - i, -INFINITY));
                 tops = larger(x, tops);
-                if (Kind::SCALED) scales = larger(scale, scales);
             }
-            const float chunk_top = largest(tops);
-            raise(row, chunk_top);
-            const float top = tops_[row];
-            float code_factor = 0;
-            if constexpr (Kind::SCALED) {
-                // At least the largest weight times its scale; does not depend on other rows.
-                const float bound = exp(splat(chunk_top - top))[0] * largest(scales);
-                code_factor = bound > 0 ? Kind::WEIGHT_CODE / bound : 0;
-                code_scales_[row] = bound / Kind::WEIGHT_CODE;
-            }
+            raise(row, largest(tops));
             F32s sums = sums_[row];
-            for (int64_t i = 0; i < seen; i += LANES) {
-                const F32s weights = exp(load<F32s>(scores + i) - top);
-                sums += weights;
-                Kind::put_weights(factors + i * sizeof(Factor) / Kind::DEPTH, weights,
-                                  load<F32s>(value_scales_ + i), code_factor);
-            }
+            for (int64_t i = 0; i < seen; i += SPAN)
+                with_constant<SPAN / LANES>(std::min(SPAN, seen - i) / LANES, [&](auto count) {
+                    constexpr int COUNT = count;
+                    F32s weights[COUNT];
+#pragma GCC unroll 8
+                    for (int n = 0; n < COUNT; n++) {
+                        weights[n] = exp(load<F32s>(scores + i + n * LANES) - tops_[row]);
+                        sums += weights[n];
+                    }
+                    code_scales_[row][i / SPAN] =
+                        Kind::put_weights(factors + i * sizeof(Factor) / Kind::DEPTH, weights,
+                                          value_scales_ + i, visible - i);
+                });
             sums_[row] = sums;
         }
+        for (int64_t i = padded(seen, SPAN); i < size_; i += SPAN) code_scales_[row][i / SPAN] = 0;
         const int64_t end = ceil_div(size_, Kind::DEPTH);
         for (int64_t i = seen / Kind::DEPTH; i < end; i++)
             store(factors + i * sizeof(Factor), Factor{});
@@ -263,30 +259,33 @@ class Tile {
     // Adds the weighted values of the chunk to the totals of ROWS rows.
     template <int ROWS>
     void weigh(int64_t first_row) {
-        in_blocks<width(ROWS, Kind::SUMS, 8)>(row_vectors_, [&](auto width, int64_t vector) {
+        in_blocks<width(ROWS, 8)>(row_vectors_, [&](auto width, int64_t vector) {
             constexpr int WIDTH = width;
-            typename Kind::Sums sums[ROWS][WIDTH];
             F32s* totals = totals_.data() + first_row * row_vectors_ + vector;
+            for (int64_t first = 0; first < groups_; first += SPAN_STEPS) {
+                Sums sums[ROWS][WIDTH];
 #pragma GCC unroll 8
-            for (int row = 0; row < ROWS; row++)
+                for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
-                for (int i = 0; i < WIDTH; i++)
-                    sums[row][i] = Kind::values_start(totals[row * row_vectors_ + i]);
-            const uint8_t* factors = (const uint8_t*)scores_[first_row];
-            multiply<Factor>(
-                sums, groups_,
-                [&](int64_t step, int i) { return values_[step] + 4 * LANES * (vector + i); },
-                [&](int64_t step, int row) {
-                    return factors + 4 * SCORES * row + step * sizeof(Factor);
-                },
-                Kind::add_value);
+                    for (int i = 0; i < WIDTH; i++)
+                        sums[row][i] = Kind::values_start(totals[row * row_vectors_ + i]);
+                const auto* values = values_ + first;
+                const uint8_t* factors = (const uint8_t*)scores_[first_row] + first * sizeof(Factor);
+                multiply(
+                    sums, std::min(SPAN_STEPS, groups_ - first),
+                    [&](int64_t step, int i) { return values[step] + 4 * LANES * (vector + i); },
+                    [&](int64_t step, int row) {
+                        return factors + 4 * SCORES * row + step * sizeof(Factor);
+                    },
+                    Kind::add_value);
 #pragma GCC unroll 8
-            for (int row = 0; row < ROWS; row++)
+                for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 8
-                for (int i = 0; i < WIDTH; i++) {
-                    F32s& total = totals[row * row_vectors_ + i];
-                    total = Kind::total(sums[row][i], code_scales_[first_row + row], total);
-                }
+                    for (int i = 0; i < WIDTH; i++) {
+                        F32s& total = totals[row * row_vectors_ + i];
+                        total = Kind::total(sums[row][i], code_scales_[first_row + row][first / SPAN_STEPS], total);
+                    }
+            }
         });
     }
 
@@ -298,8 +297,8 @@ class Tile {
     }
 
     int64_t rows_, steps_, row_vectors_;
-    std::vector<KeyFactor> packed_;   // of one query
-    std::vector<KeyFactor> factors_;  // [steps, TILE_ROWS], of queries
+    std::vector<Factor> packed_;   // of one query
+    std::vector<Factor> factors_;  // [steps, TILE_ROWS], of queries
     typename Kind::Query queries_[TILE_ROWS];
     // Per row so far: the largest score, the sums of weights and of weighted values.
     float tops_[TILE_ROWS];
@@ -314,7 +313,7 @@ class Tile {
     std::vector<uint32_t> last_values_;
     alignas(64) float key_scales_[SCORES], value_scales_[SCORES];
     alignas(64) float scores_[TILE_ROWS][SCORES];  // and then the factors of weights
-    float code_scales_[TILE_ROWS];
+    float code_scales_[TILE_ROWS][CHUNK / SPAN];  // of each span
 };
 
 template <class Kind>

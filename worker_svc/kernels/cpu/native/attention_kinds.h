@@ -6,11 +6,9 @@
 //     cache     numbers in a word  factor
 //     float32   1                  a float32
 //     bfloat16  2                  two bfloat16, or two float32 if the CPU cannot multiply bfloat16
-//     int8      4                  four codes, of 8 bits for a query and of 16 bits for weights, with
-//                                  their upper bytes before the lower ones
+//     int8      4                  four codes of 8 bits
 //
-// A query is as precise as the keys then. Weights need more, because many small ones may outweigh a
-// large one. Sums of codes are exact.
+// Queries and weights are as precise as keys and values then. Sums of codes are exact.
 #pragma once
 
 #include "kv_store.h"
@@ -25,8 +23,7 @@ inline F32s first_lanes(F32s x, int64_t count, float other) {
 // Kinds without scales. Factors are numbers, and sums are in float32.
 template <class Self>
 struct Unscaled {
-    typedef F32s Sums, KeySums;
-    static constexpr int SUMS = 1;
+    typedef F32s Sums;
     static constexpr bool SCALED = false;
     struct Query {};  // what the sums of a query need besides its factors
 
@@ -41,14 +38,17 @@ struct Unscaled {
                       load_first<F32s>(query + i, head_dim - i) * scale);
         return {};
     }
-    static void put_weights(uint8_t* factors, F32s weights, F32s, float) {
-        Self::put(factors, weights);
+    template <int COUNT>
+    static float put_weights(uint8_t* factors, const F32s (&weights)[COUNT], const float*, int64_t) {
+        for (int i = 0; i < COUNT; i++)
+            Self::put(factors + i * LANES * sizeof(typename Self::Factor) / Self::DEPTH, weights[i]);
+        return 1;
     }
 };
 
 struct Floats : Unscaled<Floats> {
     static constexpr int DEPTH = 1;
-    typedef float Factor, KeyFactor;
+    typedef float Factor;
 
     static void put(uint8_t* factors, F32s numbers) { store(factors, numbers); }
     static void add_key(F32s& sums, U32s words, Factor factor) {
@@ -60,7 +60,7 @@ struct Floats : Unscaled<Floats> {
 #if defined(__AVX512BF16__)
 struct Pairs : Unscaled<Pairs> {
     static constexpr int DEPTH = 2;
-    typedef uint32_t Factor, KeyFactor;
+    typedef uint32_t Factor;
 
     static void put(uint8_t* factors, F32s numbers) {
         store(factors, _mm512_cvtneps_pbh((__m512)numbers));
@@ -76,7 +76,6 @@ struct Pairs : Unscaled<Pairs> {
     struct Factor {
         float first, second;
     };
-    typedef Factor KeyFactor;
 
     static void put(uint8_t* factors, F32s numbers) { store(factors, numbers); }
     static void add_key(F32s& sums, U32s words, Factor factor) {
@@ -88,17 +87,12 @@ struct Pairs : Unscaled<Pairs> {
 #endif
 
 struct Codes {
-    static constexpr int DEPTH = 4, SUMS = 2;
+    static constexpr int DEPTH = 4;
     static constexpr bool SCALED = true;
-    static constexpr int QUERY_CODE = 127, WEIGHT_CODE = 65535;  // the largest codes
-    typedef uint32_t KeyFactor;
-    typedef I32s KeySums;
-    struct Factor {
-        uint32_t upper, lower;
-    };
-    struct Sums {
-        I32s upper, lower;
-    };
+    static constexpr int QUERY_CODE = 127, WEIGHT_CODE = 255;  // the largest codes
+    static constexpr float SMALLEST = 1e-30f;  // smaller weights are rounded to 0
+    typedef uint32_t Factor;
+    typedef I32s Sums;
     struct Query {
         I32s start;  // takes away what KEY_ZERO adds
         float scale;
@@ -108,18 +102,16 @@ struct Codes {
     static F32s score(I32s sums, const Query& query, F32s key_scales) {
         return to_floats(sums) * query.scale * key_scales;
     }
-    static Sums values_start(F32s) { return {I32s{}, I32s{}}; }
-    static F32s total(Sums sums, float scale, F32s before) {
-        F32s both = fma(to_floats(sums.upper), splat(256.0f), to_floats(sums.lower));
-        return fma(both, splat(scale), before);
+    static I32s values_start(F32s) { return I32s{}; }
+    static F32s total(I32s sums, float scale, F32s before) {
+        return fma(to_floats(sums), splat(scale), before);
     }
 
-    static void add_key(I32s& sums, U32s words, uint32_t factor) {
+    static void add_key(I32s& sums, U32s words, Factor factor) {
         sums = add_codes(sums, words, splat(factor));
     }
-    static void add_value(Sums& sums, U32s words, Factor factor) {
-        sums.upper = add_codes(sums.upper, splat(factor.upper), words);
-        sums.lower = add_codes(sums.lower, splat(factor.lower), words);
+    static void add_value(I32s& sums, U32s words, Factor factor) {
+        sums = add_codes(sums, splat(factor), words);
     }
 
     static Query pack(const float* query, int64_t head_dim, float scale, uint8_t* factors) {
@@ -135,12 +127,23 @@ struct Codes {
         }
         return {splat(-KEY_ZERO * sum(codes)), top / QUERY_CODE * scale};
     }
-    static void put_weights(uint8_t* factors, F32s weights, F32s value_scales, float code_factor) {
-        I32s codes = convert<int32_t>(weights * value_scales * code_factor + 0.5f);
-        typedef uint8_t Bytes __attribute__((vector_size(32)));
-        const Bytes order = {1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14, 17, 19, 21, 23,
-                             16, 18, 20, 22, 25, 27, 29, 31, 24, 26, 28, 30};
-        store(factors, __builtin_shuffle(bits<Bytes>(low_words(codes)), order));
+    // Rounds weights, times their values' scales, to codes -> the scale of the codes.
+    template <int COUNT>
+    static float put_weights(uint8_t* factors, const F32s (&weights)[COUNT],
+                             const float* value_scales, int64_t visible) {
+        F32s scaled[COUNT], tops{};
+#pragma GCC unroll 8
+        for (int i = 0; i < COUNT; i++) {
+            scaled[i] = weights[i] * load<F32s>(value_scales + i * LANES);
+            if (visible < (i + 1) * LANES)
+                scaled[i] = first_lanes(scaled[i], visible - i * LANES, 0);
+            tops = larger(scaled[i], tops);
+        }
+        const float top = largest(tops), factor = top > SMALLEST ? WEIGHT_CODE / top : 0;
+#pragma GCC unroll 8
+        for (int i = 0; i < COUNT; i++)
+            store(factors + i * LANES, low_bytes(nearest(scaled[i] * factor)));
+        return top / WEIGHT_CODE;
     }
 };
 

@@ -211,7 +211,10 @@ inline I32s nearest(F32s x) {
 }
 
 // y where either is NaN
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+inline F32s larger(F32s x, F32s y) { return _mm512_max_ps(x, y); }
+inline F32s smaller(F32s x, F32s y) { return _mm512_min_ps(x, y); }
+#elif defined(__AVX2__)
 inline F32s larger(F32s x, F32s y) {
     return {_mm256_max_ps(x.low, y.low), _mm256_max_ps(x.high, y.high)};
 }
