@@ -42,9 +42,14 @@ class Rows:
     memory: torch.Tensor | None = None
 
     @property
-    def address(self) -> int:
-        assert self.memory is not None
-        return self.memory.data_ptr()
+    def is_read(self) -> bool:
+        return self.last_use > self.first_use
+
+    @property
+    def address(self) -> int | None:
+        """None if no phase reads the rows."""
+        assert self.memory is not None or not self.is_read
+        return None if self.memory is None else self.memory.data_ptr()
 
     def tensor(self, count: int) -> torch.Tensor:
         assert self.memory is not None
@@ -83,7 +88,7 @@ def allocate(memory: Iterable[Rows], capacity: int) -> None:
     """Gives rows of `capacity` tokens memory that no other rows need at the same time."""
     free: list[torch.Tensor] = []
     in_use: list[tuple[Rows, torch.Tensor]] = []
-    for rows in sorted(memory, key=lambda each: each.first_use):
+    for rows in sorted(filter(lambda each: each.is_read, memory), key=lambda each: each.first_use):
         free += [held for each, held in in_use if each.last_use < rows.first_use]
         in_use = [(each, held) for each, held in in_use if each.last_use >= rows.first_use]
         size = -(-rows.row_bytes * capacity // _ALIGNMENT) * _ALIGNMENT

@@ -1,6 +1,7 @@
 #include "rows.h"
 
 #include <algorithm>
+#include <vector>
 
 namespace nano {
 namespace {
@@ -15,7 +16,13 @@ inline float number_of(const Vector& vector, int64_t i) {
                               : ((const float*)vector.data)[i];
 }
 
-void pack_to(const PackTo& pack, const float* x, int64_t row) {
+// Has `compute` write a row, and packs it if that is asked for.
+template <class Compute>
+void compute_row(float* out, int64_t row, int64_t size, const PackTo& pack, const Compute& compute) {
+    static thread_local std::vector<float> unread;  // stays in the cache of its core
+    if (!out) unread.resize(size);
+    float* x = out ? out + row * size : unread.data();
+    compute(x);
     if (pack.weight) pack_row(*pack.weight, x, nullptr, row, pack.out);
 }
 
@@ -94,8 +101,8 @@ void norm(const NormArgs& args, const Step& step, Member& member) {
             add_row(args.residual + token * size, x, size);
             x = args.residual + token * size;
         }
-        norm_row(x, args.weight, args.eps, size, args.out + row * size);
-        pack_to(args.pack, args.out + row * size, row);
+        compute_row(args.out, row, size, args.pack,
+                    [&](float* out) { norm_row(x, args.weight, args.eps, size, out); });
     });
 }
 
@@ -103,8 +110,8 @@ void silu(const SiluArgs& args, Member& member) {
     const int64_t size = args.size, rows = *args.rows;
     member.each(rows, [&](int64_t row) {
         const float* gate = args.gate_up + 2 * row * size;
-        silu_row(gate, gate + size, size, args.out + row * size);
-        pack_to(args.pack, args.out + row * size, row);
+        compute_row(args.out, row, size, args.pack,
+                    [&](float* out) { silu_row(gate, gate + size, size, out); });
     });
 }
 

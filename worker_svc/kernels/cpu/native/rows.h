@@ -37,7 +37,7 @@ struct NormArgs {
     float* residual;
     Vector weight;
     double eps;
-    float* out;  // [rows, size]
+    float* out;  // [rows, size], or null if only the packed rows are read
     PackTo pack;
 };
 void norm(const NormArgs& args, const Step& step, Member& member);
@@ -46,7 +46,7 @@ struct SiluArgs {
     const int64_t* rows;
     int64_t size;
     const float* gate_up;  // [T, 2 · size], gate before up
-    float* out;            // [T, size] silu(gate) · up
+    float* out;            // [T, size] silu(gate) · up, or null as in NormArgs
     PackTo pack;
 };
 void silu(const SiluArgs& args, Member& member);
