@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from worker_svc.errors import ModelError
 from worker_svc.kernels import cpu_features
+from worker_svc.kernels.cpu import huge_pages
 from worker_svc.kernels.cpu.library import library
 from worker_svc.kernels.cpu.program import run, run_phase, tracing
 from worker_svc.kernels.cpu.structs import (
@@ -53,11 +54,12 @@ class PanelWeight:
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         self._state = state
-        self._codes, self._scales, self._zeros = (
-            state[name] for name in ("codes", "scales", "zeros")
-        )
-        if self._codes.is_meta:
+        if state["codes"].is_meta:
             return  # a weight without numbers has only a state
+        self._state = {name: huge_pages.copy(each) for name, each in state.items()}
+        self._codes, self._scales, self._zeros = (
+            self._state[name] for name in ("codes", "scales", "zeros")
+        )
         self.out_features, self.in_features = state["shape"].tolist()
         self.groups = self._scales.shape[1] if len(self._scales) else 1
         self.kind = KINDS[self._codes.dtype]
