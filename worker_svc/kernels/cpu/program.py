@@ -353,7 +353,7 @@ class Trace:
 
 
 def rope_store_args(
-    cache: Any, qkv: int, q: int, heads: int, norm: QKNorm | None, cos_sin: int
+    cache: Any, qkv: int | None, q: int | None, heads: int, norm: QKNorm | None, cos_sin: int
 ) -> Any:
     args = RopeStoreArgs(cache, qkv, q, heads, None, None, 0, 0.0, cos_sin)
     if norm:
