@@ -221,7 +221,8 @@ class Tile {
             F32s tops = splat(-INFINITY);
             for (int64_t i = 0; i < seen; i += LANES) {
                 F32s x = load<F32s>(scores + i);
-                if (i + LANES > visible) store(scores + i, x = first_lanes(x, visible - i, -INFINITY));
+                if (i + LANES > visible)
+                    store(scores + i, x = first_lanes(x, visible - i, -INFINITY));
                 tops = larger(x, tops);
             }
             raise(row, largest(tops));
@@ -279,12 +280,14 @@ class Tile {
                     },
                     Kind::add_value);
 #pragma GCC unroll 8
-                for (int row = 0; row < ROWS; row++)
+                for (int row = 0; row < ROWS; row++) {
+                    const float scale = code_scales_[first_row + row][first / SPAN_STEPS];
 #pragma GCC unroll 8
                     for (int i = 0; i < WIDTH; i++) {
                         F32s& total = totals[row * row_vectors_ + i];
-                        total = Kind::total(sums[row][i], code_scales_[first_row + row][first / SPAN_STEPS], total);
+                        total = Kind::total(sums[row][i], scale, total);
                     }
+                }
             }
         });
     }

@@ -127,6 +127,7 @@ struct Codes {
         }
         return {splat(-KEY_ZERO * sum(codes)), top / QUERY_CODE * scale};
     }
+
     // Rounds weights, times their values' scales, to codes -> the scale of the codes.
     template <int COUNT>
     static float put_weights(uint8_t* factors, const F32s (&weights)[COUNT],
