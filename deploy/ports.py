@@ -47,7 +47,8 @@ def free_port(host: str = "127.0.0.1") -> int:
     for _ in range(_TRIES if last > _FIRST_PORT else 0):
         number = os.getpid() * _SPREAD + next(_numbers)
         port = _FIRST_PORT + number % (last - _FIRST_PORT)
-        if _claim(port) and is_free(host, port):
+        # With SO_REUSEPORT, as services bind it, closed connections of another server count.
+        if _claim(port) and is_free(host, port) and is_free(host, port, socket.SO_REUSEPORT):
             return port
     with bound_socket(host, 0, socket.SO_REUSEADDR) as bound:
         return int(bound.getsockname()[1])
@@ -83,10 +84,10 @@ def choose_port(
     return wanted
 
 
-def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen on `host:port`."""
+def is_free(host: str, port: int, option: int = socket.SO_REUSEADDR) -> bool:
+    """Whether a server that sets this option could listen on `host:port`."""
     try:
-        bound_socket(host, port, socket.SO_REUSEADDR).close()
+        bound_socket(host, port, option).close()
     except OSError:
         return False
     return True

@@ -12,6 +12,7 @@ import pytest
 
 from deploy.errors import LaunchError
 from deploy.ports import free_port, reserve_port
+from shared.process.ports import bound_socket, held_ports
 from tests.stack import ROOT
 
 
@@ -52,3 +53,18 @@ def test_no_port_is_given_to_two_processes(monkeypatch: pytest.MonkeyPatch) -> N
     same = f"import os; os.getpid = lambda: {os.getpid()}"  # so that it tries the same ports
     command = [sys.executable, "-c", f"{same}; from deploy.ports import *; print(free_port())"]
     assert int(subprocess.check_output(command, cwd=ROOT)) not in ports
+
+
+def test_a_free_port_has_no_closed_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.ports._numbers", count())
+    address = "127.0.0.1", free_port()
+    with bound_socket(*address, socket.SO_REUSEADDR) as server:
+        server.listen()
+        with socket.create_connection(address) as client:
+            server.accept()[0].close()
+            assert not client.recv(1)
+    monkeypatch.setattr("deploy.ports._numbers", count())  # it tries the same port first
+    port = free_port()
+    assert port != address[1]
+    with held_ports([f"127.0.0.1:{port}"]):
+        pass
