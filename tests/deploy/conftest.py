@@ -101,7 +101,7 @@ class Launcher:
         return stack_members(self.directory / run_directory(port))
 
     def ps(self, port: int, *options: object) -> str:
-        """What `ps` prints once no process is SILENT, which has not answered yet."""
+        """Runs `ps` until every process has answered it (until then it is SILENT)."""
 
         def ask() -> str:
             said = self("ps", "--port", port, *options).stdout

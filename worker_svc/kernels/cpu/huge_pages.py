@@ -1,9 +1,10 @@
 """Memory in huge pages of 2 MiB.
 
-Weights are read once per step, and a CPU needs a translation for each page that it reads. In pages
-of 4 KiB, a virtual machine spends a fifth of a step on finding them. Linux gives huge pages to
-memory that asks for them by madvise(2), unless /sys/kernel/mm/transparent_hugepage/enabled says
-`never`. Files on a disk do not have any, so what is mapped from one must be copied.
+Weights are read once per step, and a CPU needs a translation for each page that it reads. In a
+virtual machine, finding those of pages of 4 KiB took about a twentieth of a step. Linux gives huge
+pages to memory that asks for them by madvise(2), unless
+/sys/kernel/mm/transparent_hugepage/enabled says `never`. Files on a disk do not have any on most
+kernels, so what is mapped from one must be copied.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _ALIGNMENT = 64
 _unused = torch.empty(0, dtype=torch.uint8)  # of the last chunk
 
 
-def allocate(num_bytes: int) -> torch.Tensor:
+def _allocate(num_bytes: int) -> torch.Tensor:
     """uint8 [num_bytes], from the beginning of a page. A page takes no memory before its first
     use."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -37,7 +38,7 @@ def copy(tensor: torch.Tensor) -> torch.Tensor:
     global _unused
     size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     if size > len(_unused):
-        _unused = allocate(max(size, _CHUNK))
+        _unused = _allocate(max(size, _CHUNK))
     memory, _unused = _unused[:size], _unused[size:]
     moved = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
     moved.copy_(tensor)

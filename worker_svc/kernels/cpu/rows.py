@@ -85,10 +85,12 @@ class PackedRows:
 
 
 def allocate(memory: Iterable[Rows], capacity: int) -> None:
-    """Gives rows of `capacity` tokens memory that no other rows need at the same time."""
+    """Gives rows of `capacity` tokens memory that no other rows need at the same time. Rows that
+    are never read get none."""
     free: list[torch.Tensor] = []
     in_use: list[tuple[Rows, torch.Tensor]] = []
-    for rows in sorted(filter(lambda each: each.is_read, memory), key=lambda each: each.first_use):
+    needed = [each for each in memory if each.is_read]
+    for rows in sorted(needed, key=lambda each: each.first_use):
         free += [held for each, held in in_use if each.last_use < rows.first_use]
         in_use = [(each, held) for each, held in in_use if each.last_use >= rows.first_use]
         size = -(-rows.row_bytes * capacity // _ALIGNMENT) * _ALIGNMENT

@@ -12,7 +12,7 @@ OFFERED = Path("/sys/kernel/mm/transparent_hugepage")
 
 
 def flags(tensor: torch.Tensor) -> list[str]:
-    """Of the mapping that the tensor is in, as proc_pid_smaps(5) names them."""
+    """The flags of the mapping that holds the tensor, as proc_pid_smaps(5) names them."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()
