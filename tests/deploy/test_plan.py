@@ -31,7 +31,9 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The ports that other programs have."""
     ports: set[int] = set()
     for module in ("ports", "plan"):
-        monkeypatch.setattr(f"deploy.{module}.is_free", lambda _, port: port not in ports)
+        monkeypatch.setattr(
+            f"deploy.{module}.is_free", lambda _host, port, *_option: port not in ports
+        )
     return ports
 
 
