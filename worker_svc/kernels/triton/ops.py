@@ -14,6 +14,7 @@ from worker_svc.kernels.triton.sampling.selection import chunk_statistics, selec
 from worker_svc.kernels.triton.sampling.token_history import penalize, store_tokens
 from worker_svc.kernels.triton.sampling.token_masks import apply_masks
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
+from worker_svc.kernels.triton.thin_matmul import ThinWeight
 from worker_svc.weights.quantization.formats import QuantizedWeight
 from worker_svc.weights.quantization.quantize import quantize
 
@@ -44,7 +45,7 @@ layout = "triton"
 def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     if isinstance(weight, QuantizedWeight):
         return pack_quantized(weight, dtype)
-    return PlainWeight(weight)
+    return ThinWeight(weight) if ThinWeight.suits(weight) else PlainWeight(weight)
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:

@@ -1,4 +1,5 @@
-"""Launches of products with quantized weights, with the sizes of Qwen3: see `compiled.Case`."""
+"""Launches of products, most with quantized weights, with the sizes of Qwen3: see
+`compiled.Case`."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import torch
 
 from tests.worker_svc.kernels.triton.compile_cases_pointwise import empty
 from tests.worker_svc.kernels.triton.compiled import Case
+from worker_svc.kernels.ops import PackedWeight
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.quantized.row_quantization import quantize
 from worker_svc.kernels.triton.quantized.weights import CodeWeight, Int8Weight
+from worker_svc.kernels.triton.thin_matmul import ThinWeight
 from worker_svc.weights.quantization.formats import Format
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -37,9 +40,7 @@ def make_codes(
     return CodeWeight(codes, empty(groups, out, dtype=FP32), shift, BF16, columns)
 
 
-def products(
-    weight: Int8Weight | CodeWeight, columns: int, dtype: torch.dtype, rows: tuple[int, ...]
-) -> None:
+def products(weight: PackedWeight, columns: int, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
     for count in rows:
         weight.matmul(empty(count, columns, dtype=dtype), None)
 
@@ -60,6 +61,10 @@ def cases() -> Iterator[Case]:
             weight = make_codes(name, 1024, 3072, 128, zeros)
             launch = partial(products, weight, 3072, BF16, rows)
             yield Case(f"{name} zeros {zeros} {number}", launch, uses_wgmma=True)
+    thin = ThinWeight(empty(1024, 3072, dtype=BF16))
+    for rows in ((1, 16), (17, 32), (33, 64)):
+        launch = partial(products, thin, 3072, BF16, rows)
+        yield Case(f"thin {rows[-1]} rows", launch, uses_wgmma=rows[-1] == 64)
     odd = partial(products, make_int8(1000, 352), 352, FP16, (16,))
     yield Case("W8A8 odd sizes", odd, uses_wgmma=True)
     yield Case(
