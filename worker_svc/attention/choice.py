@@ -10,7 +10,8 @@ from worker_svc.attention import fa3, flash_attn
 from worker_svc.attention.base import KV_SCALE_BYTES, AttentionShape
 from worker_svc.attention.fa3 import FlashAttention3
 from worker_svc.attention.flash_attn import BLOCK_SIZE_MULTIPLE, FlashAttention2
-from worker_svc.attention.paged import PagedBackend, PerPhase
+from worker_svc.attention.paged import PagedBackend
+from worker_svc.attention.per_phase import PerPhase
 from worker_svc.attention.probe import find_obstacle
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.errors import StartError

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from worker_svc.attention.base import KV_SCALE_BYTES, AttentionBackend, QKNorm
 from worker_svc.kernels.triton.rope_store import rope_store
-from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
-from worker_svc.step.wire import Int32s
 
 
 @dataclass(frozen=True)
@@ -52,36 +50,6 @@ class PagedBackend(AttentionBackend[Metadata]):
             metadata.tensors.slot_mapping,
             cache,
         )
-
-
-@dataclass(frozen=True)
-class PhaseMetadata(PagedMetadata):
-    backend: PagedBackend[Any]
-    metadata: PagedMetadata
-
-
-class PerPhase(PagedBackend[PhaseMetadata]):
-    """Uses one backend for steps with prompts and another for steps that only decode, on one cache.
-    Its name is the name of the backend for prompts."""
-
-    def __init__(self, prompts: PagedBackend[Any], decodes: PagedBackend[Any]) -> None:
-        super().__init__(prompts.shape, prompts.block_size)
-        self.name = prompts.name
-        self._prompts = prompts
-        self._decodes = decodes
-
-    def plan_column(self, step: Step) -> Int32s:
-        return self._backend(step).plan_column(step)
-
-    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> PhaseMetadata:
-        backend = self._backend(step)
-        return PhaseMetadata(tensors, backend, backend.plan(step, tensors, max_context_len))
-
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: PhaseMetadata) -> torch.Tensor:
-        return metadata.backend.attend(q, cache, metadata.metadata)
-
-    def _backend(self, step: Step) -> PagedBackend[Any]:
-        return self._decodes if step.decodes_only else self._prompts
 
 
 def dense_block_table(tensors: StepTensors, max_blocks: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from worker_svc.kernels.triton.decode_attention import (
     decode_attention,
     decode_workspace,
 )
+from worker_svc.kernels.triton.paged_attention import converts_e4m3
 from worker_svc.kernels.triton.prompt_attention import prompt_attention, query_tiles, tile_tokens
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
@@ -38,6 +39,7 @@ class TritonBackend(PagedBackend[TritonMetadata]):
     def __init__(self, shape: AttentionShape, block_size: int, num_sms: int) -> None:
         super().__init__(shape, block_size)
         self._num_sms = num_sms
+        self._reads_e4m3 = shape.kv_dtype == "fp8" and converts_e4m3()
         self._decode_tiling = decoding.choose_tiling(shape.head_dim, shape.dtype)
         in_8_bits = shape.kv_dtype != "auto"
         self._prompt_tiling = prompting.choose_tiling(
@@ -72,10 +74,18 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         )
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, metadata: TritonMetadata
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: TritonMetadata,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Writes the results of the sequences that `metadata` knows to `out` [T, heads * head_dim],
+        or to new memory."""
         tensors = metadata.tensors
-        out = torch.empty_like(q)
+        if self._reads_e4m3:
+            cache = cache.view(torch.float8_e4m3fn)
+        out = torch.empty_like(q) if out is None else out.view(q.shape)
         sequences = (
             tensors.query_starts,
             tensors.context_lens,

@@ -48,11 +48,14 @@ def attend(
     scale: float,
 ) -> torch.Tensor:
     """q [T, heads, head_dim], keys and values [blocks, block_size, kv_heads, head_dim], table
-    [S, blocks] -> [T, heads, head_dim]; sequences without context give zeros."""
+    [S, blocks] -> [T, heads, head_dim]; sequences without context give zeros. What is before the
+    first query is not computed."""
     offsets = torch.arange(len(table) + 1) * table.shape[1]
     lens = query_starts.diff(), context_lens
-    cache = torch.stack((keys, values))
-    return attention_reference(q, cache, *lens, table.flatten(), offsets, scale).to(q.dtype)
+    cache, first = torch.stack((keys, values)), int(query_starts[0])
+    out = torch.full_like(q, torch.nan)
+    out[first:] = attention_reference(q[first:], cache, *lens, table.flatten(), offsets, scale)
+    return out
 
 
 class FlashAttention3Ops:

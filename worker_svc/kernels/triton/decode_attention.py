@@ -125,7 +125,7 @@ def _decode_attention_kernel(
         block = block_of(table, start + TILE, end, BLOCK_SIZE, TILE)
         loaded = seen[:, None] & real_dim
         offsets = offsets[:, None] + dim[None, :]
-        k = tl.load(keys + offsets, mask=loaded, other=0)
+        k = tl.load(keys + offsets, mask=loaded, other=0.0)
         scores = tl.dot(queries, tl.trans(numbers_of(k, DOT)), input_precision="ieee") * scale
         if SCALED:
             scores *= k_scales[None, :]
@@ -134,7 +134,7 @@ def _decode_attention_kernel(
         weights = tl.exp2(scores - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 1)
-        v = tl.load(values + offsets, mask=loaded, other=0)
+        v = tl.load(values + offsets, mask=loaded, other=0.0)
         if SCALED:
             weights *= v_scales[None, :]
         weights = weights.to(q.dtype.element_ty).to(DOT)
@@ -186,12 +186,12 @@ def _combine_splits_kernel(
 def choose_splits(num_seqs: int, kv_heads: int, num_sms: int) -> int:
     """Parts per sequence, for `num_seqs` sequences of any lengths, because a CUDA graph fixes it.
 
-    Two or three programs are resident per multiprocessor. A total of six or more programs for each
-    multiprocessor keeps the memory busy while programs of unequal length end. Combining more parts
-    costs more than it gains. The maximum is 32. A lone sequence with 4 KV heads then has a program
-    for nearly every multiprocessor of an H200, and 2,048 positions give every part a tile.
+    Three programs fit on a multiprocessor. With fewer than four for each, splitting gains more than
+    combining the parts costs, and it bounds the time of one long sequence among short ones. The
+    maximum is 32. A lone sequence with 4 KV heads then has a program for nearly every
+    multiprocessor of an H100, and 2,048 positions give every part a tile.
     """
-    return min(32, math.ceil(6 * num_sms / (num_seqs * kv_heads)))
+    return min(32, math.ceil(4 * num_sms / (num_seqs * kv_heads)))
 
 
 def decode_workspace(
@@ -256,7 +256,7 @@ def decode_attention(
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
         SPLIT=splits > 1,
-        DOT=dot_dtype(q.dtype),
+        DOT=dot_dtype(q.dtype, cache.dtype),
         **sizes,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -46,11 +46,18 @@ def tiling_of(tilings: Tilings, head_dim: int) -> Tiling:
     return next(each for limit, each in tilings[90 if large else 80] if head_dim <= limit)
 
 
-def dot_dtype(dtype: torch.dtype) -> Any:
+def converts_e4m3() -> bool:
+    """Whether this GPU has an instruction that converts float8_e4m3fn to float16."""
+    return not INTERPRETED and driver.active.get_current_target().arch >= 89
+
+
+def dot_dtype(dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Any:
     """The Triton type of a product's operands. The interpreter multiplies bfloat16 wrongly, so its
-    operands are widened first."""
+    operands are widened first. float8_e4m3fn is exact in float16, and quickly converted to it."""
     if INTERPRETED:
         return tl.float32
+    if cache_dtype == torch.float8_e4m3fn and dtype != torch.float32:
+        return tl.float16
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(dtype, tl.float32)
 
 

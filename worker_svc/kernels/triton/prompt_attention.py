@@ -104,7 +104,7 @@ def _attend_tiles(
             k_scales = tl.load(key_scales + scaling, mask=position < end, other=0.0)
         block = block_of(table, start + TILE, end, BLOCK_SIZE, TILE)
         offsets = rows[:, None] + dim
-        k = tl.load(keys + offsets, mask=loaded, other=0)
+        k = tl.load(keys + offsets, mask=loaded, other=0.0)
         scores = tl.dot(queries, tl.trans(numbers_of(k, DOT)), input_precision="ieee")
         if SCALED:
             scores *= k_scales[None, :]
@@ -114,7 +114,7 @@ def _attend_tiles(
         weights = tl.exp2(scores * scale - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 1)
-        v = tl.load(values + offsets, mask=loaded, other=0)
+        v = tl.load(values + offsets, mask=loaded, other=0.0)
         if SCALED:
             v_scales = tl.load(value_scales + scaling, mask=position < end, other=0.0)
             weights *= v_scales[None, :]
@@ -262,7 +262,7 @@ def prompt_attention(
         DIMS=next_power_of_2(head_dim),
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
-        DOT=dot_dtype(q.dtype),
+        DOT=dot_dtype(q.dtype, cache.dtype),
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )

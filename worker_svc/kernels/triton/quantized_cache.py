@@ -7,7 +7,8 @@ scales, float32 [kv_heads, block_size]. A block can be copied without regard to 
 
 A cache of dtype uint8 holds the bits of float8_e4m3fn and no scales. Codes are as precise for small
 numbers as for large ones, from 2⁻⁶ to 448. Normalized keys and values do not leave this range, and
-larger numbers become the largest code. vLLM without calibrated scales does so, too.
+larger numbers become the largest code. vLLM without calibrated scales does so, too. Where the GPU
+can convert these bits, attention reads the cache as a tensor of dtype float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def head_size(cache: torch.Tensor) -> int:
 @triton.jit
 def numbers_of(codes: tl.tensor, DOT: tl.constexpr) -> tl.tensor:
     """Elements of a cache of any dtype as numbers in DOT: int8 codes without their scales applied,
-    fp8 divided by 256."""
+    the bits of fp8 divided by 256."""
     if codes.dtype == tl.uint8:
         return from_e4m3(codes, DOT)
     return codes.to(DOT)

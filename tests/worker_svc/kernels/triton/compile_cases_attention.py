@@ -76,7 +76,12 @@ def _case(
     if cache_dtype is not None:
         name += f", cache {str(cache_dtype)[6:]}"
     call = partial(launch, dtype, group, head_dim, block_size, *splits, cache_dtype=cache_dtype)
-    return Case(name, call, uses_wgmma=launch is _prompt and dtype != torch.float32)
+    return Case(
+        name,
+        call,
+        uses_wgmma=launch is _prompt and dtype != torch.float32,
+        first_target=90 if cache_dtype == torch.float8_e4m3fn else 80,
+    )
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -100,9 +105,11 @@ CASES = [
     *(_case(_prompt, dtype, 4, 64, block) for dtype, block in product((BF16, FP16), (16, 256))),
     _case(_decode, BF16, 2, 128, 64, 1, cache_dtype=torch.int8),
     _case(_decode, FP16, 5, 80, 48, 4, cache_dtype=torch.uint8),
+    _case(_decode, BF16, 2, 128, 64, 1, cache_dtype=torch.float8_e4m3fn),
     _case(_decode, BF16, 2, 256, 64, 1, cache_dtype=torch.int8),
     _case(_prompt, BF16, 2, 128, 64, cache_dtype=torch.int8),
     _case(_prompt, BF16, 2, 128, 64, cache_dtype=torch.uint8),
+    _case(_prompt, BF16, 2, 128, 64, cache_dtype=torch.float8_e4m3fn),
     _case(_prompt, FP16, 5, 80, 48, cache_dtype=torch.int8),
     _case(_prompt, BF16, 2, 256, 64, cache_dtype=torch.int8),
 ]

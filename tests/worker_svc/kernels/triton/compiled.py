@@ -36,6 +36,7 @@ class Case:
     name: str
     launch: Callable[[], object]
     uses_wgmma: bool = False  # in those kernels that multiply tiles
+    first_target: int = 80
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tests.worker_svc.kernels.triton.caches import (
 )
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.triton_backend import TritonBackend
+from worker_svc.kernels.triton.paged_attention import converts_e4m3
 from worker_svc.kernels.triton.rope_store import rope_store
 
 KINDS = {"int8": torch.int8, "fp8": torch.uint8}
@@ -56,11 +57,16 @@ def test_attention(kind: str, heads: Heads, block_size: int) -> None:
         shape = {**heads._asdict(), "block_size": block_size}
         batch = in_8_bits(random_batch(queries, contexts, seed=block_size, **shape), kind)
         exact = replace(batch, cache=dequantized(batch.cache)).reference()
-        if max(queries) > 1:
-            assert_close(batch.prompted(range(len(queries))), exact)
-            continue
-        for splits in (1, 3):
-            assert_close(batch.decoded(range(len(queries)), splits), exact)
+        caches = [batch.cache]
+        if kind == "fp8" and converts_e4m3():
+            caches.append(batch.cache.view(torch.float8_e4m3fn))
+        for cache in caches:
+            batch = replace(batch, cache=cache)
+            if max(queries) > 1:
+                assert_close(batch.prompted(range(len(queries))), exact)
+                continue
+            for splits in (1, 3):
+                assert_close(batch.decoded(range(len(queries)), splits), exact)
 
 
 @pytest.mark.parametrize(("heads", "block_size"), SHAPES, ids=str)

@@ -1,0 +1,77 @@
+"""Uses FlashAttention for prompts and Triton's kernel for decodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from worker_svc.attention.paged import PagedBackend, PagedMetadata
+from worker_svc.attention.triton_backend import TritonBackend, TritonMetadata
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import StepTensors
+from worker_svc.step.wire import Int32s
+
+
+@dataclass(frozen=True)
+class PhaseMetadata(PagedMetadata):
+    num_decodes: int  # of the step's first sequences
+    decodes: TritonMetadata | None  # None if there are none, like prompts
+    prompts: PagedMetadata | None
+
+
+class PerPhase(PagedBackend[PhaseMetadata]):
+    """Uses one backend for prompts and another for the decodes before them, on one cache. Its name
+    is the name of the backend for prompts.
+
+    A library for prompts would spend a tile of 64 to 128 queries on the few that share a decode's
+    KV head.
+    """
+
+    def __init__(self, prompts: PagedBackend[Any], decodes: TritonBackend) -> None:
+        super().__init__(prompts.shape, prompts.block_size)
+        self.name = prompts.name
+        self._prompts = prompts
+        self._decodes = decodes
+
+    def plan_column(self, step: Step) -> Int32s:
+        return self._decodes.plan_column(_sequences(step, slice(_num_decodes(step))))
+
+    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> PhaseMetadata:
+        count = _num_decodes(step)
+        decodes = prompts = None
+        if count:
+            part = _sequences(step, slice(count))
+            decodes = self._decodes.plan(part, tensors, max_context_len)
+        if count < step.num_seqs:
+            of_prompts = replace(
+                tensors,
+                query_starts=tensors.query_starts[count:],
+                context_lens=tensors.context_lens[count:],
+                table_offsets=tensors.table_offsets[count:],
+            )
+            part = _sequences(step, slice(count, None))
+            prompts = self._prompts.plan(part, of_prompts, max_context_len)
+        return PhaseMetadata(tensors, count, decodes, prompts)
+
+    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: PhaseMetadata) -> torch.Tensor:
+        out = None
+        if metadata.prompts is not None:  # leaves the rows of decodes as they were
+            out = self._prompts.attend(q, cache, metadata.prompts)
+        if metadata.decodes is not None:
+            out = self._decodes.attend(q, cache, metadata.decodes, out)
+        assert out is not None
+        return out
+
+
+def _num_decodes(step: Step) -> int:
+    """The number of sequences before the first with several tokens."""
+    longer = step.query_lens > 1
+    return int(np.argmax(longer)) if longer.any() else step.num_seqs
+
+
+def _sequences(step: Step, which: slice) -> Step:
+    """The step with the lengths of some of its sequences. A plan reads nothing else of it."""
+    return replace(step, query_lens=step.query_lens[which], context_lens=step.context_lens[which])
