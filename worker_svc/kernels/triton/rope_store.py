@@ -11,7 +11,6 @@ Memory Management for Large Language Model Serving with PagedAttention" (2023).
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
@@ -46,7 +45,7 @@ def rope_store(
     all_heads = num_heads + 2 * kv_heads
     heads = min(next_power_of_2(all_heads), MAX_HEADS)
     half = next_power_of_2(head_dim // 2)
-    _rope_store_kernel[(tokens, triton.cdiv(all_heads, heads))](
+    _rope_store_kernel[(tokens, -(-all_heads // heads))](
         qkv,
         qkv.stride(0),
         *(norm or (None, None, 0.0)),

@@ -6,7 +6,6 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from worker_svc.kernels.triton.launch import kernel
@@ -21,7 +20,7 @@ def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [T, 2 · size], gate before up -> silu(gate) · up [T, size]; rows may be strided."""
     tokens, size = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, size)
-    _silu_and_multiply_kernel[(tokens, triton.cdiv(size, BLOCK))](
+    _silu_and_multiply_kernel[(tokens, -(-size // BLOCK))](
         gate_up, gate_up.stride(0), out, SIZE=size, BLOCK=BLOCK, num_warps=NUM_WARPS
     )
     return out
