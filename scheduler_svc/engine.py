@@ -194,8 +194,8 @@ class Engine:
             await self._wake.wait()
             self._at_rest.clear()
             self._free_since = self.clock()
-        elif await self._is_answered(wait_s):
-            self._apply_answer()
+        elif answer := await self._next_answer(wait_s):
+            self._apply_answer(answer)
 
     async def _send_steps(self) -> float:
         """Sends as many steps as may be in flight. Returns the seconds that the next step must wait
@@ -211,10 +211,8 @@ class Engine:
             await self._executor.send(step)
         return 0.0
 
-    def _apply_answer(self) -> None:
+    def _apply_answer(self, answer: Answer) -> None:
         """Applies the answer to the oldest step, and informs frontends and observers."""
-        assert self._answer is not None
-        answer, self._answer = self._answer.result(), None
         step, sent_at = self._in_flight.popleft()
         now, free_since = self.clock(), self._free_since
         self._free_since = now
@@ -229,21 +227,19 @@ class Engine:
         for observer in self._observers:
             observer.step_answered(step, timing)
 
-    async def _is_answered(self, wait_s: float) -> bool:
-        """Waits for the answer to the oldest step, and returns True. If another step may be sent,
-        returns False when new work arrives first or `wait_s` seconds pass (0: no limit)."""
-        if self._answer is None:
-            self._answer = asyncio.ensure_future(self._executor.receive())
-        if len(self._in_flight) == self._max_in_flight:
-            await asyncio.wait([self._answer])
-            return True
-        answer: asyncio.Future[Any] = self._answer
-        news = asyncio.ensure_future(self._wake.wait())
-        await asyncio.wait(
-            [answer, news], timeout=wait_s or None, return_when=asyncio.FIRST_COMPLETED
-        )
-        news.cancel()
-        return answer.done()
+    async def _next_answer(self, wait_s: float) -> Answer | None:
+        """Waits for the answer to the oldest step. If another step may be sent, returns None when
+        new work arrives first or `wait_s` seconds pass (0: no limit)."""
+        if len(self._in_flight) < self._max_in_flight:
+            answer = self._answer = self._answer or asyncio.ensure_future(self._executor.receive())
+            news = asyncio.ensure_future(self._wake.wait())
+            both: list[asyncio.Future[Any]] = [answer, news]
+            await asyncio.wait(both, timeout=wait_s or None, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+            if not answer.done():
+                return None
+        begun, self._answer = self._answer, None
+        return await (begun or self._executor.receive())  # a task would take loop iterations
 
     def _masks_wait_s(self) -> float:
         """The seconds that the next step waits for masks, so that it includes their sequences. The
