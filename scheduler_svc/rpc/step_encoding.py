@@ -30,13 +30,14 @@ def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker
     block_table = b"".join(tables)
     table_offsets = _offsets(num_blocks)
 
-    # positions: start, start + 1, ... of each row, for all rows at once
-    first_tokens = _offsets(query_lens)[:-1]
-    positions = np.arange(query_lens.sum(), dtype=np.int32)
-    positions += np.repeat(starts - first_tokens, query_lens)
+    positions, first_blocks = starts, table_offsets[:-1]
+    if step.num_decodes < len(rows):  # start, start + 1, ... of each row, for all rows at once
+        positions = np.arange(query_lens.sum(), dtype=np.int32)
+        positions += np.repeat(starts - _offsets(query_lens)[:-1], query_lens)
+        first_blocks = np.repeat(first_blocks, query_lens)
     block_index, block_offset = np.divmod(positions, block_size)
-    block_index += np.repeat(table_offsets[:-1], query_lens)
-    slots = np.frombuffer(block_table, np.int32)[block_index] * block_size + block_offset
+    blocks = np.frombuffer(block_table, np.int32)[first_blocks + block_index]
+    slots = blocks * block_size + block_offset
 
     request = worker_pb2.StepRequest(
         epoch=epoch,
