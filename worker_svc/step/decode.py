@@ -179,7 +179,7 @@ def _check_sequences(step: Step, limits: StepLimits) -> None:
 def _check_block_table(step: Step, limits: StepLimits) -> None:
     offsets, table = step.block_table_offsets, step.block_table
     check_offsets("block_table_offsets", offsets, step.num_seqs, len(table))
-    num_blocks = np.diff(offsets)
+    num_blocks = offsets[1:] - offsets[:-1]
     if (num_blocks.astype(np.int64) * limits.block_size < step.context_lens).any():
         raise InvalidArgumentError("block_table", "fewer blocks than the context of a sequence")
     if (max_blocks := -(-limits.max_model_len // limits.block_size)) < num_blocks.max():
@@ -203,9 +203,9 @@ def _check_tokens(step: Step, limits: StepLimits) -> None:
         step.block_table_offsets,
         limits.block_size,
     )
-    if not np.array_equal(positions, step.positions):
+    if (positions != step.positions).any():
         raise InvalidArgumentError("positions", "not the last query_lens positions of context_lens")
-    if not np.array_equal(slots, step.slot_mapping):
+    if (slots != step.slot_mapping).any():
         raise InvalidArgumentError(
             "slot_mapping", "not the slots of these positions in the sequence's block_table"
         )
@@ -219,11 +219,15 @@ def _places(
     block_size: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The positions and slots [T] of a step's tokens."""
-    shift = context_lens - np.cumsum(query_lens)
-    positions = np.arange(query_lens.sum()) + np.repeat(shift, query_lens)
-    first_block = np.repeat(block_table_offsets[:-1], query_lens)
-    blocks = block_table[first_block + positions // block_size].astype(np.int64)
-    return positions, blocks * block_size + positions % block_size
+    if len(query_lens) == (num_tokens := query_lens.sum()):  # decodes
+        positions, first_block = context_lens.astype(np.int64) - 1, block_table_offsets[:-1]
+    else:
+        shift = context_lens - np.cumsum(query_lens)
+        positions = np.arange(num_tokens) + np.repeat(shift, query_lens)
+        first_block = np.repeat(block_table_offsets[:-1], query_lens)
+    index, offset = np.divmod(positions, block_size)
+    blocks = block_table[first_block + index].astype(np.int64)
+    return positions, blocks * block_size + offset
 
 
 def made_up_step(
