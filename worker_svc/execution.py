@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -121,16 +121,16 @@ class Execution:
             FailedPreconditionError: the epoch has ended.
             InternalError: the step failed, which ends the epoch.
         """
-        result: Future[StepResult] = Future()
+        result: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
         self._launches.submit(self._launch, runner, epoch, step, result)
-        return asyncio.wrap_future(result)
+        return result
 
     def _launch(
-        self, runner: ModelRunner, epoch: Epoch, step: Step, result: Future[StepResult]
+        self, runner: ModelRunner, epoch: Epoch, step: Step, result: asyncio.Future[StepResult]
     ) -> None:
         """Launches a step on the execution thread. Sets `result`, unless the step is still running:
         then the results thread sets it."""
-        if not result.set_running_or_notify_cancel():
+        if result.cancelled():
             return
         try:
             if epoch.ended:
@@ -140,30 +140,30 @@ class Execution:
                 pending = runner.launch(step)
             if pending.ready():
                 self._watch.record(step, time.monotonic() - started)
-                result.set_result(pending.wait())
+                _set_result(result, pending.wait())
             else:
                 self._results.submit(self._wait, epoch, step, pending, result)
         except FailedPreconditionError as error:
-            result.set_exception(error)
+            _set_result(result, error)
         except Exception as error:
-            result.set_exception(_fail(epoch, step.step_id, error))
+            _set_result(result, _fail(epoch, step.step_id, error))
         if self._profiler.count_step():
             with self._watch.doing("writing a profile", _MAX_PROFILE_S):
                 self._profiler.write_piece()
 
     def _wait(
-        self, epoch: Epoch, step: Step, pending: PendingStep, result: Future[StepResult]
+        self, epoch: Epoch, step: Step, pending: PendingStep, result: asyncio.Future[StepResult]
     ) -> None:
         """Waits for a step on the results thread and sets `result`."""
         try:
             started = time.monotonic()
             with self._watch.running(step, self._min_step_s):
                 found = pending.wait()
-            self._watch.record(step, time.monotonic() - started)
         except Exception as error:
-            result.set_exception(_fail(epoch, step.step_id, error))
+            _set_result(result, _fail(epoch, step.step_id, error))
         else:
-            result.set_result(found)
+            _set_result(result, found)
+            self._watch.record(step, time.monotonic() - started)
 
     def _waits_for_ranks(self) -> bool:
         return self.runner is not None and self.runner.waits_for_ranks
@@ -177,6 +177,20 @@ def end_if_device_lost(error: Exception) -> None:
     if is_device_lost(error):
         log.error("the device is lost; ending this process", reason=str(error))
         os._exit(EXIT_DEVICE_LOST)  # a clean exit would wait for the device
+
+
+def _set_result(result: asyncio.Future[StepResult], found: StepResult | Exception) -> None:
+    """Sets the result or the exception of a future of the RPC loop, from another thread."""
+
+    def set_result() -> None:
+        if result.cancelled():
+            return
+        if isinstance(found, Exception):
+            result.set_exception(found)
+        else:
+            result.set_result(found)
+
+    result.get_loop().call_soon_threadsafe(set_result)
 
 
 def _fail(epoch: Epoch, step_id: int, error: Exception) -> InternalError:
