@@ -37,7 +37,7 @@ _POLLS = 10  # per `hang_timeout_s`
 
 class StepTimes:
     """Learns limits on the time of a step from earlier steps of its size, see `size_of`. A step
-    takes milliseconds on a GPU and up to minutes on a CPU."""
+    takes milliseconds on a GPU and up to minutes on a CPU. Threads may record while others read."""
 
     def __init__(self) -> None:
         self._longest: dict[int, float] = {}  # seconds, by size
@@ -45,7 +45,7 @@ class StepTimes:
     def max_s(self, size: int) -> float:
         if size in self._longest:
             return _SLACK * self._longest[size]
-        smaller = [other for other in self._longest if other < size]
+        smaller = [other for other in tuple(self._longest) if other < size]
         if not smaller:
             return FIRST_STEP_S
         nearest = max(smaller)
@@ -59,6 +59,7 @@ class StepTimes:
 class _Activity:
     what: str
     max_s: float
+    step: Step | None = None  # it may take as long as a step of this size, too
     seconds: float = 0.0  # watched so far, since it last waited for other ranks
 
 
@@ -97,9 +98,9 @@ class HangWatch:
         self._stopped.set()
 
     @contextmanager
-    def doing(self, what: str, max_s: float) -> Iterator[None]:
-        """Watches the body of the `with`, which may take `max_s` seconds."""
-        activity = _Activity(what, max_s)
+    def doing(self, what: str, max_s: float, step: Step | None = None) -> Iterator[None]:
+        """Watches the body of the `with`, which may take `max_s` seconds, or as long as `step`."""
+        activity = _Activity(what, max_s, step)
         self._activities[activity] = None
         try:
             yield
@@ -109,7 +110,7 @@ class HangWatch:
     def running(self, step: Step, min_s: float) -> AbstractContextManager[None]:
         """Watches a step's launch, or the wait for its results. The limit is at least `min_s`
         seconds."""
-        return self.doing(f"step {step.step_id}", max(min_s, self._times.max_s(size_of(step))))
+        return self.doing(f"step {step.step_id}", min_s, step)
 
     def record(self, step: Step, seconds: float) -> None:
         """Learns how long a step took: the seconds from its launch to its end, or the seconds of
@@ -123,8 +124,13 @@ class HangWatch:
                 if self._compiles():
                     activity.max_s = max(activity.max_s, FIRST_STEP_S)
                 activity.seconds = 0.0 if self._waits_for_ranks() else activity.seconds + poll_s
-                if activity.seconds >= self._hang_timeout_s + activity.max_s:
+                if activity.seconds >= self._hang_timeout_s + self._max_s(activity):
                     self._give_up(f"{activity.what} does not end")
+
+    def _max_s(self, activity: _Activity) -> float:
+        if activity.step is None:
+            return activity.max_s
+        return max(activity.max_s, self._times.max_s(size_of(activity.step)))
 
 
 def end_process(reason: str) -> None:
