@@ -12,6 +12,8 @@ from worker_svc.devices.base import PendingArrays
 from worker_svc.sampling.logprobs import requested_entries
 from worker_svc.step.wire import Float32s, Int32s
 
+_NO_IDS, _NO_VALUES = np.zeros(0, "<i4"), np.zeros(0, "<f4")
+
 
 class StepResult(NamedTuple):
     """The results of a step of S sequences."""
@@ -42,10 +44,11 @@ class PendingStep:
         """
         (tokens, *logprobs), seconds = self.arrays.wait()
         token_ids = np.where(self.samples, tokens, -1).astype("<i4")
+        if not logprobs:
+            return StepResult(token_ids, seconds, _NO_IDS, _NO_VALUES)
         requested = [
             requested_entries(*of_rows)
             for of_rows in zip(self.logprob_counts, logprobs[::2], logprobs[1::2], strict=True)
         ]
-        ids = [np.zeros(0, "<i4"), *(ids for ids, _ in requested)]
-        values = [np.zeros(0, "<f4"), *(values for _, values in requested)]
+        ids, values = zip(*requested, strict=True)
         return StepResult(token_ids, seconds, np.concatenate(ids), np.concatenate(values))
