@@ -1,4 +1,4 @@
-"""Uses FlashAttention for prompts and Triton's kernel for decodes."""
+"""Uses FlashAttention for prompts and Triton's kernels for decodes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ class PerPhase(PagedBackend[PhaseMetadata]):
     """Uses one backend for prompts and another for the decodes before them, on one cache. Its name
     is the name of the backend for prompts.
 
-    A library for prompts would spend a tile of 64 to 128 queries on the few that share a decode's
-    KV head.
+    A library for prompts spends a tile of 64 to 128 queries on the few that share a decode's KV
+    head. But it computes everything at once, so it also gets decodes that are too few to keep the
+    GPU busy: on an H200, 255 decodes and a prompt of 1,024 tokens take 10.2 ms together and 9.3 ms
+    apart, 31 decodes and a prompt of 512 tokens 3.2 ms and 3.5 ms.
     """
 
     def __init__(self, prompts: PagedBackend[Any], decodes: TritonBackend) -> None:
@@ -37,10 +39,10 @@ class PerPhase(PagedBackend[PhaseMetadata]):
         self._decodes = decodes
 
     def plan_column(self, step: Step) -> Int32s:
-        return self._decodes.plan_column(_sequences(step, slice(_num_decodes(step))))
+        return self._decodes.plan_column(_sequences(step, slice(self._num_decodes(step))))
 
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> PhaseMetadata:
-        count = _num_decodes(step)
+        count = self._num_decodes(step)
         decodes = prompts = None
         if count:
             part = _sequences(step, slice(count))
@@ -65,11 +67,12 @@ class PerPhase(PagedBackend[PhaseMetadata]):
         assert out is not None
         return out
 
-
-def _num_decodes(step: Step) -> int:
-    """The number of sequences before the first with several tokens."""
-    longer = step.query_lens > 1
-    return int(np.argmax(longer)) if longer.any() else step.num_seqs
+    def _num_decodes(self, step: Step) -> int:
+        """How many of the step's first sequences the backend for decodes gets."""
+        if step.decodes_only:
+            return step.num_seqs
+        count = int(np.argmax(step.query_lens > 1))
+        return count if count and self._decodes.splits(count) == 1 else 0
 
 
 def _sequences(step: Step, which: slice) -> Step:

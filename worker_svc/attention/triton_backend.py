@@ -59,10 +59,14 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         tiles = query_tiles(step.query_lens, chunks, self._tile_tokens, step.context_lens)
         return np.concatenate((decodes, tiles.ravel()))
 
+    def splits(self, num_decodes: int) -> int:
+        """The number of parts into which each of `num_decodes` sequences is split."""
+        return choose_splits(num_decodes, self.shape.num_kv_heads, self._num_sms)
+
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> TritonMetadata:
         shape = self.shape
         num_decodes = int(np.count_nonzero(step.query_lens == 1))
-        splits = choose_splits(num_decodes, shape.num_kv_heads, self._num_sms) if num_decodes else 1
+        splits = self.splits(num_decodes) if num_decodes else 1
         return TritonMetadata(
             tensors,
             decodes=tensors.plan_column[:num_decodes],

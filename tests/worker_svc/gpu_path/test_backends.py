@@ -60,7 +60,8 @@ def make_cases() -> dict[str, Case]:
         "padded decodes": Case(ones, contexts, num_padding=3),
         "prompts": Case(prompts, prompts),
         "chunks": Case(prompts, chunks),
-        "chunks and decodes": Case(ones[:9] + prompts, contexts[:9] + chunks),
+        "chunks after few decodes": Case(ones[:9] + prompts, contexts[:9] + chunks),
+        "chunks after many decodes": Case(ones + prompts, contexts + chunks),
     }
 
 
