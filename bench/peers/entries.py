@@ -31,6 +31,7 @@ ENTRIES = (
     Entry("llama-q4_0", "llama_cpp", "Q4_0", "f16"),
     Entry("llama-file", "llama_cpp", FILE, "f16"),
     Entry("vllm-bf16", "vllm", "bfloat16", "bf16"),
+    Entry("zentorch-bf16", "zentorch", "bfloat16", "bf16"),
 )
 
 

