@@ -17,7 +17,6 @@ from worker_svc.step.wire import Int32s
 
 @dataclass(frozen=True)
 class PhaseMetadata(PagedMetadata):
-    num_decodes: int  # of the step's first sequences
     decodes: TritonMetadata | None  # None if there are none, like prompts
     prompts: PagedMetadata | None
 
@@ -56,11 +55,11 @@ class PerPhase(PagedBackend[PhaseMetadata]):
             )
             part = _sequences(step, slice(count, None))
             prompts = self._prompts.plan(part, of_prompts, max_context_len)
-        return PhaseMetadata(tensors, count, decodes, prompts)
+        return PhaseMetadata(tensors, decodes, prompts)
 
     def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: PhaseMetadata) -> torch.Tensor:
         out = None
-        if metadata.prompts is not None:  # leaves the rows of decodes as they were
+        if metadata.prompts is not None:  # does not compute the rows of decodes
             out = self._prompts.attend(q, cache, metadata.prompts)
         if metadata.decodes is not None:
             out = self._decodes.attend(q, cache, metadata.decodes, out)
