@@ -45,8 +45,12 @@ layout = "triton"
 def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     if isinstance(weight, QuantizedWeight):
         return pack_quantized(weight, dtype)
-    return ThinWeight(weight) if ThinWeight.suits(weight) else PlainWeight(weight)
+    return _pack_plain(weight)
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
-    return PlainWeight(**state) if "weight" in state else unpack_quantized(state)
+    return _pack_plain(**state) if "weight" in state else unpack_quantized(state)
+
+
+def _pack_plain(weight: torch.Tensor) -> PackedWeight:
+    return ThinWeight(weight) if ThinWeight.suits(weight) else PlainWeight(weight)

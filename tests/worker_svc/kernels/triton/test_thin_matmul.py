@@ -10,6 +10,7 @@ from tests.worker_svc.kernels.triton.precision import (
     poisoned_memory,
     row_bound,
 )
+from worker_svc.kernels.triton.ops import pack, unpack
 from worker_svc.kernels.triton.thin_matmul import MAX_ROWS, ThinWeight, choose_splits
 
 # Outputs and columns: split into 8, 4, 2 and 1 parts.
@@ -38,6 +39,12 @@ def test_equals_the_exact_product(outs: int, columns: int, dtype: torch.dtype, r
     assert_rows_close(out, (x.double() @ matrix.double().T).float(), row_bound(dtype))
     # The parts are added up in order, and the first product left nothing behind.
     assert_identical(weight.matmul(x, None), out)
+
+
+def test_a_cached_weight_is_multiplied_the_same_way() -> None:
+    weight = pack(random(32, 256, dtype=torch.bfloat16), torch.bfloat16)
+    assert isinstance(weight, ThinWeight)
+    assert isinstance(unpack(weight.state()), ThinWeight)
 
 
 def test_sizes_are_split_into_equal_parts() -> None:
