@@ -26,6 +26,7 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.rpc.step_encoding import encode_step
 from shared.config import SettingsError, load_settings
 from worker_svc.errors import StartError
+from worker_svc.kept_memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import decode as worker_step
@@ -72,10 +73,11 @@ class InProcessExecutor:
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
 
-    async def recover(self) -> None:
+    async def recover(self, *, keep: bool) -> bool:
         """Empties the cache, as after the loss of a worker."""
         self._pending.clear()
         self._runner.configure(_EPOCH, self._limits.num_blocks)
+        return False
 
 
 class RunnerEngine:
@@ -188,7 +190,7 @@ def load_engine(directory: str, model: ModelInfo) -> RunnerEngine:
     }
     args = [str(part) for pair in flags.items() for part in pair]
     try:
-        runner = ModelRunner(load_settings(WorkerSettings, args))
+        runner = ModelRunner(load_settings(WorkerSettings, args), memory=KeptMemory())
     except (SettingsError, StartError) as error:
         raise BenchError(f"--in-process: {error}") from error
     runner.configure(_EPOCH, capacity.num_blocks)

@@ -27,6 +27,7 @@ import torch
 from bench.gpu.steps import make_step
 from bench.machine import this_machine
 from shared.config import load_settings
+from worker_svc.kept_memory import KeptMemory
 from worker_svc.kernels.cpu import traced_model
 from worker_svc.kernels.cpu.program import run_timed
 from worker_svc.kernels.cpu.structs import Phase, ProductArgs
@@ -133,7 +134,7 @@ def main() -> None:
     flags = ["--device", "cpu", "--max-num-seqs", "256", "--model", args.model]
     for name in ("threads", "quantization", "kv_dtype"):
         flags += [f"--{name.replace('_', '-')}", getattr(args, name)]
-    runner = ModelRunner(load_settings(WorkerSettings, flags))
+    runner = ModelRunner(load_settings(WorkerSettings, flags), memory=KeptMemory())
     blocks = max(seqs * -(-CONTEXT // runner.info.block_size) for seqs, _ in STEPS)
     runner.configure(1, blocks + 1024)
     for cache in runner._caches:  # pages that were never written would all be one page of zeros

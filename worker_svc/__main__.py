@@ -20,6 +20,7 @@ from shared.rpc.roles import Callers
 from shared.rpc.server import Server
 from worker_svc.devices.choice import preload
 from worker_svc.errors import StartError
+from worker_svc.kept_memory import KeptMemory
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.server import WorkerService
 from worker_svc.settings import WorkerSettings
@@ -28,14 +29,20 @@ SERVICE_NAME = "nanovllm.worker.v1.WorkerService"
 
 
 async def serve(
-    settings: WorkerSettings, ready: Ready | None = None, *, metrics: WorkerMetrics | None = None
+    settings: WorkerSettings,
+    ready: Ready | None = None,
+    *,
+    metrics: WorkerMetrics | None = None,
+    memory: KeptMemory | None = None,
 ) -> None:
     """Serves until SIGTERM. The worker is healthy once the model is loaded and warm.
 
-    `ready` is called once the model has been configured. A failure before that may be permanent.
+    Args:
+        ready: called once the model has been configured. A failure before that may be permanent.
+        memory: see `ModelRunner`.
     """
     server = Server(settings, SERVICE_NAME, callers=Callers("scheduler"))
-    service = WorkerService(settings, server.stop, ready, metrics)
+    service = WorkerService(settings, server.stop, ready, metrics, memory)
     add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(settings.worker_addresses[settings.rank])
     try:
@@ -51,12 +58,13 @@ async def serve(
 def main() -> int:
     settings = settings_or_exit(WorkerSettings, sys.argv[1:])
     preload(settings.device)
-    metrics = WorkerMetrics(settings.model)
+    metrics, memory = WorkerMetrics(settings.model), KeptMemory()
     return run_service(
         "worker",
         settings,
-        partial(serve, metrics=metrics),
+        partial(serve, metrics=metrics, memory=memory),
         (StartError,),
+        on_fork_ended=memory.fork_ended,
         metrics=metrics,
         index=settings.place,
         labels={"engine": settings.engine_name},

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group, _set_pg_timeout
 
-from worker_svc.errors import SupersededError
+from worker_svc.errors import RanksLostError, SupersededError
 
 # The maximum wait for the other ranks in a step. After it, a rank gives up the step.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
@@ -35,6 +35,8 @@ Collective = Callable[[torch.Tensor], torch.Tensor]
 
 class TensorParallel:
     """One rank's view of its process group, passed to the layers that need it.
+
+    Its collectives raise RanksLostError.
 
     The group is rebuilt in each epoch, so that a restarted rank can join the surviving ranks, whose
     weights stay loaded. With one rank, or before the first `join` (in the warm-up step), every
@@ -162,6 +164,8 @@ class TensorParallel:
         self.waiting = True
         try:
             yield
+        except RuntimeError as error:
+            raise RanksLostError(str(error)) from error
         finally:
             self.waiting = False
 

@@ -23,6 +23,10 @@ class DeviceLostError(RuntimeError):
     """This process cannot compute any more. A new process may succeed."""
 
 
+class RanksLostError(RuntimeError):
+    """A collective failed, because another rank is gone or does not answer."""
+
+
 class SupersededError(RuntimeError):
     """A newer epoch has ended the wait for the other ranks."""
 

@@ -15,8 +15,9 @@ import structlog
 
 from shared.errors import FailedPreconditionError, InternalError
 from worker_svc.distributed import COLLECTIVE_TIMEOUT
-from worker_svc.errors import is_device_lost
+from worker_svc.errors import RanksLostError, is_device_lost
 from worker_svc.hang_watch import HangWatch
+from worker_svc.kept_memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
 from worker_svc.profiling.profiler import ProfileOptions, Profiler
 from worker_svc.settings import WorkerSettings
@@ -51,7 +52,8 @@ class Execution:
     the previous step is done.
     """
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, memory: KeptMemory | None = None) -> None:
+        self._memory = memory
         self.runner: ModelRunner | None = None  # None until the model is loaded
         self._settings = settings
         self._launches = ThreadPoolExecutor(1, thread_name_prefix="execution")
@@ -67,7 +69,9 @@ class Execution:
             StartError: the model or the settings cannot be served.
         """
         loop = asyncio.get_running_loop()
-        self.runner = await loop.run_in_executor(self._launches, ModelRunner, self._settings)
+        self.runner = await loop.run_in_executor(
+            self._launches, lambda: ModelRunner(self._settings, memory=self._memory)
+        )
         if self._settings.tp > 1 and self.runner.info.device != "cpu":
             # On GPUs, a collective waits on the device. The host cannot tell which rank hangs.
             self._min_step_s = COLLECTIVE_TIMEOUT.total_seconds()
@@ -81,12 +85,17 @@ class Execution:
         self._profiler.close()
 
     async def configure(
-        self, runner: ModelRunner, epoch: int, num_blocks: int, superseded: Callable[[], bool]
+        self,
+        runner: ModelRunner,
+        epoch: int,
+        num_blocks: int,
+        superseded: Callable[[], bool],
+        keep: str,
     ) -> None:
         """Runs `ModelRunner.configure` after the steps submitted so far."""
 
         await self._between_steps(
-            lambda: runner.configure(epoch, num_blocks, superseded),
+            lambda: runner.configure(epoch, num_blocks, superseded, keep),
             f"configuring epoch {epoch}",
             _MAX_CONFIGURE_S,
         )
@@ -142,17 +151,22 @@ class Execution:
                 self._watch.record(step, time.monotonic() - started)
                 _set_result(result, pending.wait())
             else:
-                self._results.submit(self._wait, epoch, step, pending, result)
+                self._results.submit(self._wait, runner, epoch, step, pending, result)
         except FailedPreconditionError as error:
             _set_result(result, error)
         except Exception as error:
-            _set_result(result, _fail(epoch, step.step_id, error))
+            _set_result(result, _fail(runner, epoch, step.step_id, error))
         if self._profiler.count_step():
             with self._watch.doing("writing a profile", _MAX_PROFILE_S):
                 self._profiler.write_piece()
 
     def _wait(
-        self, epoch: Epoch, step: Step, pending: PendingStep, result: asyncio.Future[StepResult]
+        self,
+        runner: ModelRunner,
+        epoch: Epoch,
+        step: Step,
+        pending: PendingStep,
+        result: asyncio.Future[StepResult],
     ) -> None:
         """Waits for a step on the results thread and sets `result`."""
         try:
@@ -160,7 +174,7 @@ class Execution:
             with self._watch.running(step, self._min_step_s):
                 found = pending.wait()
         except Exception as error:
-            _set_result(result, _fail(epoch, step.step_id, error))
+            _set_result(result, _fail(runner, epoch, step.step_id, error))
         else:
             _set_result(result, found)
             self._watch.record(step, time.monotonic() - started)
@@ -193,9 +207,12 @@ def _set_result(result: asyncio.Future[StepResult], found: StepResult | Exceptio
     result.get_loop().call_soon_threadsafe(set_result)
 
 
-def _fail(epoch: Epoch, step_id: int, error: Exception) -> InternalError:
-    """Ends the epoch, because the contents of the KV cache are unknown after a failed step."""
+def _fail(runner: ModelRunner, epoch: Epoch, step_id: int, error: Exception) -> InternalError:
+    """Ends the epoch. After a failed step, the contents of the KV cache are unknown, unless only
+    another rank failed."""
     epoch.ended = True
+    if not isinstance(error, RanksLostError):
+        runner.forget_cache()
     log.error("step failed", epoch=epoch.number, step_id=step_id, exc_info=error)
     end_if_device_lost(error)
     return InternalError(f"step {step_id} failed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from worker_svc.errors import StartError
 from worker_svc.settings import WorkerSettings
 
 TOKEN_ID_BYTES = 4  # the size of one token in a `TokenCache`
+
+NewTensor = Callable[[Sequence[int], torch.dtype], torch.Tensor]  # from shape and dtype
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,11 @@ class TokenCache:
     block_size: int
 
     @staticmethod
-    def allocate(num_blocks: int, block_size: int, device: torch.device) -> TokenCache:
-        slots = torch.zeros(num_blocks * block_size, dtype=torch.int32, device=device)
+    def allocate(
+        num_blocks: int, block_size: int, device: torch.device, new: NewTensor | None = None
+    ) -> TokenCache:
+        count, dtype = num_blocks * block_size, torch.int32
+        slots = new([count], dtype) if new else torch.zeros(count, dtype=dtype, device=device)
         return TokenCache(slots, block_size)
 
     @property

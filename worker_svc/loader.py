@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from worker_svc.errors import ModelError
+from worker_svc.kept_memory import State, WeightMemory
 from worker_svc.kernels.ops import Ops, PackedWeight, PlainWeight
 from worker_svc.weights.files import WeightReader
 from worker_svc.weights.packed_cache import PackedCache
@@ -35,6 +36,9 @@ class WeightLoader:
 
     A layer does not see where its matrix comes from. The checkpoint may hold it plain or quantized.
     The loader may also quantize a plain matrix, or map a matrix that an earlier start has packed.
+
+    Args:
+        memory: where weights are kept. None: where they are made.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class WeightLoader:
         ops: Ops,
         quantization: Choice | None = None,
         cache: PackedCache | None = None,
+        memory: WeightMemory | None = None,
     ) -> None:
         self.dtype = reader.dtype
         self.device = reader.device
@@ -50,6 +55,7 @@ class WeightLoader:
         self._ops = ops
         self._choice = quantization or Choice()
         self._cache = cache
+        self._memory = memory
 
     def matrix(
         self, parts: Sequence[Rows], in_features: int, columns: range | None = None
@@ -69,7 +75,7 @@ class WeightLoader:
             ModelError: as `matrix`.
         """
         if self._is_plain(rows.name, self._to_int8):
-            return PlainWeight(self._read_plain([rows], num_rows, columns))
+            return self._keep(PlainWeight(self._read_plain([rows], num_rows, columns)))
         return self._matrix([rows], columns, None, self._to_int8, num_rows)
 
     def head(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
@@ -82,7 +88,9 @@ class WeightLoader:
 
     def tied_head(self, table: PackedWeight) -> PackedWeight:
         """Packs `table` for products. A quantized table is returned unchanged."""
-        return self._ops.pack(table.weight, self.dtype) if isinstance(table, PlainWeight) else table
+        if not isinstance(table, PlainWeight):
+            return table
+        return self._keep(self._ops.pack(table.weight, self.dtype))
 
     def vector(self, name: str, size: int, start: int | None = None) -> torch.Tensor:
         """Loads tensor `name` [size], or `size` of its elements from `start` on.
@@ -92,7 +100,12 @@ class WeightLoader:
         """
         out = torch.empty(size, dtype=self.dtype, device=self.device)
         self._reader.read_into(out, name, start=start)
-        return out
+        return self.computed(lambda: out)
+
+    def computed(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `compute` returns, kept with the weights."""
+        tensor = compute()
+        return self._memory.add({"": tensor})[""] if self._memory else tensor
 
     def skip(self, name: str) -> None:
         """Allows tensor `name`, or all tensors of layer `name`, to stay unread."""
@@ -105,6 +118,15 @@ class WeightLoader:
             ModelError: the checkpoint has tensors that the model does not have.
         """
         self._reader.check_all_read()
+
+    def _keep(self, weight: PackedWeight) -> PackedWeight:
+        """Moves a weight into the kept memory, if there is one and the weight can be kept."""
+        if self._memory is None:
+            return weight
+        if (state := weight.state()) is None:
+            self._memory.give_up()
+            return weight
+        return self._ops.unpack(self._memory.add(state))
 
     @property
     def _to_int8(self) -> Format | None:
@@ -127,9 +149,8 @@ class WeightLoader:
         num_rows = num_rows or sum(part.count for part in parts)
         plain = [self._is_plain(part.name, quantize_to) for part in parts]
         if all(plain):
-            return self._ops.pack(
-                self._read_plain(parts, num_rows, in_features, columns), self.dtype
-            )
+            weight = self._read_plain(parts, num_rows, in_features, columns)
+            return self._keep(self._ops.pack(weight, self.dtype))
         if any(plain):
             raise ModelError(
                 f"quantization_config: {parts[plain.index(True)].name} is not quantized, but "
@@ -137,20 +158,21 @@ class WeightLoader:
             )
         key, columns = parts[0].name, columns or range(in_features)
         if self._cache and quantize_to:
-            weight = empty(num_rows, in_features, quantize_to, torch.device("meta"))
-            expected = self._ops.pack(cut_columns(weight, columns), self.dtype)
-            if (state := self._cache.get(key, expected.state())) is not None:
+            nothing = empty(num_rows, in_features, quantize_to, torch.device("meta"))
+            expected = self._ops.pack(cut_columns(nothing, columns), self.dtype).state()
+            if expected and (state := self._cache.get(key, expected)):
                 for part in parts:
                     self._reader.skip(f"{part.name}.weight")
-                return self._ops.unpack({k: self._reader.on_device(v) for k, v in state.items()})
+                moved = {k: self._reader.on_device(v) for k, v in state.items()}
+                return self._keep(self._ops.unpack(moved))
         pieces = (
             (part.name, self._piece(part.name, rows, columns, in_features, quantize_to))
             for part in parts
             for rows in _pieces(part, in_features)
         )
-        packed = self._ops.pack(join_rows(pieces, num_rows), self.dtype)
-        if self._cache:
-            self._cache.add(key, packed.state())
+        packed = self._keep(self._ops.pack(join_rows(pieces, num_rows), self.dtype))
+        if self._cache and (found := packed.state()):
+            self._cache.add(key, found)
         return packed
 
     def _read_plain(
@@ -185,6 +207,46 @@ class WeightLoader:
         # Quantizes whole rows, even if other ranks keep the rest, so that the codes do not depend
         # on the number of ranks.
         return cut_columns(self._ops.quantize(weight, quantize_to), columns)
+
+
+class KeptLoader(WeightLoader):
+    """Makes the weights of a model from those that the last fork has kept, in the same order.
+
+    Args:
+        states: of `WeightMemory`.
+    """
+
+    def __init__(self, states: Iterator[State], ops: Ops, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.device = torch.device("cpu")
+        self._states = states
+        self._ops = ops
+
+    def matrix(
+        self, parts: Sequence[Rows], in_features: int, columns: range | None = None
+    ) -> PackedWeight:
+        return self._ops.unpack(next(self._states))
+
+    def table(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
+        return self._ops.unpack(next(self._states))
+
+    def head(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
+        return self._ops.unpack(next(self._states))
+
+    def tied_head(self, table: PackedWeight) -> PackedWeight:
+        return self._ops.unpack(next(self._states)) if isinstance(table, PlainWeight) else table
+
+    def vector(self, name: str, size: int, start: int | None = None) -> torch.Tensor:
+        return next(self._states)[""]
+
+    def computed(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return next(self._states)[""]
+
+    def skip(self, name: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
 
 
 def _pieces(part: Rows, in_features: int) -> Iterator[range]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,15 +12,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shared.errors import FailedPreconditionError
 from worker_svc.devices.base import Platform, Stopwatch
 from worker_svc.devices.choice import choose_platform
 from worker_svc.devices.cuda_graph import DecodeGraphs, graph_sizes
 from worker_svc.devices.warm_up import plain_decodes, warm_up_steps
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import StartError
+from worker_svc.kept_memory import CacheMemory, KeptMemory
 from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, copy_blocks
 from worker_svc.layers.embedding import VocabPartition
-from worker_svc.loader import WeightLoader
+from worker_svc.loader import KeptLoader, WeightLoader
 from worker_svc.models.config import load_model_config
 from worker_svc.models.decoder import Decoder, attention_shape
 from worker_svc.models.registry import load_model
@@ -61,11 +64,20 @@ class ModelRunner:
     Call `configure`, then `launch` for each step. Between steps the device keeps the KV cache, the
     ids of the cached tokens, and the tokens that the last step sampled.
 
+    Args:
+        memory: keeps weights and cache for the next fork, if they lie in the host's memory. If it
+            holds weights, none are read, and nothing is warmed up.
+
     Raises:
         StartError: the model or the settings cannot be served.
     """
 
-    def __init__(self, settings: WorkerSettings, platform: Platform | None = None) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        platform: Platform | None = None,
+        memory: KeptMemory | None = None,
+    ) -> None:
         platform = platform or choose_platform(settings)
         config = load_model_config(Path(settings.model))
         dtype = platform.choose_dtype(settings.dtype, config.dtype)
@@ -75,12 +87,18 @@ class ModelRunner:
         self.config = config
         self._settings = settings
         self._platform = platform
+        self._memory = memory if platform.device.type == "cpu" else None
         self._max_model_len = _max_model_len(settings, config.max_model_len)
         self._max_num_batched_tokens = _max_num_batched_tokens(settings, platform)
         self._tp = TensorParallel(settings.rank, settings.tp)
         shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
         self._backend = platform.attention_backend(settings, shape)
-        self._model, fingerprint = self._load(quantization)
+        key = repr((config, quantization, settings, platform.ops.layout))
+        notes = self._memory and self._memory.weights.notes(key)
+        if notes:
+            self._model, fingerprint = self._load_kept(), notes["fingerprint"]
+        else:
+            self._model, fingerprint = self._load(quantization)
         self._run_layers = platform.prepare(self._model.hidden_states, self._backend, self._tp)
         self._vocab = vocab = VocabPartition(config.vocab_size, settings.rank, settings.tp)
         self._sampler = Sampler(vocab, self._tp, platform.ops)
@@ -97,8 +115,18 @@ class ModelRunner:
             shape_of_logits = settings.max_num_seqs, vocab.shard_size
             self._logits = torch.empty(shape_of_logits, dtype=dtype, device=platform.device)
         self._graphs: DecodeGraphs | None = None
-        self._configured_blocks = 0
-        self.info = self._measure(fingerprint)
+        self._allocated_blocks = self._configured_blocks = 0
+        self.cache_id = self._memory.cache.id if self._memory else ""
+        self.info = RunnerInfo(**notes) if notes else self._measure(fingerprint)
+        if self._memory and not notes:
+            self._memory.weights.seal(key, dataclasses.asdict(self.info))
+
+    def _load_kept(self) -> Decoder:
+        """Makes the model of the weights that the last fork has kept."""
+        assert self._memory
+        ops, dtype = self._platform.ops, self.config.dtype
+        loader = KeptLoader(self._memory.weights.states(), ops, dtype)
+        return load_model(loader, self.config, self._max_model_len, ops, self._tp, self._backend)
 
     def _load(self, quantization: Choice) -> tuple[Decoder, str]:
         """Reads the model's files -> the model and its fingerprint."""
@@ -116,8 +144,11 @@ class ModelRunner:
                 settings.tp,
             )
         copies = platform.weight_copies()
+        memory = self._memory.weights if self._memory else None
+        if memory:
+            memory.reset()
         with WeightReader(model_dir, dtype, platform.device, copies) as reader:
-            loader = WeightLoader(reader, platform.ops, quantization, cache)
+            loader = WeightLoader(reader, platform.ops, quantization, cache, memory)
             model = load_model(
                 loader, self.config, self._max_model_len, platform.ops, self._tp, self._backend
             )
@@ -150,38 +181,75 @@ class ModelRunner:
         )
 
     def configure(
-        self, epoch: int, num_blocks: int, superseded: Callable[[], bool] = lambda: False
+        self,
+        epoch: int,
+        num_blocks: int,
+        superseded: Callable[[], bool] = lambda: False,
+        keep: str = "",
     ) -> None:
-        """Joins the other ranks, allocates an empty KV cache and captures graphs that use it.
+        """Joins the other ranks, allocates a KV cache or keeps the one that there is, and captures
+        graphs that use it. Sets `cache_id`.
 
         Args:
             superseded: whether to stop waiting for the other ranks because there is a newer epoch.
+            keep: the id of the cache to keep. Without one, the contents are unknown.
 
         Raises:
+            FailedPreconditionError: there is no such cache.
             RuntimeError: the other ranks did not join, or there is not enough memory.
             CaptureError: decodes cannot run from CUDA graphs.
         """
+        if keep and not self._has_cache(keep, num_blocks):
+            raise FailedPreconditionError(f"keep_cache_id: there is no cache {keep}")
+        if not keep:
+            self.forget_cache()
         alone = self._tp.size == 1
-        if alone and num_blocks == self._configured_blocks:
-            return  # the cache need not be empty: no step reads what an earlier epoch wrote
-        self._configured_blocks = 0  # until everything below has succeeded
-        self._graphs = None
-        self._allocate(0)  # frees the old cache before the new cache is allocated
-        settings = self._settings
-        device = self._platform.device
-        self._tp.join(epoch, device, settings.master_addr, settings.master_port, superseded)
-        self._allocate(num_blocks)
-        if self._platform.captures:
-            with torch.inference_mode():
-                self._graphs = DecodeGraphs(
-                    self._platform,
-                    self._backend,
-                    lambda step, tensors: self._run(step, tensors, self._max_model_len),
-                    settings.max_num_seqs,
-                    -(-self._max_model_len // self._backend.block_size),
-                    superseded,
-                )
-        self._configured_blocks = num_blocks
+        if not alone or num_blocks != self._configured_blocks:
+            self._configured_blocks = 0  # until everything below has succeeded
+            self._graphs = None
+            if not keep:
+                self._allocate(0)  # frees the old cache before the new cache is allocated
+            settings = self._settings
+            device = self._platform.device
+            self._tp.join(epoch, device, settings.master_addr, settings.master_port, superseded)
+            if num_blocks != self._allocated_blocks:
+                self._allocate(num_blocks, self._memory.cache if self._memory else None)
+            if self._platform.captures:
+                self._graphs = self._capture(superseded)
+            self._configured_blocks = num_blocks
+        if not keep:
+            self.cache_id = self._new_cache_id(num_blocks)
+
+    def forget_cache(self) -> None:
+        """Notes that the contents of the cache are unknown."""
+        self.cache_id = ""
+        if self._memory:
+            self._memory.cache.forget()
+
+    def _has_cache(self, cache_id: str, num_blocks: int) -> bool:
+        if cache_id != self.cache_id:
+            return False
+        if self._memory and not self._allocated_blocks:  # of the last fork
+            return self._memory.cache.holds(cache_id, num_blocks)
+        return num_blocks == self._allocated_blocks
+
+    def _new_cache_id(self, num_blocks: int) -> str:
+        if self._memory:
+            return self._memory.cache.new_id(num_blocks)
+        if self._platform.captures and self._tp.size > 1:
+            return ""  # graphs are captured again in each epoch, which may write to the cache
+        return uuid.uuid4().hex
+
+    def _capture(self, superseded: Callable[[], bool]) -> DecodeGraphs:
+        with torch.inference_mode():
+            return DecodeGraphs(
+                self._platform,
+                self._backend,
+                lambda step, tensors: self._run(step, tensors, self._max_model_len),
+                self._settings.max_num_seqs,
+                -(-self._max_model_len // self._backend.block_size),
+                superseded,
+            )
 
     def launch(self, step: Step) -> PendingStep:
         """Starts `step`, which `worker_svc.step.decode.decode_step` has checked. On a GPU, it
@@ -235,10 +303,15 @@ class ModelRunner:
         products = (len(step.input_ids) + _READING) * config.num_weights
         return (products + attention) // self._tp.size
 
-    def _allocate(self, num_blocks: int) -> None:
-        size = self._backend.block_size
-        self._caches = self._backend.allocate(num_blocks) if num_blocks else []
-        self._tokens = TokenCache.allocate(num_blocks, size, self._platform.device)
+    def _allocate(self, num_blocks: int, memory: CacheMemory | None = None) -> None:
+        """Allocates the cache, in `memory` if there is one. Leaves what that holds."""
+        new, size = None, self._backend.block_size
+        if memory:
+            memory.rewind()
+            new = memory.tensor
+        self._caches = self._backend.allocate(num_blocks, new) if num_blocks else []
+        self._tokens = TokenCache.allocate(num_blocks, size, self._platform.device, new)
+        self._allocated_blocks = num_blocks
 
     def _run(self, step: Step, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
         """Runs a step -> this rank's logits [S, shard_size]. The tokens go to `_last_tokens`."""

@@ -31,6 +31,7 @@ from shared.pb.worker_pb2_grpc import WorkerServiceServicer
 from shared.telemetry.tracing import open_tracing
 from worker_svc.errors import StartError
 from worker_svc.execution import EXIT_DEVICE_LOST, Epoch, Execution, end_if_device_lost
+from worker_svc.kept_memory import KeptMemory
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.model_runner import ModelRunner
 from worker_svc.profiling.profiler import MAX_STEPS, ProfileOptions
@@ -67,6 +68,7 @@ class WorkerService(WorkerServiceServicer):
     Args:
         stop: called when the worker finds that it cannot start, see `check`.
         ready: called when the worker is configured for the first time.
+        memory: see `ModelRunner`.
     """
 
     def __init__(
@@ -75,13 +77,14 @@ class WorkerService(WorkerServiceServicer):
         stop: Callable[[], object] = lambda: None,
         ready: Callable[[], object] | None = None,
         metrics: WorkerMetrics | None = None,
+        memory: KeptMemory | None = None,
     ) -> None:
         self._metrics = metrics or WorkerMetrics()
         self._settings = settings
         self._stop = stop
         self._ready = ready
         self._start_error: StartError | None = None
-        self._execution = Execution(settings)
+        self._execution = Execution(settings, memory)
         self._tracing = open_tracing(settings.otlp_endpoint, "worker", settings.rank)
         self._incarnation = uuid.uuid4().hex
         self._newest_epoch = 0  # the newest requested epoch, which may not be configured yet
@@ -109,7 +112,8 @@ class WorkerService(WorkerServiceServicer):
         self._execution.close()
 
     async def GetInfo(self, request: GetInfoRequest, context: Context) -> GetInfoResponse:
-        info = self._loaded().info
+        runner = self._loaded()
+        info = runner.info
         return GetInfoResponse(
             rank=self._settings.rank,
             world_size=self._settings.tp,
@@ -124,6 +128,7 @@ class WorkerService(WorkerServiceServicer):
             incarnation=self._incarnation,
             epoch=self._newest_epoch,
             max_num_batched_tokens=info.max_num_batched_tokens,
+            cache_id=runner.cache_id,
         )
 
     async def Configure(self, request: ConfigureRequest, context: Context) -> ConfigureResponse:
@@ -145,6 +150,7 @@ class WorkerService(WorkerServiceServicer):
                 request.epoch,
                 request.num_blocks,
                 superseded=lambda: self._newest_epoch > request.epoch,
+                keep=request.keep_cache_id,
             )
         except StartError as error:
             if request.epoch > 1:  # epoch 1 was configured, so a new process may succeed
@@ -163,8 +169,13 @@ class WorkerService(WorkerServiceServicer):
         if self._ready is not None:
             self._ready()
             self._ready = None
-        log.info("epoch configured", epoch=request.epoch, num_blocks=request.num_blocks)
-        return ConfigureResponse()
+        log.info(
+            "epoch configured",
+            epoch=request.epoch,
+            num_blocks=request.num_blocks,
+            cache_kept=bool(request.keep_cache_id),
+        )
+        return ConfigureResponse(cache_id=runner.cache_id)
 
     async def Execute(
         self, request_iterator: AsyncIterator[StepRequest], context: Context

@@ -37,7 +37,7 @@ def measure_quantized_product(setup: Setup, report: Report, kind: Kind) -> None:
     generator = setup.generator(kind.name)
     for name, rows, columns in sizes.quantized_products:
         first = pack(random_weight(setup, kind, name, rows, columns), setup.dtype)
-        size = sum(tensor.nbytes for tensor in first.state().values())
+        size = sum(tensor.nbytes for tensor in (first.state() or {}).values())
         others = [
             pack(random_weight(setup, kind, name, rows, columns), setup.dtype)
             for _ in range(sizes.layers(size) - 1)

@@ -50,6 +50,7 @@ class GetInfoResponse(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_ID_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     world_size: _builtins.int
     device: _builtins.str
@@ -70,6 +71,8 @@ class GetInfoResponse(_message.Message):
     """of the last Configure, 0 before the first"""
     max_num_batched_tokens: _builtins.int
     """the maximum of tokens in a step"""
+    cache_id: _builtins.str
+    """of the cache that Configure may keep; empty: there is none"""
     def __init__(
         self,
         *,
@@ -86,10 +89,11 @@ class GetInfoResponse(_message.Message):
         incarnation: _builtins.str = ...,
         epoch: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
+        cache_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "cache_id", b"cache_id", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -103,11 +107,14 @@ class ConfigureRequest(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    KEEP_CACHE_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     num_blocks: _builtins.int
     """the minimum over ranks"""
     max_num_seqs: _builtins.int
     max_num_batched_tokens: _builtins.int
+    keep_cache_id: _builtins.str
+    """The cache that holds what answered steps wrote. Empty: the cache may be new."""
     def __init__(
         self,
         *,
@@ -115,10 +122,11 @@ class ConfigureRequest(_message.Message):
         num_blocks: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
+        keep_cache_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keep_cache_id", b"keep_cache_id", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -128,12 +136,17 @@ Global___ConfigureRequest: _TypeAlias = ConfigureRequest  # noqa: Y015
 class ConfigureResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    CACHE_ID_FIELD_NUMBER: _builtins.int
+    cache_id: _builtins.str
+    """of the kept cache, or of a new one"""
     def __init__(
         self,
+        *,
+        cache_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_id", b"cache_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

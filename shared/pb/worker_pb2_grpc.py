@@ -71,8 +71,8 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Configure(self, request, context):
-        """Joins the ranks' process group, allocates the KV cache and begins `epoch`. The worker then rejects
-        steps of older epochs.
+        """Joins the ranks' process group, allocates the KV cache or keeps it, and begins `epoch`. The worker
+        then rejects steps of older epochs. FAILED_PRECONDITION if it does not have the cache to keep.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,8 +33,8 @@ class WorkerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]
     Configure: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ConfigureRequest, _worker_pb2.ConfigureResponse]
-    """Joins the ranks' process group, allocates the KV cache and begins `epoch`. The worker then rejects
-    steps of older epochs.
+    """Joins the ranks' process group, allocates the KV cache or keeps it, and begins `epoch`. The worker
+    then rejects steps of older epochs. FAILED_PRECONDITION if it does not have the cache to keep.
     """
     Execute: _grpc.StreamStreamMultiCallable[_worker_pb2.StepRequest, _worker_pb2.StepResponse]
     """Runs the steps of one epoch and answers them in order. A step that cannot be run ends the stream
@@ -54,8 +54,8 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.GetInfoResponse]  # type: ignore[assignment]
     Configure: _aio.UnaryUnaryMultiCallable[_worker_pb2.ConfigureRequest, _worker_pb2.ConfigureResponse]  # type: ignore[assignment]
-    """Joins the ranks' process group, allocates the KV cache and begins `epoch`. The worker then rejects
-    steps of older epochs.
+    """Joins the ranks' process group, allocates the KV cache or keeps it, and begins `epoch`. The worker
+    then rejects steps of older epochs. FAILED_PRECONDITION if it does not have the cache to keep.
     """
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepRequest, _worker_pb2.StepResponse]  # type: ignore[assignment]
     """Runs the steps of one epoch and answers them in order. A step that cannot be run ends the stream
@@ -84,8 +84,8 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ConfigureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ConfigureResponse, _abc.Awaitable[_worker_pb2.ConfigureResponse]]:
-        """Joins the ranks' process group, allocates the KV cache and begins `epoch`. The worker then rejects
-        steps of older epochs.
+        """Joins the ranks' process group, allocates the KV cache or keeps it, and begins `epoch`. The worker
+        then rejects steps of older epochs. FAILED_PRECONDITION if it does not have the cache to keep.
         """
 
     @_abc_1.abstractmethod

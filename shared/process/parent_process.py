@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 
 import structlog
@@ -43,9 +44,18 @@ class ParentProcess:
             for this long. A fork that is stopped (SIGSTOP) for this long is killed, too.
         companion: outlives service forks: it is forked before the first of them, and again
             whenever it ends, until this process ends.
+        on_fork_ended: called with the exit status of a service fork before the next one starts. A
+            negative status is the signal that killed it.
     """
 
-    def __init__(self, serve: Serve, hang_timeout_s: float, companion: Serve | None = None) -> None:
+    def __init__(
+        self,
+        serve: Serve,
+        hang_timeout_s: float,
+        companion: Serve | None = None,
+        on_fork_ended: Callable[[int], object] | None = None,
+    ) -> None:
+        self._on_fork_ended = on_fork_ended
         self._hang_timeout_s = hang_timeout_s
         self._board = Board(BOARD)
         self._signals: list[int] = []  # signals to pass on
@@ -78,6 +88,8 @@ class ParentProcess:
                     fork.check(may_kill=not self._ending)
             for fork in self._forks:
                 if fork.has_ended:
+                    if fork is self._service and self._on_fork_ended and fork.status is not None:
+                        self._on_fork_ended(fork.status)
                     fork.plan_next()
                 if fork.due is not None and fork.due <= time.monotonic():
                     self._start(fork)

@@ -48,6 +48,7 @@ def run_service(
     start_errors: tuple[type[Exception], ...] = (),
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     companion: Callable[[Callable[[], None]], None] | None = None,
+    on_fork_ended: Callable[[int], object] | None = None,
     metrics: ServiceMetrics | None = None,
     index: int = 0,
     labels: Mapping[str, str] | None = None,
@@ -55,22 +56,18 @@ def run_service(
     together: Sequence[str] = (),
     **bound: object,
 ) -> int:
-    """Runs `serve(settings, ready)` on an event loop, in a fork, until it ends.
+    """Runs `serve(settings, ready)` on an event loop, in a fork -> `ParentProcess.run`'s status.
 
     Args:
         name: the service's name; log lines contain it, and `bound`.
         serve: calls `ready` exactly once, when it serves.
         start_errors: exceptions of `serve`, besides OSError, if it cannot start; logged as a line.
-        companion: runs in another fork, which starts before the first service fork, outlives it,
-            and is replaced when it ends. Its argument is a function to call at least every
-            `hang_timeout_s` / 6 seconds; after the first call, silence is a hang.
+        companion, on_fork_ended: see `ParentProcess`. The companion's argument is a function to
+            call at least every `hang_timeout_s` / 6 s; after the first call, silence is a hang.
         metrics: served to Prometheus if the settings have an address for it.
         index: the number of this process among the service's.
         labels: the metrics' labels in Prometheus, besides service and index.
         alone, together: addresses on which `serve` listens with SO_REUSEPORT, see `held_ports`.
-
-    Returns:
-        The exit status, see `ParentProcess.run`.
     """
     configure_logging(settings, name, **bound)
     raise_descriptor_limit()
@@ -99,8 +96,9 @@ def run_service(
         assert companion is not None
         companion(heartbeat.beat)
 
+    parent = ParentProcess(run, settings.hang_timeout_s, companion and accompany, on_fork_ended)
     with held:
-        return ParentProcess(run, settings.hang_timeout_s, accompany if companion else None).run()
+        return parent.run()
 
 
 @contextmanager

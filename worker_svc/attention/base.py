@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
+from worker_svc.kv_cache import NewTensor
 from worker_svc.step.decode import Step
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
@@ -63,9 +65,20 @@ class AttentionBackend(ABC, Generic[Metadata]):
         self.shape = shape
         self.block_size = block_size
 
+    def allocate(self, num_blocks: int, new: NewTensor | None = None) -> list[torch.Tensor]:
+        """Allocates one cache of `num_blocks` blocks per layer, by `new` if it is given."""
+        shape, dtype = self.cache_shape(num_blocks)
+        return [(new or self._new)(shape, dtype) for _ in range(self.shape.num_layers)]
+
     @abstractmethod
-    def allocate(self, num_blocks: int) -> list[torch.Tensor]:
-        """Allocates one cache of `num_blocks` blocks per layer, with arbitrary contents."""
+    def cache_shape(self, num_blocks: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of a layer's cache. All its bytes may be zero or any that the
+        backend has written."""
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        # Zeros, because a kernel may load the unused rest of a block and give it weight 0. A NaN
+        # there would survive the multiplication.
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.shape.device)
 
     def plan_column(self, step: Step) -> Int32s:
         """Returns a column that `plan` needs on the device in addition to the step's columns. If

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,16 +45,16 @@ class CpuBackend(AttentionBackend[StepTensors]):
                 f"with a cache in {dtype}"
             )
 
-    def allocate(self, num_blocks: int) -> list[torch.Tensor]:
+    def cache_shape(self, num_blocks: int) -> tuple[tuple[int, ...], torch.dtype]:
         s = self.shape
         slots = -(-self.block_size // LANES) * LANES
         scale_bytes = 4 if self._dtype == torch.int8 else 0
         size = slots * (-(-s.head_dim // LANES) * LANES + scale_bytes)
-        # Left uninitialized, so that memory which no sequence has used yet stays untouched.
-        return [
-            torch.empty(2, num_blocks, s.num_kv_heads, size, dtype=self._dtype)
-            for _ in range(s.num_layers)
-        ]
+        return (2, num_blocks, s.num_kv_heads, size), self._dtype
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        # Not zeros, so that memory which no sequence has used yet stays untouched.
+        return torch.empty(tuple(shape), dtype=dtype)
 
     def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> StepTensors:
         return tensors

@@ -24,14 +24,11 @@ class PagedBackend(AttentionBackend[Metadata]):
     """A cache of layout [2, blocks, block_size, kv_heads, head_dim] in the model's dtype. Only the
     Triton kernels also read a cache in 8 bits, see `kernels.triton.quantized_cache`."""
 
-    def allocate(self, num_blocks: int) -> list[torch.Tensor]:
+    def cache_shape(self, num_blocks: int) -> tuple[tuple[int, ...], torch.dtype]:
         s = self.shape
         columns = s.head_dim + (KV_SCALE_BYTES if s.kv_dtype == "int8" else 0)
         dtype = {"auto": s.dtype, "int8": torch.int8, "fp8": torch.uint8}[s.kv_dtype]
-        size = (2, num_blocks, self.block_size, s.num_kv_heads, columns)
-        # Zeros, because a kernel may load the unused rest of a block and give it weight 0. A NaN
-        # there would survive the multiplication.
-        return [torch.zeros(size, dtype=dtype, device=s.device) for _ in range(s.num_layers)]
+        return (2, num_blocks, self.block_size, s.num_kv_heads, columns), dtype
 
     def rope_store(
         self,

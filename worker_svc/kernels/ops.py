@@ -46,9 +46,9 @@ class PackedWeight(Protocol):
         """Rows `indices` [T] int64 of W, [T, in]."""
         ...
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, torch.Tensor] | None:
         """The tensors from which `Ops.unpack` makes an equal weight, in this process or in another
-        process on the same kind of CPU."""
+        process on the same kind of CPU. None if only copies of them would do."""
         ...
 
 

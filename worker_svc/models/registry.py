@@ -29,7 +29,9 @@ def load_model(
     """
     family = config.family
     module = import_module(f"worker_svc.models.{family.module}")
-    cos_sin = rotary_table(config.head_dim, max_model_len, config.rope, loader.device)
+    cos_sin = loader.computed(
+        lambda: rotary_table(config.head_dim, max_model_len, config.rope, loader.device)
+    )
     parts = Parts(config, loader, ops, tp, backend, cos_sin)
     model: Decoder = module.build(parts)
     loader.finish()

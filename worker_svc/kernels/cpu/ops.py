@@ -116,7 +116,7 @@ def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWe
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
-    return PanelWeight(state) if "codes" in state else pack(state["weight"], torch.float32)
+    return PanelWeight(state) if "codes" in state else PlainWeight(state["weight"])
 
 
 class OneDnnWeight:
@@ -148,5 +148,5 @@ class OneDnnWeight:
             self._plain = self._weight.to_dense()
         return F.embedding(indices, self._plain)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        return {"weight": self._weight.to_dense()}
+    def state(self) -> None:
+        return None

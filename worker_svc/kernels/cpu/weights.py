@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from worker_svc.errors import ModelError
 from worker_svc.kernels import cpu_features
-from worker_svc.kernels.cpu import huge_pages
 from worker_svc.kernels.cpu.library import library
 from worker_svc.kernels.cpu.program import run, run_phase, tracing
 from worker_svc.kernels.cpu.structs import (
@@ -56,7 +55,6 @@ class PanelWeight:
         self._state = state
         if state["codes"].is_meta:
             return  # a weight without numbers has only a state
-        self._state = {name: huge_pages.copy(each) for name, each in state.items()}
         self._codes, self._scales, self._zeros = (
             self._state[name] for name in ("codes", "scales", "zeros")
         )

@@ -1,0 +1,293 @@
+"""Memory that outlives the forks of a worker: its weights and its KV cache, on a CPU.
+
+The parent process makes empty memory files (memfd_create(2)) before its first fork, and never maps
+them. The first fork fills and maps them, and the next one maps what it finds. Each file has an
+index, which is written last. A fork that dies earlier leaves nothing to trust.
+
+Weights are sealed against writing, so they survive whatever ends a fork. The cache survives only
+what cannot have damaged it: see `KeptMemory.fork_ended`.
+
+Weights lie in huge pages of 2 MiB, because a CPU needs a translation for each page that it reads.
+In a virtual machine, finding those of pages of 4 KiB took about a twentieth of a step. Where Linux
+does not give memory files huge pages, madvise(2) can still collapse theirs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import math
+import mmap
+import os
+import signal
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from worker_svc.weights.safetensors_file import DTYPES, NAMES
+
+log = structlog.get_logger(__name__)
+
+State = dict[str, torch.Tensor]
+
+_HUGE = 2 << 20
+_MAX_CHUNK = 32 << 20
+_ALIGNMENT = 64  # bytes, a cache line
+_HARMLESS = (-signal.SIGKILL, -signal.SIGTERM, 0)  # exit statuses
+# Constants of Linux that Python does not have.
+_MADV_COLLAPSE, _MAP_FIXED = 25, 0x10
+_FALLOC_PUNCH_HOLE = 0x02 | 0x01  # and keep the size
+_F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1033, 1, 2, 4, 8
+_NO_ACCESS = 0
+_NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+
+
+class _Index:
+    """A JSON object in a memory file. A reader finds None until it is written completely."""
+
+    def __init__(self, name: str) -> None:
+        self._file = os.memfd_create(f"nanovllm-{name}")
+
+    def read(self) -> Any:
+        with suppress(ValueError):
+            return json.loads(os.pread(self._file, os.fstat(self._file).st_size, 0))
+        return None
+
+    def write(self, value: object) -> None:
+        self.clear()
+        os.pwrite(self._file, json.dumps(value).encode(), 0)
+
+    def clear(self) -> None:
+        os.ftruncate(self._file, 0)
+
+
+class WeightMemory:
+    """The tensors of a model, in the order in which its loader asks for them."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("nanovllm-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._index = _Index("weights-index")
+        self._begin()
+
+    def _begin(self) -> None:
+        self._chunks: list[tuple[int, int, int]] = []  # address, place in the file, size; bytes
+        self._unused = torch.empty(0, dtype=torch.uint8)  # of the last chunk
+        self._unused_at = 0  # its place in the file
+        self._states: list[list[tuple[str, str, list[int], int]]] | None = []  # None: given up
+
+    def notes(self, key: str) -> Any:
+        """What `seal` was given with this key, or None."""
+        found = self._index.read()
+        return found["notes"] if found and found["key"] == key else None
+
+    def states(self) -> Iterator[State]:
+        """Yields what was added before `seal`, in order, from read-only memory."""
+        size = os.fstat(self._file).st_size
+        data = _tensor_at(_map(size, mmap.PROT_READ, mmap.MAP_PRIVATE, self._file, 0), size)
+        for state in self._index.read()["states"]:
+            yield {
+                name: _view(data[place:], DTYPES[dtype], shape)
+                for name, dtype, shape, place in state
+            }
+
+    def add(self, state: State) -> State:
+        """Copies tensors into the memory -> the copies."""
+        entries, copies = [], {}
+        for name, tensor in state.items():
+            memory, place = self._take(tensor.nbytes)
+            copies[name] = _view(memory, tensor.dtype, tensor.shape)
+            copies[name].copy_(tensor)
+            entries.append((name, NAMES[tensor.dtype], list(tensor.shape), place))
+        if self._states is not None:
+            self._states.append(entries)
+        return copies
+
+    def give_up(self) -> None:
+        """Keeps no weights. Those that were added stay valid."""
+        self._states = None
+
+    def seal(self, key: str, notes: object) -> None:
+        """Makes the memory read-only, also for what was added, and lets the next fork find it.
+
+        Args:
+            key: everything on which the weights depend.
+            notes: for the next fork, as JSON.
+        """
+        if self._states is None:
+            return
+        for address, _, size in self._chunks:  # a writable mapping would keep it from being sealed
+            _map_at(address, size, _NO_ACCESS, _NOTHING)
+        seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE | _SEAL_SEAL
+        try:
+            fcntl.fcntl(self._file, _F_ADD_SEALS, seals)
+        except OSError as error:
+            log.warning("weights do not outlive this process", reason=str(error))
+            self.give_up()
+        for address, place, size in self._chunks:
+            _map_at(address, size, mmap.PROT_READ, mmap.MAP_PRIVATE, self._file, place)
+        if self._states is not None:
+            self._index.write({"key": key, "notes": notes, "states": self._states})
+
+    def reset(self) -> None:
+        """Empties the memory. If it is sealed, what is added next is not kept."""
+        self._begin()
+        self._index.clear()
+        with suppress(OSError):
+            os.ftruncate(self._file, 0)
+
+    def _take(self, num_bytes: int) -> tuple[torch.Tensor, int]:
+        """Unused memory uint8 [num_bytes], and its place in the file."""
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if size > len(self._unused):
+            self._unused = self._new_chunk(size)
+        memory, place = self._unused[:num_bytes], self._unused_at
+        self._unused, self._unused_at = self._unused[size:], place + size
+        return memory, place
+
+    def _new_chunk(self, num_bytes: int) -> torch.Tensor:
+        """Memory of at least `num_bytes`. Chunks grow with the model, so that at most half of the
+        memory of a small model is unused."""
+        place = os.fstat(self._file).st_size
+        size = -(-max(num_bytes, min(place, _MAX_CHUNK)) // _HUGE) * _HUGE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        try:
+            os.ftruncate(self._file, place + size)
+        except OSError as error:  # a limit on the size of files
+            log.warning("weights do not outlive this process", reason=str(error))
+            self.give_up()
+            return _tensor_at(_map(size, protection, _NOTHING, -1, 0), size)
+        address = _map(size, protection, mmap.MAP_SHARED, self._file, place)
+        memory = _tensor_at(address, size)
+        memory[::_HUGE] = 0  # a huge page without any page cannot be collapsed
+        if _libc.madvise(address, size, _MADV_COLLAPSE):
+            log.info("weights are not in huge pages", reason=os.strerror(ctypes.get_errno()))
+        self._chunks.append((address, place, size))
+        self._unused_at = place
+        return memory
+
+
+class CacheMemory:
+    """The tensors of a KV cache and an id, which changes whenever the contents are lost."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("nanovllm-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fcntl.fcntl(self._file, _F_ADD_SEALS, _SEAL_SHRINK)  # a shorter file would end its readers
+        self._index = _Index("cache-index")
+        self._end = 0  # bytes handed out
+
+    @property
+    def id(self) -> str:
+        """The id of the kept cache; empty if there is none."""
+        found = self._index.read()
+        return str(found["id"]) if found else ""
+
+    def holds(self, cache_id: str, num_blocks: int) -> bool:
+        return bool(self._index.read() == {"id": cache_id, "blocks": num_blocks})
+
+    def new_id(self, num_blocks: int) -> str:
+        """Lets the next fork find a cache of `num_blocks` blocks -> its new id."""
+        cache_id = uuid.uuid4().hex
+        self._index.write({"id": cache_id, "blocks": num_blocks})
+        return cache_id
+
+    def forget(self) -> None:
+        """Forgets what the cache contains. Its tensors stay valid."""
+        self._index.clear()
+
+    def clear(self) -> None:
+        """Empties the cache and gives its memory back."""
+        self.forget()
+        self._end = 0
+        if size := os.fstat(self._file).st_size:
+            _libc.fallocate(self._file, _FALLOC_PUNCH_HOLE, 0, size)
+
+    def rewind(self) -> None:
+        """Lets `tensor` begin at the first tensor again."""
+        self._end = 0
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The next tensor: zeros, or what it held before `rewind` or in the last fork."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        begin, size = self._end, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if not size:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        self._end += size
+        if os.fstat(self._file).st_size < self._end:
+            os.ftruncate(self._file, self._end)
+        mapped = mmap.mmap(self._file, size, offset=begin)
+        return _view(torch.frombuffer(mapped, dtype=torch.uint8), dtype, shape)
+
+
+class KeptMemory:
+    """The weights and the cache of a worker."""
+
+    def __init__(self) -> None:
+        self.weights = WeightMemory()
+        self.cache = CacheMemory()
+        self._oom_kills = _oom_kills()
+
+    def fork_ended(self, status: int) -> None:
+        """Empties the cache unless the fork ended by SIGKILL, by SIGTERM or in order. Any other end
+        may have a reason that also damaged the cache. If Linux killed a process because memory was
+        short, the cache's memory is needed.
+
+        Args:
+            status: the fork's exit status; negative: the signal that killed it.
+        """
+        before, self._oom_kills = self._oom_kills, _oom_kills()
+        if status not in _HARMLESS or self._oom_kills != before:
+            self.cache.clear()
+
+
+def _oom_kills() -> int:
+    """The processes that Linux has killed because memory was short, here or in any container."""
+    with suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def _view(memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """The first bytes of `memory` uint8, as a tensor."""
+    return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+def _tensor_at(address: int, size: int) -> torch.Tensor:
+    """uint8 [size], never unmapped."""
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def _map(size: int, protection: int, flags: int, file: int, place: int) -> int:
+    """Maps memory at the beginning of a huge page -> its address."""
+    reserved = _map_at(0, size + _HUGE, _NO_ACCESS, _NOTHING)
+    address = -(-reserved // _HUGE) * _HUGE
+    return _map_at(address, size, protection, flags, file, place)
+
+
+def _map_at(
+    address: int, size: int, protection: int, flags: int, file: int = -1, place: int = 0
+) -> int:
+    """
+    Raises:
+        MemoryError: there is no address space or memory.
+    """
+    fixed = _MAP_FIXED if address else 0
+    found: int | None = _libc.mmap(address, size, protection, flags | fixed, file, place)
+    if found is None or found == ctypes.c_void_p(-1).value:
+        raise MemoryError(f"{size} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}")
+    return found
