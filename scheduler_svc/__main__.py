@@ -86,7 +86,7 @@ async def _run_engine(
         await server.set_serving(serving)
 
     try:
-        group = await workers.connect()
+        group, _ = await workers.connect()
         limits = _limits(settings, group)
         scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))
         engine = Engine(

@@ -30,7 +30,7 @@ _SHARE_FOR_MASKS = 0.5  # of a step's time; the rest is for planning and sending
 
 
 class WorkersLostError(Exception):
-    """A worker is lost, and with it the cache."""
+    """A worker is lost, and with it the steps in flight and perhaps the cache."""
 
 
 class Executor(Protocol):
@@ -54,9 +54,16 @@ class Executor(Protocol):
         """Waits until the workers are lost, and returns the reason. `receive` then raises if steps
         are in flight."""
 
-    async def recover(self) -> None:
-        """Waits until the workers can run steps again, on an empty cache of unchanged size. Steps
-        sent earlier are forgotten. While workers cannot run any step, this waits for them."""
+    async def recover(self, *, keep: bool) -> bool:
+        """Waits until the workers can run steps again, on a cache of unchanged size. Steps sent
+        earlier are forgotten. While workers cannot run any step, this waits for them.
+
+        Args:
+            keep: whether to keep what answered steps wrote, if all ranks still have their caches.
+
+        Returns:
+            Whether it is kept.
+        """
 
 
 async def _tell_nobody(_: bool) -> None:
@@ -265,9 +272,17 @@ class Engine:
             self.emit(self.scheduler.fail(culprit, "internal error"))
         self._forget_steps()
         self._traces.lost(reason)
-        self.scheduler.requeue_all()
+        # The cache may be the reason if the same sequences make the workers fail again.
+        keep = culprit is None and not self._suspects.on_trial
+        if keep:
+            self.scheduler.rewind_all()
+        else:
+            self.scheduler.requeue_all()
         await self._serve(False)
-        await self._executor.recover()
+        kept = await self._executor.recover(keep=keep)
+        if keep and not kept:
+            self.scheduler.requeue_all()
+        log.info("workers recovered", cache_kept=kept)
         self._free_since = self.clock()
         self.metrics.recovery.observe(self._free_since - lost_at)
         self._traces.recovered(lost_at)

@@ -65,6 +65,7 @@ class EngineMetrics(ServiceMetrics):
             ("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_prompt_tokens),
             ("prefix_cache_evictions", "Cached blocks evicted to make room.", blocks.num_evictions),
             ("num_preemptions", "Preempted sequences.", stats.preemptions),
+            ("lost_tokens", "Computed tokens lost with the workers' cache.", stats.lost_tokens),
             ("prompt_tokens", "Tokens of prompts that started to run.", stats.prompt_tokens),
             ("generation_tokens", "Tokens sampled.", stats.sampled_tokens),
         ):

@@ -17,7 +17,7 @@ forge. For XXH3, input pairs are known that collide under any seed (issue 1127 o
 A fork shares the full blocks of the tokens that it has in common with its parent. The next step
 copies a partly filled block (copy on write) before it writes anything. Steps run in order, so that
 a step in flight may write what a copy reads. The source of a copy stays in use, even if no sequence
-holds it, until the copy is part of a step. Then it may be handed out.
+holds it, until the step that copies is answered. A lost step's copies are made by the next step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import hashlib
 import secrets
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -61,6 +61,7 @@ class BlockManager:
         self._name_of: dict[int, bytes] = {}
         self._contents: dict[bytes, StoredBlock] = {}  # by name
         self._copies: dict[int, int] = {}  # to block -> from block; both in use
+        self._copying: dict[int, int] = {}  # those of the steps in flight
         # The free blocks needed by each waiting sequence that found too few.
         self._needed: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         for watch in self._watches:
@@ -157,12 +158,27 @@ class BlockManager:
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Returns the block copies, (from, to), that the step being planned must make. Each copy is
-        returned once."""
+        returned once, unless its step is lost."""
         copies = [(source, block) for block, source in self._copies.items()]
-        self._copies.clear()
-        for source, _ in copies:
-            self._release(source)
+        self._copying |= self._copies
+        self._copies = {}
         return copies
+
+    def copied(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Notes that the step with these copies is answered."""
+        for source, block in copies:
+            del self._copying[block]
+            self._release(source)
+
+    def copy_again(self) -> None:
+        """Notes that the steps in flight are lost, and may have copied or not."""
+        lost = self._copies = self._copying | self._copies
+        self._copying = {}
+        for block in tuple(lost):
+            while (first := lost.get(source := lost.get(block, -1))) is not None:
+                lost[block] = first  # instead of a copy of a copy
+                self._ref_counts[first] += 1
+                self._release(source)
 
     def append_slot(self, seq: Sequence) -> bool:
         """Makes room for a running sequence's next token. Returns False when no block is left."""
@@ -204,7 +220,7 @@ class BlockManager:
                 references[block] += 1
         assert all(references[block] == 1 for block in self._copies), "a copy for nobody"
         assert not self._copies.keys() & set(self._copies.values()), "a copy of a copy"
-        for block in self._copies.values():
+        for block in (*self._copies.values(), *self._copying.values()):
             references[block] += 1
         assert references == self._ref_counts, "reference counts"
         free = [*self._free, *self._cached]

@@ -36,6 +36,7 @@ class Stats:
     sampled_tokens: int = 0
     admissions: int = 0  # preempted sequences count each time
     preemptions: int = 0
+    lost_tokens: int = 0  # computed, but lost with the cache
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
 
@@ -143,9 +144,19 @@ class OpenSequences:
             for seq in [seq for seq in self.running if seq not in only]:
                 self.preempt(seq)
 
+    def rewind_all(self) -> None:
+        """Plans the steps in flight anew, after they were lost, but not the cache."""
+        self.last_answered = self.last_step
+        self._blocks.copy_again()
+        for step in tuple(self._fenced):
+            self.free_fenced(step)
+        for seq in self.running:
+            seq.rewind()
+
     def requeue_all(self) -> None:
         """Queues all running sequences again, after the cache and the steps in flight were lost."""
         for seq in self.running:
+            self.stats.lost_tokens += seq.num_computed_tokens
             self._queue_again(seq)
         self.stats.preemptions += len(self.running)
         self.running.clear()

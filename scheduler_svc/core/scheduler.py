@@ -176,6 +176,8 @@ class Scheduler:
         """Applies the answer to the oldest step in flight, and returns its outputs."""
         sequences = self._open
         sequences.last_answered = step.number
+        if step.copies:
+            self.blocks.copied(step.copies)
         block_size, finished = self.blocks.block_size, Status.FINISHED
         scored = [*take_prompt_logprobs(step, answer)] if answer.prompt_logprobs else []
         for row, child in self._forks.prompts_computed(step):
@@ -233,6 +235,11 @@ class Scheduler:
         """Schedules only the sequences in `only` from now on; None schedules all again. Preempts
         all others that run, so no step may be in flight."""
         self._open.restrict(only)
+
+    def rewind_all(self) -> None:
+        """Recovers from the loss of the steps in flight, if what answered steps wrote to the cache
+        is kept. Every running sequence goes on after its last answered step."""
+        self._open.rewind_all()
 
     def requeue_all(self) -> None:
         """Recovers from the loss of the cache and of the steps in flight. Every running sequence is

@@ -215,6 +215,11 @@ class Sequence:
         self.num_published_blocks = 0
         self.block_table = array("i")
 
+    def rewind(self) -> None:
+        """Forgets the steps in flight. What answered steps computed stays in the cache."""
+        self.last_step, self.last_row = 0, -1
+        self.begin_at(self.num_computed_tokens)
+
     def begin_at(self, num_tokens: int) -> None:
         """Starts computing after `num_tokens` tokens that are in the cache."""
         self.num_computed_tokens = self.num_scheduled_tokens = num_tokens

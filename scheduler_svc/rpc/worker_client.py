@@ -35,10 +35,12 @@ log = structlog.get_logger(__name__)
 
 Result = TypeVar("Result")
 
-_RETRY_S = 0.1
+# Workers that do not serve are asked again after this share of the time so far.
+_RETRY_SHARE, _MIN_RETRY_S, _MAX_RETRY_S = 0.2, 0.01, 0.1
 _INFO_TIMEOUT_S = 10.0
-# A channel that cannot connect is replaced after this long, because gRPC may wait two minutes
-# before it looks up a name again.
+# A channel that cannot connect is replaced after that share of the time, and at the latest after
+# this long: gRPC waits at least 0.1 s before it connects again, and maybe two minutes before it
+# looks up a name again.
 _REOPEN_S = 10.0
 # Workers that fail at every step are tried again after this long, then twice as long, ...
 _MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S = 0.5, 10.0
@@ -66,45 +68,56 @@ class WorkerClient:
         self._group: WorkerGroup | None = None  # as configured last
         self._epoch = self._step_id = 0
         self._num_answers = 0
+        self._cache_ids: list[str] = []  # of the ranks, as configured last
         self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered yet
 
-    async def connect(self) -> WorkerGroup:
+    async def connect(self, *, keep: bool = False) -> tuple[WorkerGroup, bool]:
         """Waits for every rank, however long it loads, then configures all ranks for one epoch. The
         size of the cache never changes.
+
+        Args:
+            keep: see `Executor.recover`.
+
+        Returns:
+            The ranks, and whether the cache is kept.
 
         Raises:
             WorkerMismatchError: the ranks contradict each other or the settings.
         """
-        reason = None
+        reason, began = None, time.monotonic()
         while True:
             try:
-                group = await self._configure()
+                group, kept = await self._configure(keep)
             except aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                     raise WorkerMismatchError(error.details()) from error
                 if error.details() != reason:
                     reason = error.details()
                     log.info("waiting for workers", reason=reason)
-                await asyncio.sleep(_RETRY_S)
-                await self._reopen_channels()
+                share_s = _RETRY_SHARE * (time.monotonic() - began)
+                await asyncio.sleep(min(max(share_s, _MIN_RETRY_S), _MAX_RETRY_S))
+                await self._reopen_channels(min(share_s, _REOPEN_S))
             else:
                 log.info("workers ready", epoch=self._epoch, num_blocks=group.num_blocks)
-                return group
+                return group, kept
 
-    async def recover(self) -> None:
-        """Starts a new epoch, and waits until all ranks have run a step in it. The step contains no
-        request, so no request is blamed for it."""
+    async def recover(self, *, keep: bool) -> bool:
+        """Starts a new epoch. Unless the cache is kept, waits until all ranks have run a step in
+        it. The step contains no request, so no request is blamed for it."""
         backoff = Backoff(_MIN_PROOF_RETRY_S, _MAX_PROOF_RETRY_S)
         while True:
             self._hang_up()
-            await self.connect()
+            _, kept = await self.connect(keep=keep)
+            if kept:
+                return True
+            keep = False
             try:
                 await self._prove()
             except WorkersLostError as error:
                 log.error("workers fail at every step; configuring them again", reason=str(error))
                 await asyncio.sleep(backoff.next_s())
             else:
-                return
+                return False
 
     async def watch(self) -> str:
         """Waits until a rank has ended its stream or stopped answering, and returns the reason. A
@@ -143,12 +156,13 @@ class WorkerClient:
         for channel in self._channels:
             await channel.close()
 
-    async def _reopen_channels(self) -> None:
+    async def _reopen_channels(self, after_s: float) -> None:
         """Reopens all channels if the certificates have changed since they were opened. Otherwise
-        reopens the channels that cannot connect, every `_REOPEN_S`."""
+        reopens the channels that cannot connect, unless some were reopened in the last `after_s`
+        seconds."""
         stamp, ranks = self._dialer.stamp(), [*range(len(self._channels))]
         if stamp == self._stamp:
-            if time.monotonic() - self._opened < _REOPEN_S:
+            if time.monotonic() - self._opened < after_s:
                 return
             failed = grpc.ChannelConnectivity.TRANSIENT_FAILURE
             ranks = [rank for rank in ranks if self._channels[rank].get_state() is failed]
@@ -198,9 +212,12 @@ class WorkerClient:
         finally:
             watching.cancel()
 
-    async def _configure(self) -> WorkerGroup:
+    async def _configure(self, keep: bool) -> tuple[WorkerGroup, bool]:
         settings = self._settings
-        group = agree(await asyncio.gather(*self._ask_info(_INFO_TIMEOUT_S)))
+        infos = await asyncio.gather(*self._ask_info(_INFO_TIMEOUT_S))
+        group = agree(infos)
+        ids = [info.cache_id for info in infos]
+        kept = keep and all(ids) and ids == self._cache_ids
         num_blocks, num_tokens = settings.kv_blocks, settings.max_num_batched_tokens
         if num_blocks == "auto":
             num_blocks = (self._group or group).num_blocks
@@ -209,18 +226,24 @@ class WorkerClient:
         self._epoch = max(self._epoch, group.epoch) + 1
         self._step_id = 0
         self._sent.clear()
-        request = worker_pb2.ConfigureRequest(
-            epoch=self._epoch,
-            num_blocks=num_blocks,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=num_tokens,
-        )
+        requests = [
+            worker_pb2.ConfigureRequest(
+                epoch=self._epoch,
+                num_blocks=num_blocks,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=num_tokens,
+                keep_cache_id=cache_id if kept else "",
+            )
+            for cache_id in ids
+        ]
         # At the same time, because the ranks meet each other in this call.
-        await asyncio.gather(*(stub.Configure(request) for stub in self.stubs))
+        calls = zip(self.stubs, requests, strict=True)
+        configured = await asyncio.gather(*(stub.Configure(each) for stub, each in calls))
+        self._cache_ids = [each.cache_id for each in configured]
         self._streams = [ExecuteStream(stub) for stub in self.stubs]
         self._metrics.epochs += 1
         self._group = replace(group, num_blocks=num_blocks, max_num_batched_tokens=num_tokens)
-        return self._group
+        return self._group, kept
 
 
 async def _together(calls: Seq[Coroutine[Any, Any, Result]]) -> Seq[Result]:

@@ -40,9 +40,10 @@ class Workers:
     async def watch(self) -> str:
         return await asyncio.get_running_loop().create_future()
 
-    async def recover(self) -> None:
+    async def recover(self, *, keep: bool) -> bool:
         self._sent.clear()
         self.now += RECOVERY_S
+        return False
 
 
 async def test_steps_gaps_and_a_recovery_are_measured() -> None:

@@ -93,7 +93,7 @@ class SimulatedWorkers:
         never: asyncio.Future[str] = self._loop.create_future()
         return await never  # a loss is noticed by the next step
 
-    async def recover(self) -> None:
+    async def recover(self, *, keep: bool) -> bool:
         assert self._broken, "recovers, but nothing was lost"
         self._break(self._epoch)
         await asyncio.sleep(self._rng.uniform(0, self._knobs.recover_s))

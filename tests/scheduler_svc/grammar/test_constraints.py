@@ -129,8 +129,9 @@ class Worker:
         never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         return await never
 
-    async def recover(self) -> None:
+    async def recover(self, *, keep: bool) -> bool:
         self._reset()
+        return False
 
 
 class Rig:

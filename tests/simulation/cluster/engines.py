@@ -111,13 +111,14 @@ class _Workers:
         await asyncio.shield(self._lost)
         return "lost"
 
-    async def recover(self) -> None:
+    async def recover(self, *, keep: bool) -> bool:
         while self._lost.done():
             await asyncio.sleep(max(self._back_at - self._loop.time(), 0.0))
             if self._back_at <= self._loop.time():
                 self._lost = self._loop.create_future()
         self._steps.clear()
         self._free_at = 0.0
+        return False
 
     def _sample(self, row: Row) -> int:
         seq, end = row.seq, row.start + row.num_tokens
