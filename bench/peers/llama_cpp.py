@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,93 +11,94 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 from bench.errors import BenchError
 from bench.metrics import Trace
 from bench.peers.driver import Server, main
-from bench.peers.entries import Job
+from bench.peers.entries import Entry, Job
+from bench.peers.http_server import HOST, HttpServer, free_port
 from bench.workload import TEMPERATURE, Request
 
 SLOT_TOKENS = 1280  # the long prompt, in a multiple of 256
-HOST = "127.0.0.1"
+
+
+def http_server(prefix: str, model: str, entry: Entry, slots: int) -> HttpServer:
+    """The server in the environment at `prefix`."""
+    port = free_port()
+    flags = {"model": model, "host": HOST, "port": port, **settings(entry, slots)}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return HttpServer(
+        [_binary(prefix), "--no-webui", *words],
+        port,
+        "/completion",
+        "n_predict",
+        {"samplers": ["temperature"], "cache_prompt": False, "return_tokens": True},
+        lambda event: event["tokens"],
+        lambda event: event["stop"],
+    )
+
+
+def settings(entry: Entry, slots: int) -> dict[str, str | int]:
+    return {
+        "parallel": slots,
+        "ctx-size": slots * SLOT_TOKENS,
+        "cache-type-k": entry.cache,
+        "cache-type-v": entry.cache,
+        "threads": len(os.sched_getaffinity(0)),
+    }
 
 
 @contextmanager
 def serve(job: Job) -> Iterator[Server]:
-    binary = Path(sys.prefix) / "bin" / "llama-server"
     slots = job.sizes.shape.num_seqs
-    with socket.create_server((HOST, 0)) as listener:
-        port = listener.getsockname()[1]
-    settings = {
-        "parallel": slots,
-        "ctx-size": slots * SLOT_TOKENS,
-        "cache-type-k": job.entry.cache,
-        "cache-type-v": job.entry.cache,
-        "threads": len(os.sched_getaffinity(0)),
-    }
-    command = [str(binary), "--no-webui"]
-    for name, value in {"model": job.model, "host": HOST, "port": port, **settings}.items():
-        command += [f"--{name}", str(value)]
-    with subprocess.Popen(command) as process:
+    server = http_server(sys.prefix, job.model, job.entry, slots)
+    with subprocess.Popen(server.command) as process:
         try:
-            _await_ready(process, port)
+            _await_ready(process, server)
             with ThreadPoolExecutor(slots) as threads:
 
                 def generate(requests: Sequence[Request]) -> list[Trace]:
-                    return list(threads.map(partial(_complete, port), requests))
+                    return list(threads.map(partial(_complete, server), requests))
 
-                yield Server(generate, {"llama.cpp": _version(binary)}, settings)
+                yield Server(generate, version(sys.prefix), settings(job.entry, slots))
         finally:
             process.terminate()
 
 
-def _complete(port: int, request: Request) -> Trace:
-    body = {
-        "prompt": request.prompt,
-        "n_predict": request.output_len,
+def _complete(server: HttpServer, request: Request) -> Trace:
+    options: dict[str, Any] = {
         "temperature": TEMPERATURE,
         "samplers": ["temperature"],
         "seed": request.seed,
-        "ignore_eos": True,
-        "stream": True,
         "cache_prompt": False,
     }
     counted = 0
     trace = Trace(len(request.prompt), sent=time.perf_counter())
-    connection = http.client.HTTPConnection(HOST, port)
-    connection.request("POST", "/completion", json.dumps(body))
-    with connection.getresponse() as response:
-        if response.status != http.client.OK:
-            raise BenchError(f"llama-server: {response.read().decode(errors='replace')}")
-        for line in response:
-            if line.startswith(b"data: "):
-                # A token whose text ends within a character has no chunk; the next one counts it.
-                made = json.loads(line[len(b"data: ") :])["tokens_predicted"]
-                if made > counted:
-                    trace.arrivals.append((time.perf_counter(), made - counted))
-                    counted = made
+    for event in server.events(request, **options):
+        # A token whose text ends within a character has no chunk; the next one counts it.
+        made = event["tokens_predicted"]
+        if made > counted:
+            trace.arrivals.append((time.perf_counter(), made - counted))
+            counted = made
     return trace
 
 
-def _await_ready(process: subprocess.Popen[bytes], port: int) -> None:
+def _await_ready(process: subprocess.Popen[bytes], server: HttpServer) -> None:
     while process.poll() is None:
-        connection = http.client.HTTPConnection(HOST, port)
-        try:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == http.client.OK:
-                return
-        except OSError:
-            pass  # the server does not listen yet
-        finally:
-            connection.close()
+        if server.status() == http.client.OK:
+            return
         time.sleep(0.02)
     raise BenchError(f"llama-server ended with status {process.returncode}")
 
 
-def _version(binary: Path) -> str:
-    done = subprocess.run([binary, "--version"], capture_output=True, check=True)
-    return (done.stderr or done.stdout).decode(errors="replace").splitlines()[0]
+def version(prefix: str) -> dict[str, str]:
+    done = subprocess.run([_binary(prefix), "--version"], capture_output=True, check=True)
+    return {"llama.cpp": (done.stderr or done.stdout).decode(errors="replace").splitlines()[0]}
+
+
+def _binary(prefix: str) -> str:
+    return f"{prefix}/bin/llama-server"
 
 
 if __name__ == "__main__":

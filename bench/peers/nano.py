@@ -16,29 +16,30 @@ from bench.workload import Request
 from nano_vllm_grpc import AsyncLLM, PrivateStack
 
 
-def settings(entry: Entry) -> dict[str, str]:
+def variables(entry: Entry) -> dict[str, str]:
     """The stack's variables. Weights and caches that are not quantized are bfloat16 by default."""
-    variables = {"NANO_DTYPE": "bfloat16"}
-    if entry.weights != "bf16":
-        variables["NANO_QUANTIZATION"] = entry.weights
-    if entry.cache != "bf16":
-        variables["NANO_KV_DTYPE"] = entry.cache
-    return variables
+    return {
+        "dtype": "bfloat16",
+        "quantization": "auto" if entry.weights == "bf16" else entry.weights,
+        "kv_dtype": "auto" if entry.cache == "bf16" else entry.cache,
+    }
+
+
+def settings(entry: Entry) -> dict[str, str]:
+    """All variables that are set, by the names that they have in the environment."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("NANO_")}
+    return given | {f"NANO_{name.upper()}": value for name, value in variables(entry).items()}
 
 
 @contextmanager
 def serve(job: Job) -> Iterator[Server]:
-    for name in ("NANO_QUANTIZATION", "NANO_KV_DTYPE"):
-        os.environ.pop(name, None)
-    os.environ |= settings(job.entry)
-    given = {name: value for name, value in os.environ.items() if name.startswith("NANO_")}
-    with PrivateStack(job.model) as stack, asyncio.Runner() as runner:
+    with PrivateStack(job.model, **variables(job.entry)) as stack, asyncio.Runner() as runner:
         llm = runner.run(_connect(stack.address))
 
         def generate(requests: Sequence[Request]) -> list[Trace]:
             return runner.run(_generate(llm, requests))
 
-        yield Server(generate, this_machine().versions, given)
+        yield Server(generate, this_machine().versions, settings(job.entry))
         runner.run(llm.close())
 
 

@@ -8,13 +8,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes.util import find_library
 from pathlib import Path
 
-# vllm reads these variables when it is imported.
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB
-os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # by default one core computes nothing
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+from bench.peers.vllm_server import MAX_MODEL_LEN, VARIABLES, preloaded
+
+os.environ.update({**VARIABLES, **os.environ})  # vllm reads them when it is imported
 
 import torch
 import vllm
@@ -24,14 +22,11 @@ from bench.peers.driver import Server, main
 from bench.peers.entries import Job
 from bench.workload import TEMPERATURE, Request
 
-MAX_MODEL_LEN = 2048
-
 
 @contextmanager
 def serve(job: Job) -> Iterator[Server]:
-    # vLLM's manual advises these libraries for the engine's processes, tcmalloc if it is installed.
-    libraries = (f"{sys.prefix}/lib/libiomp5.so", find_library("tcmalloc_minimal"))
-    os.environ["LD_PRELOAD"] = ":".join(filter(None, libraries))
+    libraries = preloaded(sys.prefix)
+    os.environ["LD_PRELOAD"] = ":".join(libraries)  # for the engine's processes
     llm = vllm.LLM(
         job.model,
         dtype=job.entry.weights,
@@ -60,7 +55,7 @@ def serve(job: Job) -> Iterator[Server]:
         {"vllm": vllm.__version__, "torch": torch.__version__},
         {
             "enforce_eager": engine.vllm_config.model_config.enforce_eager,
-            "preloaded": [Path(library).name for library in libraries if library],
+            "preloaded": [Path(library).name for library in libraries],
         },
     )
 
