@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 from bench.errors import BenchError
@@ -59,6 +62,54 @@ class BenchProcess:
     def _stop(self) -> None:
         self._popen.kill()  # the process holds nothing that must be saved
         self._popen.wait()
+
+
+class Supervised:
+    """A process that is started again at once whenever it ends, until `close`. What its group still
+    runs is killed before, as service managers do.
+
+    Args:
+        variables: of the environment, unless it has them.
+        log: gets the output of all starts.
+    """
+
+    def __init__(self, command: list[str], variables: Mapping[str, str], log: Path) -> None:
+        self._command, self._variables, self._log = command, variables, log
+        self._closing = False
+        self.starts = 0
+        self._popen = self._start()
+        self._thread = threading.Thread(target=self._restart, daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def close(self) -> None:
+        self._closing = True
+        while self._thread.is_alive():
+            self._popen.kill()
+            self._thread.join(_POLL_S)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.starts += 1
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                self._command,
+                env={**self._variables, **os.environ},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _restart(self) -> None:
+        while True:
+            self._popen.wait()
+            with suppress(ProcessLookupError):  # nothing is left
+                os.killpg(self.pid, signal.SIGKILL)
+            if self._closing:
+                return
+            self._popen = self._start()
 
 
 def _flag(name: str) -> str:
