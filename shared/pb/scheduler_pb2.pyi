@@ -915,6 +915,7 @@ class GetLoadResponse(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     ADMISSIONS_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LOST_TOKENS_FIELD_NUMBER: _builtins.int
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCKS_USED_FIELD_NUMBER: _builtins.int
     FRONTENDS_FIELD_NUMBER: _builtins.int
@@ -946,6 +947,8 @@ class GetLoadResponse(_message.Message):
     """from waiting to running; preempted sequences count each time"""
     evicted_blocks: _builtins.int
     """cached blocks that were given to other sequences"""
+    lost_tokens: _builtins.int
+    """computed, but lost with the cache of the workers"""
     waiting_tokens: _builtins.int
     """Now:"""
     blocks_used: _builtins.int
@@ -978,6 +981,7 @@ class GetLoadResponse(_message.Message):
         cached_prompt_tokens: _builtins.int = ...,
         admissions: _builtins.int = ...,
         evicted_blocks: _builtins.int = ...,
+        lost_tokens: _builtins.int = ...,
         waiting_tokens: _builtins.int = ...,
         blocks_used: _builtins.int = ...,
         frontends: _builtins.int = ...,
@@ -989,7 +993,7 @@ class GetLoadResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "evicted_blocks", b"evicted_blocks", "frontends", b"frontends", "preemptions", b"preemptions", "prompt_token_s", b"prompt_token_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "waiting_uncached_tokens", b"waiting_uncached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "evicted_blocks", b"evicted_blocks", "frontends", b"frontends", "lost_tokens", b"lost_tokens", "preemptions", b"preemptions", "prompt_token_s", b"prompt_token_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "waiting_uncached_tokens", b"waiting_uncached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
