@@ -9,8 +9,10 @@ Pure: no asyncio, no gRPC.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from tests.sanitizer_features import Features, Owner, SanitizerError, fail
 from tests.step_columns import Ints, StepColumns, describe, ints
 
 __all__ = ["Beside", "Limits", "Owner", "Sanitizer", "SanitizerError"]
+
+_MAX_IN_FLIGHT = 2  # steps that an engine sends before it has an answer
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,17 @@ class Limits:
     max_model_len: int
 
 
+@dataclass(frozen=True)
+class _Change:
+    """What a step overwrote."""
+
+    step_id: int
+    slots: Ints
+    content: list[Ints]  # before the step, by column
+
+
 class Sanitizer:
-    """Checks and runs the steps of one epoch."""
+    """Checks and runs the steps of an epoch, and of those after it that keep its cache."""
 
     def __init__(self, limits: Limits, num_blocks: int, block_size: int, epoch: int) -> None:
         slots = num_blocks * block_size
@@ -54,12 +67,49 @@ class Sanitizer:
         self._positions = np.full(slots, -1, np.int64)
         self._states = np.full(slots, -1, np.int64)
         self._salts = np.zeros(slots, np.int64)
-        # ... and who computed it, in which step. A copy takes all of this along.
+        # ... and who computed it, in which step, and whether that step was lost. A copy takes all
+        # of this along.
         self._writers = np.zeros(slots, np.int64)
         self._computed = np.zeros(slots, np.int64)
+        self._unanswered = np.zeros(slots, np.int64)
+        self._columns = [
+            self._tokens,
+            self._positions,
+            self._states,
+            self._salts,
+            self._writers,
+            self._computed,
+            self._unanswered,
+        ]
+        self._changes: deque[_Change] = deque(maxlen=2 * _MAX_IN_FLIGHT)  # copies, and writes
         # Per slot: the last steps that wrote it and that attended to it.
         self._written = np.zeros(slots, np.int64)
         self._attended = np.zeros(slots, np.int64)
+
+    @property
+    def step_id(self) -> int:
+        """The last step of this epoch, 0 before the first."""
+        return self._step_id
+
+    def keep(self, epoch: int, answered: int, rng: Random) -> None:
+        """Begins a new epoch after the workers were lost, with the cache that they leave.
+
+        Args:
+            answered: the last step that all ranks have answered. Of what later steps were to write
+                and copy, a random part is in the cache. No step may rely on any of it.
+        """
+        assert self._step_id - answered <= _MAX_IN_FLIGHT, "steps are not known any more"
+        lost = [change for change in self._changes if change.step_id > answered]
+        for change in reversed(lost):
+            undone = np.array([rng.random() < 0.5 for _ in change.slots], bool)
+            for column, before in zip(self._columns, change.content, strict=True):
+                column[change.slots[undone]] = before[undone]
+        for change in lost:
+            self._unanswered[change.slots] = 1
+        self._changes.clear()
+        self._epoch, self._step_id, self._last_tokens = epoch, 0, []
+        for column in (self._computed, self._written, self._attended):
+            column[:] = 0
 
     def run(
         self, request: worker_pb2.StepRequest, beside: Beside | None = None
@@ -150,10 +200,14 @@ class Sanitizer:
             if (beside.references[blocks[:, 1]] != 1).any():
                 fail("copies to a block that is held by not exactly one sequence")
             self._check_not_in_flight(slots, beside)
-        content = (self._tokens, self._positions, self._states, self._salts)
-        for column in (*content, self._writers, self._computed):
+        self._note_change(step, slots)
+        for column in self._columns:
             column[slots] = column[sources]
         self._written[slots] = self._attended[slots] = 0
+
+    def _note_change(self, step: StepColumns, slots: Ints) -> None:
+        before = [column[slots] for column in self._columns]
+        self._changes.append(_Change(step.request.step_id, slots, before))
 
     def _check_not_in_flight(self, slots: Ints, beside: Beside) -> None:
         in_flight = np.maximum(self._attended[slots], self._written[slots])
@@ -183,6 +237,8 @@ class Sanitizer:
                 state = extend(state, token)
                 states.append(state)
             first += query_len
+        self._note_change(step, step.slots)
+        self._unanswered[step.slots] = 0
         self._tokens[step.slots] = ids
         self._states[step.slots] = states
         self._positions[step.slots] = step.positions
@@ -209,6 +265,12 @@ class Sanitizer:
     def _check_attended(self, step: StepColumns) -> None:
         """Each slot of a context must hold a token computed after exactly those before it."""
         slots = step.attended_slots
+        if self._unanswered[slots].any():
+            place = np.flatnonzero(self._unanswered[slots])[0]
+            fail(
+                f"a slot of an unanswered step is trusted: position "
+                f"{step.attended_positions[place]} of {step.row_name(place)}"
+            )
         if (self._positions[slots] != step.attended_positions).any():
             place = np.flatnonzero(self._positions[slots] != step.attended_positions)[0]
             fail(

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+from array import array
+from weakref import WeakKeyDictionary
+
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceKey
 from scheduler_svc.core.step import Answer, Output, Step
 
 
 class CheckedScheduler(Scheduler):
-    """A scheduler that counts answers and checks itself after each."""
+    """A scheduler that counts answers, checks itself after each, and computes nothing twice."""
 
-    answered = 0  # steps since the cache was last lost
+    def __init__(self, limits: Limits, blocks: BlockManager) -> None:
+        super().__init__(limits, blocks)
+        self.answered = 0  # steps since the workers were last lost
+        self.cache_is_kept = False  # whether they came back with their cache
+        self.num_copied_again = 0
+        # Each sequence's answered tokens, and its block table, which preemption replaces.
+        self._known: WeakKeyDictionary[Sequence, tuple[int, array[int]]] = WeakKeyDictionary()
 
     def sequence(self, key: SequenceKey) -> Sequence:
         """Returns a sequence that has not ended."""
         return self._sequences[key]
 
+    def schedule(self, now: float = 0.0) -> Step | None:
+        step = super().schedule(now)
+        for row in step.rows if step else ():
+            known, table = self._known.get(row.seq, (0, row.seq.block_table))
+            if table is row.seq.block_table:
+                assert row.start >= known, f"{row.seq.key}: position {row.start} again, of {known}"
+        return step
+
     def apply(self, step: Step, answer: Answer) -> list[Output]:
         outputs = super().apply(step, answer)
         self.answered += 1
         self.check_integrity()
+        for row in step.rows:
+            self._known[row.seq] = row.start + row.num_tokens, row.seq.block_table
         return outputs
 
-    def requeue_all(self) -> None:
-        super().requeue_all()
-        self.answered = 0
+    def rewind_all(self) -> None:
+        running = [*self._running]
+        self.num_copied_again -= len(self.blocks._copies)
+        super().rewind_all()
+        self.num_copied_again += len(self.blocks._copies)
+        assert [*self._running] == running, "a rewound sequence does not run any more"
         self.check_integrity()
+
+    def requeue_all(self) -> None:
+        assert not self.cache_is_kept, "queues all again, though the cache is kept"
+        super().requeue_all()
+        self.check_integrity()
+
+    def recovered(self, *, kept: bool) -> None:
+        """Notes that the workers are back."""
+        self.answered = 0
+        self.cache_is_kept = kept

@@ -33,6 +33,7 @@ class Knobs:
         # Per step, until there have been `max_losses`.
         self.loss = rng.choice([0.0, 0.01, 0.05, 0.5])
         self.max_losses = rng.randint(1, 6)
+        self.keeps = rng.choice([0.0, 0.7, 1.0])  # per loss and rank, that the cache survives it
         # The traffic
         self.frontends = rng.randint(1, 3)
         self.requests = rng.choice([rng.randint(3, 20), rng.randint(20, 45)])

@@ -27,7 +27,7 @@ _MACHINES = 20  # seeds of the state machines
 _UNIT_TESTS = {
     "engine": [
         *("test_scheduler", "test_block_manager", "test_policy", "test_waiting_queue"),
-        *("test_fair_queueing", "test_budgets", "test_paused", "test_suspects"),
+        *("test_fair_queueing", "test_budgets", "test_paused", "test_suspects", "test_rewind"),
         *("forks/test_followers", "edge/test_step_features"),
     ],
     "cluster": ["test_engines", "test_placement", "test_prefix_index", "test_scheduler_client"],

@@ -23,8 +23,11 @@ SEEDS: dict[str, tuple[range, list[str]]] = {
         [
             *(f"ended {cause.name}" for cause in FinishCause),
             "cached prompt tokens",
+            "caches that some ranks lost",
             "copies",
+            "copies made again",
             "disconnects",
+            "kept caches",
             "logprobs",
             "losses",
             "poisonings",

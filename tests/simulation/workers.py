@@ -8,7 +8,9 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from random import Random
+from weakref import WeakKeyDictionary
 
+from scheduler_svc.core.sequence import Sequence, SequenceKey, Status
 from scheduler_svc.core.step import Answer, Step
 from scheduler_svc.engine import WorkersLostError
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
@@ -48,10 +50,13 @@ class SimulatedWorkers:
         self._shown: deque[tuple[float, worker_pb2.StepRequest, list[str]]] = deque(
             maxlen=_SHOWN_STEPS
         )
+        # Those in flight at a loss, with the tokens that they must have computed to be cleared.
+        self._goals: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._configure()
 
     async def send(self, step: Step) -> None:
         self._step_id += 1
+        self._steps.append(step)
         request = encode_step(step, self._knobs.block_size, self._epoch, self._step_id)
         beside = self._beside(step)
         names = [owner.name for owner in beside.owners]
@@ -96,24 +101,56 @@ class SimulatedWorkers:
     async def recover(self, *, keep: bool) -> bool:
         assert self._broken, "recovers, but nothing was lost"
         self._break(self._epoch)
+        suspicious = self._find_suspects()
+        assert not (keep and suspicious), f"keeps a cache that {suspicious} was lost with twice"
         await asyncio.sleep(self._rng.uniform(0, self._knobs.recover_s))
-        self._configure()
+        survives = [self._happens(self._knobs.keeps) for _ in range(self._knobs.ranks)]
+        kept = keep and all(survives)
+        self._counts["kept caches"] += kept
+        self._counts["caches that some ranks lost"] += keep and any(survives) and not kept
+        answered = self._scheduler.answered
+        self._scheduler.recovered(kept=kept)
+        self._configure(answered if kept else None)
+        return kept
+
+    def _find_suspects(self) -> list[SequenceKey]:
+        """The sequences in flight that were in flight at an earlier loss, too, and have made no
+        progress since."""
+        answered, goals = self._scheduler.answered, self._goals
+        for row in (row for step in self._steps[:answered] for row in step.rows):
+            if row.start + row.num_tokens >= goals.get(row.seq, 0):
+                goals.pop(row.seq, None)
+        ends = {
+            row.seq: row.start + row.num_tokens
+            for step in self._steps[answered:]
+            for row in step.rows
+            if row.seq.status is not Status.FINISHED
+        }
+        found = [seq.key for seq in ends if seq in goals]
+        for seq, end in ends.items():
+            goals[seq] = max(end, goals.get(seq, 0))
+        return found
 
     def last_steps(self) -> str:
         return "\n".join(
             f"at {time:.4f} s, {describe(request, names)}" for time, request, names in self._shown
         )
 
-    def _configure(self) -> None:
+    def _configure(self, answered: int | None = None) -> None:
+        """Begins an epoch, with an empty cache or with what `answered` steps have left."""
         knobs = self._knobs
-        limits = Limits(knobs.max_num_seqs, knobs.max_num_batched_tokens, knobs.max_model_len)
         self._epoch += 1
         self._step_id = 0
+        self._steps: list[Step] = []  # of this epoch
         self._broken = False
         self._answers: list[Pending] = []
         self._unread: deque[Pending] = deque()
         self._free_at = [0.0] * knobs.ranks
-        self._sanitizer = Sanitizer(limits, knobs.num_blocks, knobs.block_size, self._epoch)
+        if answered is None:
+            limits = Limits(knobs.max_num_seqs, knobs.max_num_batched_tokens, knobs.max_model_len)
+            self._sanitizer = Sanitizer(limits, knobs.num_blocks, knobs.block_size, self._epoch)
+        else:
+            self._sanitizer.keep(self._epoch, answered, self._rng)
 
     def _answered_at(self) -> float:
         """The time at which the last rank's answer arrives. A rank runs one step after another, and
@@ -134,6 +171,7 @@ class SimulatedWorkers:
 
     def _lost(self, when: str) -> WorkersLostError:
         self._broken = True
+        self._scheduler.cache_is_kept = False
         if self._lost_epoch != self._epoch:  # sender and receiver may both notice
             self._lost_epoch = self._epoch
             kind = "poisonings" if self._poisoned_epoch == self._epoch else "losses"
