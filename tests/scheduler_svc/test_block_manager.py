@@ -72,3 +72,76 @@ def test_the_least_recently_released_prefix_is_evicted_first_from_its_end() -> N
     blocks.free(probe_new)
     assert blocks.allocate_prompt(probe_old)
     assert probe_old.num_computed_tokens == 4
+
+
+def forked(blocks: BlockManager, parent: Sequence, number: int) -> Sequence:
+    """A child of all the parent's tokens, of which the last is computed again."""
+    child = make(number, parent.tokens.tolist())
+    assert blocks.fork(parent, child)
+    return child
+
+
+def test_the_source_of_a_copy_is_in_use_until_the_step_that_copies_is_answered() -> None:
+    blocks = BlockManager(4, BLOCK)
+    parent = make(1, list(range(6)))
+    blocks.allocate_prompt(parent)
+    parent.begin_at(6)
+    child = forked(blocks, parent, 2)
+    blocks.free(parent)
+    copies = blocks.take_copies()
+    assert blocks.take_copies() == []
+    assert blocks.num_free_blocks == 4 - 3
+    blocks.check_integrity([child])
+    blocks.copied(copies)
+    assert blocks.num_free_blocks == 4 - 2
+    blocks.check_integrity([child])
+
+
+def test_lost_copies_are_made_by_the_next_step_unless_their_sequence_has_ended() -> None:
+    blocks = BlockManager(8, BLOCK)
+    parent = make(1, list(range(6)))
+    blocks.allocate_prompt(parent)
+    parent.begin_at(6)
+    first, second = forked(blocks, parent, 2), forked(blocks, parent, 3)
+    copies = blocks.take_copies()
+    blocks.copy_again()
+    blocks.check_integrity([parent, first, second])
+    blocks.free(first)
+    blocks.check_integrity([parent, second])
+    assert blocks.take_copies() == copies[1:]
+    blocks.copy_again()  # lost twice
+    third = forked(blocks, parent, 4)
+    again = blocks.take_copies()
+    assert again == [*copies[1:], (parent.block_table[1], third.block_table[1])]
+    blocks.copied(again)
+    for seq in (parent, second, third):
+        blocks.free(seq)
+    assert blocks.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("ended", [0, 1, 2])
+def test_a_copy_of_a_block_whose_own_copy_is_lost_is_made_from_its_source(
+    sent: bool, ended: int
+) -> None:
+    blocks = BlockManager(8, BLOCK)
+    seqs = [make(0, list(range(6)))]
+    blocks.allocate_prompt(seqs[0])
+    seqs[0].begin_at(6)
+    source = seqs[0].block_table[1]
+    for number in (1, 2, 3):
+        seqs.append(forked(blocks, seqs[-1], number))
+        if number < 3 or sent:
+            blocks.take_copies()
+    blocks.copy_again()
+    for seq in seqs[:ended]:
+        blocks.free(seq)
+    seqs = seqs[ended:]
+    blocks.check_integrity(seqs)
+    copies = blocks.take_copies()
+    assert copies == [(source, seq.block_table[1]) for seq in seqs if seq.key.number]
+    blocks.copied(copies)
+    blocks.check_integrity(seqs)
+    for seq in seqs:
+        blocks.free(seq)
+    assert blocks.num_free_blocks == 8

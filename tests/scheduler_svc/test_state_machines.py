@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -54,6 +55,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.blocks = BlockManager(self.NUM_BLOCKS, BLOCK)
         self.live: list[Sequence] = []
         self.content: dict[int, list[int]] = {}
+        self.sent: list[tuple[int, int]] = []  # copies that are not answered yet
         self.number = 0
         self.watching = ExitStack()
         self.watch = self.watching.enter_context(self.blocks.watched())
@@ -81,7 +83,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
         """Runs a step that computes some of the tokens, and its answer."""
         if seq not in self.live:
             return
-        self.copy()
+        self.send_copies()
+        self.answer_copies()
+        for i, block in enumerate(
+            seq.block_table[: self.blocks.blocks_for(seq.num_computed_tokens)]
+        ):
+            end = min((i + 1) * BLOCK, seq.num_computed_tokens)
+            assert self.content[block][:end] == seq.tokens[:end].tolist(), "reads other content"
         end = min(seq.num_computed_tokens + num_tokens, seq.num_tokens)
         for i in range(seq.num_computed_tokens // BLOCK, self.blocks.blocks_for(end)):
             block = seq.block_table[i]
@@ -119,7 +127,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert self.content[block] == tokens[: (i + 1) * BLOCK], "another prefix"
         return child
 
-    def copy(self) -> None:
+    @rule()
+    def send_copies(self) -> None:
         """Makes the pending copies, as a step does first."""
         tables = {block: seq for seq in self.live for block in seq.block_table}
         copies = self.blocks.take_copies()
@@ -130,10 +139,25 @@ class BlockManagerMachine(RuleBasedStateMachine):
             end = min((place + 1) * BLOCK, seq.num_computed_tokens)
             assert read[source][:end] == seq.tokens[:end].tolist(), "copies the wrong content"
             self.content[block] = read[source]
+        self.sent += copies
+
+    def answer_copies(self) -> None:
+        self.blocks.copied(self.sent)
+        self.sent = []
+
+    @rule(made=st.integers(0, 3))
+    def lose_copies(self, made: int) -> None:
+        """Loses the steps in flight, of which some copies have been made."""
+        for _, block in self.sent[made:]:
+            self.content[block] = []
+        self.sent = []
+        self.blocks.copy_again()
 
     @rule(seq=consumes(sequences))
     def free(self, seq: Sequence) -> None:
         if seq in self.live:
+            if any(block in seq.block_table for _, block in self.sent):
+                self.answer_copies()  # blocks are not freed while a step in flight writes them
             self.live.remove(seq)
             self.blocks.free(seq)
 
@@ -165,7 +189,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def every_block_is_where_it_belongs(self) -> None:
         self.blocks.check_integrity(self.live)
         held = {block for seq in self.live for block in seq.block_table}
-        held.update(self.blocks._copies.values())  # even if they are in no table
+        # Even if they are in no table:
+        held.update(self.blocks._copies.values(), (source for source, _ in self.sent))
         assert self.blocks.num_free_blocks == self.NUM_BLOCKS - len(held)
 
 
@@ -328,6 +353,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight.clear()
         self.scheduler.requeue_all()
         self.new_epoch()
+
+    @rule(seed=st.integers(0, 9))
+    def lose_the_workers(self, seed: int) -> None:
+        """Loses the steps in flight, but not the cache."""
+        running = self.scheduler.num_running
+        self.in_flight.clear()
+        self.scheduler.rewind_all()
+        assert self.scheduler.num_running == running
+        self.epoch += 1
+        self.sanitizer.keep(self.epoch, self.answered, Random(seed))
+        self.step_id = self.answered = 0
 
     def beside(self, step: Step) -> Beside:
         held: list[int] = []

@@ -19,7 +19,7 @@ class CheckedScheduler(Scheduler):
         super().__init__(limits, blocks)
         self.answered = 0  # steps since the workers were last lost
         self.cache_is_kept = False  # whether they came back with their cache
-        self.num_copied_again = 0
+        self.num_copied_again = 0  # at the last loss
         # Each sequence's answered tokens, and its block table, which preemption replaces.
         self._known: WeakKeyDictionary[Sequence, tuple[int, array[int]]] = WeakKeyDictionary()
 
@@ -45,9 +45,9 @@ class CheckedScheduler(Scheduler):
 
     def rewind_all(self) -> None:
         running = [*self._running]
-        self.num_copied_again -= len(self.blocks._copies)
+        num_new = len(self.blocks._copies)
         super().rewind_all()
-        self.num_copied_again += len(self.blocks._copies)
+        self.num_copied_again = len(self.blocks._copies) - num_new
         assert [*self._running] == running, "a rewound sequence does not run any more"
         self.check_integrity()
 

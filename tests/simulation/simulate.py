@@ -80,7 +80,6 @@ class Simulation:
             running.cancel()
             with suppress(asyncio.CancelledError, Exception):
                 await running
-        counts["copies made again"] += self._scheduler.num_copied_again
         counts["preemptions"] += self._scheduler.stats.preemptions
         counts["cached prompt tokens"] += self._scheduler.stats.cached_prompt_tokens
         return Result(counts, workers.digest)

@@ -22,6 +22,7 @@ from tests.step_columns import describe
 
 Pending = asyncio.Future[Answer | None]  # None if the workers were lost
 _SHOWN_STEPS = 8
+_COPIES_LOSS = 0.3  # that a step with copies loses the workers, if any may: such steps are rare
 
 
 class SimulatedWorkers:
@@ -61,7 +62,10 @@ class SimulatedWorkers:
         beside = self._beside(step)
         names = [owner.name for owner in beside.owners]
         self._shown.append((self._loop.time(), request, names))
-        loses = self._counts["losses"] < self._knobs.max_losses and self._happens(self._knobs.loss)
+        loss = self._knobs.loss
+        if step.copies and loss:
+            loss = max(loss, _COPIES_LOSS)
+        loses = self._counts["losses"] < self._knobs.max_losses and self._happens(loss)
         if self._broken or (loses and self._happens(0.25)):
             raise self._lost("before a step was written")
         response = self._sanitizer.run(request, beside)
@@ -107,6 +111,7 @@ class SimulatedWorkers:
         survives = [self._happens(self._knobs.keeps) for _ in range(self._knobs.ranks)]
         kept = keep and all(survives)
         self._counts["kept caches"] += kept
+        self._counts["copies made again"] += self._scheduler.num_copied_again if kept else 0
         self._counts["caches that some ranks lost"] += keep and any(survives) and not kept
         answered = self._scheduler.answered
         self._scheduler.recovered(kept=kept)

@@ -40,6 +40,18 @@ class Rig:
         self._epoch = 0
         self.lose_cache()
 
+    def lose_workers(self, random: Random) -> None:
+        """Loses the steps in flight, but not the cache."""
+        answered = self._step_id - len(self._in_flight)
+        for _, request in self._in_flight:
+            self._worker.run(request)
+        self._epoch += 1
+        self._step_id = 0
+        self._in_flight.clear()
+        self.scheduler.rewind_all()
+        self.scheduler.check_integrity()
+        self._worker.keep(self._epoch, answered, random)
+
     def lose_cache(self) -> None:
         self._epoch += 1
         self._step_id = 0
@@ -138,7 +150,10 @@ def test_the_completions_are_those_of_the_search_alone(seed: int) -> None:
     for _ in range(random.choice([0, 0, 1, 2])):
         for _ in range(random.randint(1, 12)):
             rig.turn()
-        rig.lose_cache()
+        if random.random() < 0.5:
+            rig.lose_cache()
+        else:
+            rig.lose_workers(random)
     found = rig.run()
     for number, (prompt, params) in beams.items():
         expected = search(prompt, params)
