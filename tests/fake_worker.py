@@ -4,7 +4,9 @@ every step checked by the sanitizer."""
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator, Callable
+from random import Random
 
 import grpc
 from grpc import aio
@@ -14,14 +16,18 @@ from shared.pb.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceSe
 from tests.oracle import VOCAB_SIZE, completion, next_token
 from tests.sanitizer import Limits, Sanitizer, SanitizerError
 
+Context = aio.ServicerContext[worker_pb2.ConfigureRequest, worker_pb2.ConfigureResponse]
+
 __all__ = ["VOCAB_SIZE", "FakeWorker", "completion", "next_token", "start_worker"]
 
 
 class FakeWorker(WorkerServiceServicer):
     """A worker that ends the stream at a step the sanitizer refuses, and notes it in `violations`.
 
-    Clearing `gate` holds back answers to steps, clearing `answers_info` those to GetInfo. A step
-    whose id is in `fail_steps`, or for which `fails` is true, ends the stream instead.
+    A step whose id is in `fail_steps`, or for which `fails` is true, ends the stream, and part of
+    what it writes may be in the cache. Clearing `gate` holds back steps, clearing `may_fail` those
+    failures, and clearing `answers_info` answers to GetInfo. The cache outlives its epoch if the
+    scheduler asks for it, until `lose_cache`.
     """
 
     def __init__(
@@ -53,11 +59,20 @@ class FakeWorker(WorkerServiceServicer):
         self.answers_info = asyncio.Event()
         self.answers_info.set()
         self.num_infos = 0
+        self.may_fail = asyncio.Event()
+        self.may_fail.set()
         self.fail_steps: set[int] = set()
         self.fails: Callable[[worker_pb2.StepRequest], bool] = lambda _: False
         self.violations: list[str] = []
         self.steps: list[worker_pb2.StepRequest] = []
+        self.configured: list[worker_pb2.ConfigureRequest] = []
         self.sanitizer: Sanitizer | None = None
+        self._answered = 0  # the last step of this epoch that was answered
+        self._random = Random(rank)
+
+    def lose_cache(self, cache_id: str = "") -> None:
+        """Forgets the cache, and claims to have another one."""
+        self.info.cache_id = cache_id
 
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: object
@@ -67,14 +82,25 @@ class FakeWorker(WorkerServiceServicer):
         return self.info
 
     async def Configure(
-        self, request: worker_pb2.ConfigureRequest, context: object
+        self, request: worker_pb2.ConfigureRequest, context: Context
     ) -> worker_pb2.ConfigureResponse:
+        keeps = request.keep_cache_id
+        if keeps and keeps != self.info.cache_id:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "there is no such cache")
+        self.configured.append(request)
         self.info.epoch = request.epoch
-        limits = Limits(
-            request.max_num_seqs, request.max_num_batched_tokens, self.info.max_model_len
-        )
-        self.sanitizer = Sanitizer(limits, request.num_blocks, self.info.block_size, request.epoch)
-        return worker_pb2.ConfigureResponse()
+        if keeps:
+            assert self.sanitizer is not None
+            self.sanitizer.keep(request.epoch, self._answered, self._random)
+        else:
+            limits = Limits(
+                request.max_num_seqs, request.max_num_batched_tokens, self.info.max_model_len
+            )
+            size = self.info.block_size
+            self.sanitizer = Sanitizer(limits, request.num_blocks, size, request.epoch)
+            self.info.cache_id = uuid.uuid4().hex
+        self._answered = 0
+        return worker_pb2.ConfigureResponse(cache_id=self.info.cache_id)
 
     async def Execute(
         self,
@@ -85,15 +111,18 @@ class FakeWorker(WorkerServiceServicer):
             self.steps.append(step)
             self.step_arrived.set()
             await self.gate.wait()
-            if step.step_id in self.fail_steps or self.fails(step):
-                self.fail_steps.discard(step.step_id)
-                await context.abort(grpc.StatusCode.INTERNAL, "planted failure")
+            fails = step.step_id in self.fail_steps or self.fails(step)
             assert self.sanitizer is not None
             try:
                 answer = self.sanitizer.run(step)
             except SanitizerError as error:
                 self.violations.append(str(error))
                 raise
+            if fails:
+                await self.may_fail.wait()
+                self.fail_steps.discard(step.step_id)
+                await context.abort(grpc.StatusCode.INTERNAL, "planted failure")
+            self._answered = step.step_id
             yield answer
 
 

@@ -15,7 +15,7 @@ from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.rpc import worker_client
 from scheduler_svc.rpc.worker_group import WorkerMismatchError
 from shared.pb import scheduler_pb2, worker_pb2
-from tests.fake_worker import FakeWorker, completion, start_worker
+from tests.fake_worker import Context, FakeWorker, completion, start_worker
 from tests.names import name_server
 from tests.scheduler_svc.stacks import running, settings_for, stack_of
 from tests.waiting import WAIT_S, until
@@ -54,6 +54,104 @@ async def test_a_failed_step_is_computed_again_in_a_new_epoch(tmp_path: Path) ->
         for request in (1, 2):
             assert frontend.tokens[request] == completion([request] * 6, 10)
     assert {step.epoch for step in worker.steps} == {1, 2}
+
+
+def positions(steps: list[worker_pb2.StepRequest]) -> list[int]:
+    return [int(each) for step in steps for each in np.frombuffer(step.positions, "<i4")]
+
+
+async def fail_at(step_id: int, failing: FakeWorker, other: FakeWorker) -> None:
+    """Lets a rank fail at a step once the step before it is answered: the next one is sent then."""
+    await until(lambda: len(other.steps) > step_id, "the next step")
+    failing.may_fail.set()
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3, 5])
+async def test_a_stream_that_breaks_goes_on_after_the_last_answered_step(
+    tmp_path: Path, failing: int
+) -> None:
+    ranks = [FakeWorker(rank=r, world_size=2) for r in range(2)]
+    ranks[1].fail_steps = {failing}
+    ranks[1].may_fail.clear()
+    prompt = list(range(40))  # three steps
+    async with stack_of(tmp_path, *ranks) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, prompt, 6)
+        await fail_at(failing, ranks[1], ranks[0])
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion(prompt, 6)
+        load = await stack.load()
+    assert load.lost_tokens == load.preemptions == 0
+    for rank in ranks:
+        ids = [each.keep_cache_id for each in rank.configured]
+        assert ids == ["", rank.info.cache_id]
+        answered = [step for step in rank.steps if step.epoch == 1 and step.step_id < failing]
+        again = [step for step in rank.steps if step.epoch == 2]
+        assert positions(answered) + positions(again) == [*range(40 + 5)]
+
+
+def loses_its_cache(
+    worker: FakeWorker, fails: Callable[[worker_pb2.StepRequest], bool], cache_id: str = ""
+) -> Callable[[worker_pb2.StepRequest], bool]:
+    """The worker's cache is lost with a step that fails."""
+
+    def fails_and_loses(step: worker_pb2.StepRequest) -> bool:
+        failing = fails(step)
+        if failing:
+            worker.lose_cache(cache_id)
+        return failing
+
+    return fails_and_loses
+
+
+class LosesItLate(FakeWorker):
+    """A worker that finds only when it is configured that it has not kept its cache."""
+
+    async def Configure(
+        self, request: worker_pb2.ConfigureRequest, context: Context
+    ) -> worker_pb2.ConfigureResponse:
+        if request.keep_cache_id:
+            self.lose_cache()
+        return await super().Configure(request, context)
+
+
+@pytest.mark.parametrize("cache_id", ["", "another", "late"])
+async def test_all_ranks_begin_with_an_empty_cache_if_one_has_lost_its_own(
+    tmp_path: Path, cache_id: str
+) -> None:
+    ranks = [FakeWorker(rank=0, world_size=2)]
+    if cache_id == "late":
+        ranks.append(LosesItLate(rank=1, world_size=2))
+        ranks[1].fail_steps = {4}
+    else:
+        ranks.append(FakeWorker(rank=1, world_size=2))
+        ranks[1].fails = loses_its_cache(
+            ranks[1], lambda step: (step.epoch, step.step_id) == (1, 4), cache_id
+        )
+    ranks[1].may_fail.clear()
+    async with stack_of(tmp_path, *ranks) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, [1, 2, 3], 9)
+        await fail_at(4, ranks[1], ranks[0])
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion([1, 2, 3], 9)
+        load = await stack.load()
+    assert load.lost_tokens == 3 + 2
+    for rank in ranks:
+        assert not rank.configured[-1].keep_cache_id
+        last = [step for step in rank.steps if step.epoch == rank.info.epoch]
+        assert positions(last) == [0, *range(3 + 8)]  # one proves that the ranks can run a step
+
+
+async def test_a_cache_is_not_kept_after_a_second_loss_with_it(tmp_path: Path) -> None:
+    worker = FakeWorker()
+    worker.fails = lambda step: (step.epoch, step.step_id) in {(1, 4), (2, 1)}
+    async with stack_of(tmp_path, worker) as stack:
+        frontend = await stack.frontend()
+        await frontend.submit(1, [1, 2, 3], 9)
+        await frontend.read_until_finished(1)
+        assert frontend.tokens[1] == completion([1, 2, 3], 9)
+    assert [bool(each.keep_cache_id) for each in worker.configured] == [False, True, False]
 
 
 def poisoned_by(token: int) -> Callable[[worker_pb2.StepRequest], bool]:
@@ -134,7 +232,7 @@ class SilentOnceRecovered(FakeWorker):
     """A worker that stops answering once it is configured for epoch 2."""
 
     async def Configure(
-        self, request: worker_pb2.ConfigureRequest, context: object
+        self, request: worker_pb2.ConfigureRequest, context: Context
     ) -> worker_pb2.ConfigureResponse:
         if request.epoch == 2:
             self.num_infos = 0
@@ -146,7 +244,7 @@ class SilentOnceRecovered(FakeWorker):
 async def test_a_rank_that_falls_silent_in_its_first_step_is_given_up(tmp_path: Path) -> None:
     """That is the step that proves a recovery."""
     worker = SilentOnceRecovered()
-    worker.fails = lambda step: step.epoch == 1
+    worker.fails = loses_its_cache(worker, lambda step: step.epoch == 1)
     async with stack_of(tmp_path, worker, hang_timeout_s=1) as stack:
         frontend = await stack.frontend()
         await frontend.submit(1, [1, 2], 9)

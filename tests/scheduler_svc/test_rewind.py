@@ -244,7 +244,9 @@ def candidates(step: Step) -> Answer:
     """The answer for a step of beams, each with its most likely tokens."""
     found = {}
     for i, row in enumerate(step.rows):
-        state = states(row.seq.tokens[: row.start + row.num_tokens])[-1]
+        end = row.start + row.num_tokens
+        assert end == row.seq.num_tokens, "samples after another token than its last"
+        state = states(row.seq.tokens)[-1]
         ids, values = logprobs(state, state % VOCAB_SIZE, row.seq.params.num_logprobs or 0)
         found[i] = Logprobs(np.array([ids], np.int32), np.array([values], np.float32))
     return Answer([0] * len(step.rows), found)

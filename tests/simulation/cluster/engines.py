@@ -30,6 +30,7 @@ STEP, TOKEN, WORKERS = POISONS = range(901, 904)
 READ = 904
 DEADLY_TOKEN = 5
 _SALT = 331  # between models' tokens
+_KEEPS = 0.5  # that workers keep their cache, if they may
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class _Workers:
                 self._lost = self._loop.create_future()
         self._steps.clear()
         self._free_at = 0.0
-        return False
+        return keep and self._host.world.rng.random() < _KEEPS
 
     def _sample(self, row: Row) -> int:
         seq, end = row.seq, row.start + row.num_tokens
