@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -320,3 +321,58 @@ def test_missing_and_unwanted_features_are_found() -> None:
     free = replace(wants, params=replace(WANTS, grammar=None))
     with pytest.raises(SanitizerError, match="row 1 has a mask"):
         make().run(step, beside(owner([4, 5], 2), free))
+
+
+def test_a_kept_cache_holds_what_was_answered_and_nothing_else_is_trusted() -> None:
+    tokens = [1, 2, 3, 4]
+    seq = sequence(tokens, [0, 1])
+    for seed in range(8):
+        sanitizer = make()
+        sanitizer.run(request(1, Row(seq, 0, 2, False)))
+        sanitizer.run(request(2, Row(seq, 2, 2, True)))
+        sanitizer.keep(2, answered=1, rng=Random(seed))
+        again = request(1, Row(seq, 2, 2, True))
+        again.epoch = 2
+        assert run(sanitizer, again) == [next_token(tokens)]
+
+        sanitizer = make()
+        sanitizer.run(request(1, Row(seq, 0, 2, False)))
+        sanitizer.run(request(2, Row(seq, 2, 1, False)))
+        sanitizer.keep(2, answered=1, rng=Random(seed))
+        ahead = request(1, Row(seq, 3, 1, True))
+        ahead.epoch = 2
+        with pytest.raises(
+            SanitizerError, match=r"unanswered step is trusted: position 2 of row 0"
+        ):
+            sanitizer.run(ahead)
+
+
+def test_a_lost_copy_is_not_trusted_until_it_is_made_again() -> None:
+    parent, child = sequence([1, 2, 3], [0, 1]), sequence([1, 2, 3, 4], [0, 2])
+    copy = encode_step(Step(2, [Row(child, 3, 1, True)], copies=[(1, 2)]), BLOCK, 1, 2)
+    for seed in range(8):
+        sanitizer = make()
+        sanitizer.run(request(1, Row(parent, 0, 3, True)))
+        sanitizer.run(copy)
+        sanitizer.keep(2, answered=1, rng=Random(seed))
+        again = encode_step(Step(1, [Row(child, 3, 1, True)], copies=[(1, 2)]), BLOCK, 2, 1)
+        assert run(sanitizer, again) == [next_token([1, 2, 3, 4])]
+
+        sanitizer = make()
+        sanitizer.run(request(1, Row(parent, 0, 3, True)))
+        sanitizer.run(copy)
+        sanitizer.keep(2, answered=1, rng=Random(seed))
+        without = encode_step(Step(1, [Row(child, 3, 1, True)]), BLOCK, 2, 1)
+        with pytest.raises(SanitizerError, match="a slot of an unanswered step is trusted"):
+            sanitizer.run(without)
+
+
+def test_an_unanswered_slot_that_is_copied_along_is_not_trusted_in_the_copy() -> None:
+    parent, child = sequence([1, 2], [0]), sequence([1, 2, 3], [1, 2])
+    sanitizer = make()
+    sanitizer.run(request(1, Row(parent, 0, 1, False)))
+    sanitizer.run(request(2, Row(parent, 1, 1, True)))
+    sanitizer.keep(2, answered=1, rng=Random(0))
+    step = encode_step(Step(1, [Row(child, 2, 1, True)], copies=[(0, 1)]), BLOCK, 2, 1)
+    with pytest.raises(SanitizerError, match="a slot of an unanswered step is trusted"):
+        sanitizer.run(step)
