@@ -7,6 +7,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import structlog
+
+from scheduler_svc.block_records import BlockRecords
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
@@ -28,6 +31,8 @@ from shared.rpc.roles import Callers
 from shared.rpc.server import Server
 from shared.telemetry.tracing import open_tracing
 
+log = structlog.get_logger(__name__)
+
 
 async def serve(
     settings: SchedulerSettings,
@@ -35,12 +40,14 @@ async def serve(
     *,
     link: HostLink,
     metrics: EngineMetrics | None = None,
+    records: BlockRecords | None = None,
 ) -> None:
     """Serves until a signal arrives.
 
     Args:
         link: the link to the grammar host, which runs in a process beside this one.
         metrics: the metrics that the engine updates.
+        records: what the last scheduler knew about the workers' cache.
 
     Raises:
         WorkerMismatchError: the workers contradict each other or the settings.
@@ -53,9 +60,8 @@ async def serve(
     servicer = SchedulerServicer()
     add_SchedulerServiceServicer_to_server(servicer, server.grpc)
     await server.start(settings.scheduler_address)
-    engine = asyncio.create_task(
-        _run_engine(settings, server, servicer, link, metrics or EngineMetrics())
-    )
+    metrics, records = metrics or EngineMetrics(), records or BlockRecords()
+    engine = asyncio.create_task(_run_engine(settings, server, servicer, link, metrics, records))
 
     def on_failed(_: object) -> None:  # the engine only ends by failing
         servicer.fail()
@@ -77,8 +83,9 @@ async def _run_engine(
     servicer: SchedulerServicer,
     link: HostLink,
     metrics: EngineMetrics,
+    records: BlockRecords,
 ) -> None:
-    workers = WorkerClient(settings, metrics)
+    workers = WorkerClient(settings, metrics, records)
 
     async def on_serving(serving: bool) -> None:
         metrics.serving = serving
@@ -86,9 +93,12 @@ async def _run_engine(
         await server.set_serving(serving)
 
     try:
-        group, _ = await workers.connect()
+        group, kept = await workers.connect(keep=True)
         limits = _limits(settings, group)
-        scheduler = Scheduler(limits, BlockManager(group.num_blocks, group.block_size))
+        blocks = BlockManager(group.num_blocks, group.block_size, records)
+        if kept:
+            log.info("cache of the last scheduler kept", blocks=blocks.num_cached_blocks)
+        scheduler = Scheduler(limits, blocks)
         engine = Engine(
             scheduler,
             workers,
@@ -134,7 +144,7 @@ def _limits(settings: SchedulerSettings, group: WorkerGroup) -> Limits:
 
 def main() -> int:
     settings = settings_or_exit(SchedulerSettings, sys.argv[1:])
-    link, metrics = HostLink.create(), EngineMetrics(settings.model)
+    link, metrics, records = HostLink.create(), EngineMetrics(settings.model), BlockRecords()
     run_grammars = partial(
         run_host,
         link,
@@ -144,9 +154,10 @@ def main() -> int:
     return run_service(
         "scheduler",
         settings,
-        partial(serve, link=link, metrics=metrics),
+        partial(serve, link=link, metrics=metrics, records=records),
         (WorkerMismatchError,),
         companion=run_grammars,
+        on_fork_ended=records.fork_ended,
         metrics=metrics,
         index=settings.index,
         labels={"engine": settings.engine_name},

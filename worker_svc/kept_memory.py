@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import json
 import math
 import mmap
 import os
-import signal
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -30,6 +28,7 @@ from typing import Any
 import structlog
 import torch
 
+from shared.process.kept import KeptObject, may_have_damaged
 from worker_svc.weights.safetensors_file import DTYPES, NAMES
 
 log = structlog.get_logger(__name__)
@@ -39,7 +38,6 @@ State = dict[str, torch.Tensor]
 _HUGE = 2 << 20
 _MAX_CHUNK = 32 << 20
 _ALIGNMENT = 64  # bytes, a cache line
-_HARMLESS = (-signal.SIGKILL, -signal.SIGTERM, 0)  # exit statuses
 # Constants of Linux that Python does not have.
 _MADV_COLLAPSE, _MAP_FIXED = 25, 0x10
 _FALLOC_PUNCH_HOLE = 0x02 | 0x01  # and keep the size
@@ -56,31 +54,12 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 
-class _Index:
-    """A JSON object in a memory file. A reader finds None until it is written completely."""
-
-    def __init__(self, name: str) -> None:
-        self._file = os.memfd_create(f"nanovllm-{name}")
-
-    def read(self) -> Any:
-        with suppress(ValueError):
-            return json.loads(os.pread(self._file, os.fstat(self._file).st_size, 0))
-        return None
-
-    def write(self, value: object) -> None:
-        self.clear()
-        os.pwrite(self._file, json.dumps(value).encode(), 0)
-
-    def clear(self) -> None:
-        os.ftruncate(self._file, 0)
-
-
 class WeightMemory:
     """The tensors of a model, in the order in which its loader asks for them."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("nanovllm-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._index = _Index("weights-index")
+        self._index = KeptObject("weights-index")
         self._begin()
 
     def _begin(self) -> None:
@@ -186,7 +165,7 @@ class CacheMemory:
     def __init__(self) -> None:
         self._file = os.memfd_create("nanovllm-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self._file, _F_ADD_SEALS, _SEAL_SHRINK)  # a shorter file would end its readers
-        self._index = _Index("cache-index")
+        self._index = KeptObject("cache-index")
         self._end = 0  # bytes handed out
 
     @property
@@ -249,7 +228,7 @@ class KeptMemory:
             status: the fork's exit status; negative: the signal that killed it.
         """
         before, self._oom_kills = self._oom_kills, _oom_kills()
-        if status not in _HARMLESS or self._oom_kills != before:
+        if may_have_damaged(status) or self._oom_kills != before:
             self.cache.clear()
 
 

@@ -23,7 +23,6 @@ holds it, until the step that copies is answered. A lost step's copies are made 
 from __future__ import annotations
 
 import hashlib
-import secrets
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
@@ -32,6 +31,7 @@ from weakref import WeakKeyDictionary
 
 import xxhash
 
+from scheduler_svc.block_records import BlockRecords, Naming
 from scheduler_svc.block_watch import BlockWatch, Cleared, Removed, StoredBlock
 from scheduler_svc.core.sequence import Sequence
 
@@ -40,20 +40,36 @@ _NAME_BYTES = 16
 
 class BlockManager:
     """Blocks 0 to `num_blocks - 1` of `block_size` tokens each. Every operation takes time
-    proportional to the blocks it hands out or takes back, never to the size of the cache."""
+    proportional to the blocks it hands out or takes back, never to the size of the cache.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    Args:
+        records: the records of this cache, for the next scheduler. Recorded blocks are cached.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, records: BlockRecords | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evictions = 0  # of cached blocks, to make room for new content
-        self._seed = secrets.randbits(64)
+        self._records = records
+        self._seed, key = records.open(num_blocks, block_size) if records else Naming.new()
         # Copied for each hash: making a new object takes half as long again.
-        self._keyed = hashlib.blake2b(key=secrets.token_bytes(32), digest_size=_NAME_BYTES)
+        self._keyed = hashlib.blake2b(key=key, digest_size=_NAME_BYTES)
         self._watches: list[BlockWatch] = []
-        self.reset()
+        self._empty()
+        if records:
+            self._adopt(records.read())
 
     def reset(self) -> None:
         """Empties every block and forgets its holders. Call it when the cache has been lost."""
+        self._empty()
+        if self._records:
+            self._records.erase_all()
+        for watch in self._watches:
+            watch.add(Cleared())
+
+    def _empty(self) -> None:
         self._ref_counts = array("i", bytes(4 * self.num_blocks))
         self._free = deque(range(self.num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
@@ -64,8 +80,26 @@ class BlockManager:
         self._copying: dict[int, int] = {}  # those of the steps in flight
         # The free blocks needed by each waiting sequence that found too few.
         self._needed: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
-        for watch in self._watches:
-            watch.add(Cleared())
+
+    def _adopt(self, published: list[tuple[int, StoredBlock]]) -> None:
+        """Caches blocks, which are in the order in which they were published.
+
+        A block is evicted after the blocks that continue it. Otherwise, prefixes are evicted in the
+        order in which their last blocks were published.
+        """
+        for block, stored in published:
+            self._block_of[stored.name], self._name_of[block] = block, stored.name
+            self._contents[stored.name] = stored
+        kept: dict[int, None] = {}  # in reverse order of eviction
+        for _, stored in reversed(published):
+            prefix = []
+            found: StoredBlock | None = stored
+            while found and (block := self._block_of[found.name]) not in kept:
+                prefix.append(block)
+                found = found.parent and self._contents.get(found.parent)
+            kept |= dict.fromkeys(reversed(prefix))
+        self._cached.update(dict.fromkeys(reversed(kept)))
+        self._free = deque(block for block in self._free if block not in self._name_of)
 
     def flush(self) -> bool:
         """Empties every block. Returns False and changes nothing while any block is in use."""
@@ -200,7 +234,7 @@ class BlockManager:
             if name not in self._block_of:  # else another sequence computed the same prefix
                 self._block_of[name] = block
                 self._name_of[block] = name
-                self._store(seq, i)
+                self._store(seq, i, block)
         seq.num_published_blocks = full
 
     def free(self, seq: Sequence) -> None:
@@ -239,6 +273,8 @@ class BlockManager:
             name = self._name_of.pop(block)
             del self._block_of[name], self._contents[name]
             self.num_evictions += 1
+            if self._records:
+                self._records.erase(block)
             for watch in self._watches:
                 watch.add(Removed(name))
         self._ref_counts[block] = 1
@@ -254,12 +290,14 @@ class BlockManager:
             if block in self._copies:  # in vain
                 self._release(self._copies.pop(block))
 
-    def _store(self, seq: Sequence, i: int) -> None:
+    def _store(self, seq: Sequence, i: int, block: int) -> None:
         """Records the contents of the sequence's block number `i`, which is being published."""
         tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
         parent = seq.block_hashes[i - 1] if i else None
         stored = StoredBlock(seq.block_hashes[i], parent, tokens, seq.request.cache_salt)
         self._contents[stored.name] = stored
+        if self._records:
+            self._records.write(block, stored)
         for watch in self._watches:
             watch.add(stored)
 

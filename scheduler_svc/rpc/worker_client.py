@@ -15,6 +15,7 @@ import structlog
 from grpc import aio
 
 from nano_vllm_grpc.tls import FileError
+from scheduler_svc.block_records import BlockRecords, RecordedCache
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import Answer, Step
@@ -52,13 +53,20 @@ _POLL_SHARE, _ANSWER_SHARE = 0.12, 0.7
 class WorkerClient:
     """Connects to all ranks, configures them and runs steps on them. `stubs` call the ranks.
 
+    Args:
+        metrics: counts the epochs.
+        records: the cache that they describe may be kept.
+
     Raises:
         FileError: a certificate file cannot be used.
     """
 
-    def __init__(self, settings: SchedulerSettings, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, settings: SchedulerSettings, metrics: EngineMetrics, records: BlockRecords
+    ) -> None:
         self._settings = settings
-        self._metrics = metrics  # counts the epochs
+        self._metrics = metrics
+        self._records = records
         self._dialer = settings.dialer
         self._stamp = self._dialer.stamp()
         self._channels = [self._dialer.open(address) for address in settings.worker_addresses]
@@ -68,7 +76,6 @@ class WorkerClient:
         self._group: WorkerGroup | None = None  # as configured last
         self._epoch = self._step_id = 0
         self._num_answers = 0
-        self._cache_ids: list[str] = []  # of the ranks, as configured last
         self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered yet
 
     async def connect(self, *, keep: bool = False) -> tuple[WorkerGroup, bool]:
@@ -217,10 +224,12 @@ class WorkerClient:
         infos = await asyncio.gather(*self._ask_info(_INFO_TIMEOUT_S))
         group = agree(infos)
         ids = [info.cache_id for info in infos]
-        kept = keep and all(ids) and ids == self._cache_ids
+        cache = self._records.cache if keep and all(ids) else None
+        if cache and not cache.is_of(ids, group.block_size, group.model_fingerprint):
+            cache = None
         num_blocks, num_tokens = settings.kv_blocks, settings.max_num_batched_tokens
         if num_blocks == "auto":
-            num_blocks = (self._group or group).num_blocks
+            num_blocks = (cache or self._group or group).num_blocks
         if num_tokens == "auto":
             num_tokens = group.max_num_batched_tokens
         self._epoch = max(self._epoch, group.epoch) + 1
@@ -232,18 +241,22 @@ class WorkerClient:
                 num_blocks=num_blocks,
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=num_tokens,
-                keep_cache_id=cache_id if kept else "",
+                keep_cache_id=cache_id if cache else "",
             )
             for cache_id in ids
         ]
         # At the same time, because the ranks meet each other in this call.
         calls = zip(self.stubs, requests, strict=True)
         configured = await asyncio.gather(*(stub.Configure(each) for stub, each in calls))
-        self._cache_ids = [each.cache_id for each in configured]
+        if not cache:
+            ids = [each.cache_id for each in configured]
+            self._records.begin(
+                RecordedCache(ids, num_blocks, group.block_size, group.model_fingerprint)
+            )
         self._streams = [ExecuteStream(stub) for stub in self.stubs]
         self._metrics.epochs += 1
         self._group = replace(group, num_blocks=num_blocks, max_num_batched_tokens=num_tokens)
-        return self._group, kept
+        return self._group, cache is not None
 
 
 async def _together(calls: Seq[Coroutine[Any, Any, Result]]) -> Seq[Result]:

@@ -10,6 +10,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from scheduler_svc import __main__ as program
+from scheduler_svc.block_records import BlockRecords
 from scheduler_svc.block_watch import MAX_WATCHES, StoredBlock
 from scheduler_svc.core import block_manager
 from scheduler_svc.core.block_manager import BlockManager
@@ -30,8 +31,8 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[BlockManager]:
     """The caches of the schedulers that run in this process."""
     made: list[BlockManager] = []
 
-    def make(num_blocks: int, block_size: int) -> BlockManager:
-        made.append(BlockManager(num_blocks, block_size))
+    def make(num_blocks: int, block_size: int, records: BlockRecords) -> BlockManager:
+        made.append(BlockManager(num_blocks, block_size, records))
         return made[-1]
 
     monkeypatch.setattr(program, "BlockManager", make)

@@ -1,0 +1,171 @@
+"""Records of the published blocks, which outlive the forks of a scheduler.
+
+Workers keep their cache when a scheduler dies. The records tell its successor which blocks hold
+what. They lie in memory files of the parent process, see `shared.process.kept`.
+
+A block's record is written when the block is published, and erased before a step is sent that may
+write to the block. So each valid record is true once the steps in flight have ended. The record is
+valid if its checksum is. That covers the block's number and a random generation, so that a new
+generation erases all records at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from struct import Struct
+from typing import NamedTuple
+
+import structlog
+import xxhash
+
+from scheduler_svc.block_watch import StoredBlock
+from shared.process.kept import KeptObject, may_have_damaged
+
+log = structlog.get_logger(__name__)
+
+MAX_SALT_BYTES = 63  # blocks with a longer salt are not recorded
+_CHECKSUM_BYTES = 8
+# After the checksum: the number of records written before, name, parent (zeros: none), the bytes
+# of the salt, the salt. Tokens int32[block_size] follow.
+_HEAD = Struct(f"<Q16s16sB{MAX_SALT_BYTES}s")
+_NO_PARENT, _NO_CHECKSUM = bytes(16), bytes(_CHECKSUM_BYTES)
+
+
+@dataclass(frozen=True)
+class RecordedCache:
+    """The cache to which the records belong."""
+
+    ids: Sequence[str]  # by rank, see `worker.proto`
+    num_blocks: int
+    block_size: int
+    model_fingerprint: str
+
+    def is_of(self, ids: Sequence[str], block_size: int, model_fingerprint: str) -> bool:
+        """Whether ranks that report this have the cache."""
+        return self == RecordedCache(ids, self.num_blocks, block_size, model_fingerprint)
+
+
+class Naming(NamedTuple):
+    """What the names of blocks depend on, besides tokens and salts."""
+
+    seed: int  # of names without a salt, 64 bits
+    key: bytes  # of names with a salt
+
+    @classmethod
+    def new(cls) -> Naming:
+        return cls(secrets.randbits(64), secrets.token_bytes(32))
+
+
+@dataclass(frozen=True)
+class _Header:
+    cache: RecordedCache
+    naming: Naming
+    generation: int
+
+
+class BlockRecords:
+    """The parent process makes the object; each scheduler uses it in turn.
+
+    A scheduler calls `begin` unless the workers still have the `cache` that the records describe.
+    Then it calls `open` and `read`.
+    """
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("nanovllm-blocks")
+        self._kept = KeptObject("blocks-header")
+        self._memory: mmap.mmap
+        self._size = self._generation = self._num_written = 0
+
+    def fork_ended(self, status: int) -> None:
+        """Forgets the records if what ended the scheduler may have damaged them."""
+        if may_have_damaged(status):
+            self._kept.clear()
+
+    @property
+    def cache(self) -> RecordedCache | None:
+        header = self._header()
+        return header and header.cache
+
+    def begin(self, cache: RecordedCache) -> None:
+        """Erases all records; those to come belong to this cache. The naming stays."""
+        found = self._header()
+        self._kept.clear()
+        try:
+            os.ftruncate(self._file, cache.num_blocks * _record_bytes(cache.block_size))
+        except OSError as error:  # a limit on the size of files
+            log.warning("names of blocks do not outlive this process", reason=str(error))
+        else:
+            self._write(_Header(cache, found.naming if found else Naming.new(), 0))
+
+    def open(self, num_blocks: int, block_size: int) -> Naming:
+        """Prepares for reading and writing the records of the `cache`, which has this size."""
+        header = self._header()
+        self._size = _record_bytes(block_size)
+        file = self._file if header else -1
+        self._memory = mmap.mmap(file, num_blocks * self._size)
+        self._generation = header.generation if header else 0
+        return header.naming if header else Naming.new()
+
+    def read(self) -> list[tuple[int, StoredBlock]]:
+        """Returns the recorded blocks in the order in which they were published."""
+        header = self._header()
+        found = []
+        for block in range(header.cache.num_blocks if header else 0):
+            # A read from the mapping would allocate memory for what was never written.
+            record = os.pread(self._file, self._size, block * self._size)
+            checksum, body = record[:_CHECKSUM_BYTES], record[_CHECKSUM_BYTES:]
+            if checksum == _NO_CHECKSUM or checksum != self._checksum(block, body):
+                continue
+            number, name, parent, length, salt = _HEAD.unpack_from(body)
+            tokens, text = body[_HEAD.size :], salt[:length].decode()
+            stored = StoredBlock(name, None if parent == _NO_PARENT else parent, tokens, text)
+            found.append((number, block, stored))
+        found.sort(key=lambda each: each[0])
+        self._num_written = found[-1][0] + 1 if found else 0
+        return [(block, stored) for _, block, stored in found]
+
+    def write(self, block: int, stored: StoredBlock) -> None:
+        name, parent, tokens, text = stored
+        salt = text.encode()
+        if len(salt) > MAX_SALT_BYTES:
+            return
+        head = _HEAD.pack(self._num_written, name, parent or _NO_PARENT, len(salt), salt)
+        self._num_written += 1
+        body, begin = head + tokens, block * self._size
+        self._memory[begin + _CHECKSUM_BYTES : begin + self._size] = body
+        self._memory[begin : begin + _CHECKSUM_BYTES] = self._checksum(block, body)
+
+    def erase(self, block: int) -> None:
+        begin = block * self._size
+        self._memory[begin : begin + _CHECKSUM_BYTES] = _NO_CHECKSUM
+
+    def erase_all(self) -> None:
+        if header := self._header():
+            self._write(header)
+
+    def _checksum(self, block: int, body: bytes) -> bytes:
+        return xxhash.xxh3_64_digest(body, self._generation ^ block)
+
+    def _header(self) -> _Header | None:
+        found = self._kept.read()
+        if found is None:
+            return None
+        seed, key = found["naming"]
+        naming = Naming(seed, bytes.fromhex(key))
+        return _Header(RecordedCache(**found["cache"]), naming, found["generation"])
+
+    def _write(self, header: _Header) -> None:
+        """Writes the header with a new generation."""
+        self._generation = secrets.randbits(64)
+        header = replace(header, generation=self._generation)
+        seed, key = header.naming
+        fields = {**asdict(header), "naming": [seed, key.hex()]}
+        self._kept.write(fields)
+
+
+def _record_bytes(block_size: int) -> int:
+    return _CHECKSUM_BYTES + _HEAD.size + 4 * block_size
