@@ -96,10 +96,9 @@ class BlockRecords:
         self._kept.clear()
         try:
             os.ftruncate(self._file, cache.num_blocks * _record_bytes(cache.block_size))
+            self._write(_Header(cache, found.naming if found else Naming.new(), 0))
         except OSError as error:  # a limit on the size of files
             log.warning("names of blocks do not outlive this process", reason=str(error))
-        else:
-            self._write(_Header(cache, found.naming if found else Naming.new(), 0))
 
     def open(self, num_blocks: int, block_size: int) -> Naming:
         """Prepares for reading and writing the records of the `cache`, which has this size."""

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from frontend.engines.messages import suspects_message
 from scheduler_svc.__main__ import serve
+from scheduler_svc.block_records import BlockRecords
 from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
@@ -156,9 +157,11 @@ class Stack:
 
 
 @asynccontextmanager
-async def running(settings: SchedulerSettings) -> AsyncIterator[Stack]:
+async def running(
+    settings: SchedulerSettings, records: BlockRecords | None = None
+) -> AsyncIterator[Stack]:
     link = HostLink.create()  # with nobody at its other end
-    task = asyncio.create_task(serve(settings, link=link))
+    task = asyncio.create_task(serve(settings, link=link, records=records))
     stack = Stack(settings.scheduler_address)
     try:
         yield stack
