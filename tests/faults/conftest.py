@@ -15,6 +15,7 @@ from tests.faults.streams import REQUESTS, long_prompts, undisturbed
 from tests.faults.transcript import Transcript
 from tests.stack import RealStack, running_stack
 
+BLOCK_SIZE = 16
 LONG_PROMPTS = long_prompts(count=3, length=1400, vocab_size=1536)
 
 
@@ -44,7 +45,7 @@ def victims() -> Iterator[Callable[[int], Victim]]:
 
         @cache
         def victim_of(tp: int) -> Victim:
-            started = running_stack(tp=tp, kv_blocks=1024, block_size=16, **limits)
+            started = running_stack(tp=tp, kv_blocks=1024, block_size=BLOCK_SIZE, **limits)
             stack = stacks.enter_context(started)
             every: dict[str, GenerateRequest] = REQUESTS | LONG_PROMPTS
             return Victim(stack, tp, undisturbed(stack.address, every))

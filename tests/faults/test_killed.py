@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.conftest import LONG_PROMPTS, Victim
+from tests.faults.conftest import BLOCK_SIZE, LONG_PROMPTS, Victim
 from tests.faults.streams import LONG, REQUESTS, assert_undamaged, open_streams
 from tests.stack import RealStack
 from tests.waiting import wait_for
@@ -68,6 +68,21 @@ def test_killed_mid_prompt(victim: Victim, killed: Killed) -> None:
         assert_undamaged(streams.wait_ended(), victim.expected)
     victim.rest()
     assert survivors(victim, killed) == before
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["TP 1", "TP 2"], indirect=True)
+def test_a_killed_scheduler_leaves_the_cache(victim: Victim) -> None:
+    """Only tokens of partly filled blocks are computed again, and those that no frontend has."""
+    stack, names = victim.stack, LONG[:4]
+    with open_streams(stack.address, {name: REQUESTS[name] for name in names}) as streams:
+        streams.wait_for_tokens(40, *names)
+        pid = stack.kill("scheduler", while_true=lambda: streams.are_open(*names))
+        assert_undamaged(streams.wait_ended(), victim.expected)
+    stack.wait_replaced("scheduler", 0, pid)
+    load = stack.load()
+    assert load.sampled_tokens, "it has computed nothing"
+    assert load.step_tokens - load.sampled_tokens < len(names) * BLOCK_SIZE
+    victim.rest()
 
 
 @pytest.mark.parametrize(
