@@ -88,7 +88,7 @@ class BlockRecords:
     @property
     def cache(self) -> RecordedCache | None:
         header = self._header()
-        return header and header.cache
+        return header.cache if header else None
 
     def begin(self, cache: RecordedCache) -> None:
         """Erases all records; those to come belong to this cache. The naming stays."""

@@ -92,11 +92,11 @@ class BlockManager:
             self._contents[stored.name] = stored
         kept: dict[int, None] = {}  # in reverse order of eviction
         for _, stored in reversed(published):
-            prefix = []
-            found: StoredBlock | None = stored
-            while found and (block := self._block_of[found.name]) not in kept:
+            prefix: list[int] = []
+            name: bytes | None = stored.name
+            while name in self._contents and (block := self._block_of[name]) not in kept:
                 prefix.append(block)
-                found = found.parent and self._contents.get(found.parent)
+                name = self._contents[name].parent
             kept |= dict.fromkeys(reversed(prefix))
         self._cached.update(dict.fromkeys(reversed(kept)))
         self._free = deque(block for block in self._free if block not in self._name_of)
