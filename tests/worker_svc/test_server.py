@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServicer_to_server
 from shared.rpc.server import Server
+from tests.waiting import until
 from tests.worker_svc.harness import (
     Asked,
     Batch,
@@ -310,7 +311,7 @@ async def test_the_time_of_a_launch_does_not_count_as_the_time_of_a_step(
     assert learned == []
     step.finish()
     await call.read()
-    assert learned == [1]
+    await until(lambda: learned == [1], "the time of the step")
 
 
 async def test_a_lost_device_ends_the_process(
