@@ -28,7 +28,7 @@ from typing import Any
 import structlog
 import torch
 
-from shared.process.kept import KeptObject, may_have_damaged
+from shared.process.kept import KeptObject, may_have_damaged, memory_file
 from worker_svc.weights.safetensors_file import DTYPES, NAMES
 
 log = structlog.get_logger(__name__)
@@ -58,7 +58,7 @@ class WeightMemory:
     """The tensors of a model, in the order in which its loader asks for them."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("nanovllm-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file = memory_file("weights")
         self._index = KeptObject("weights-index")
         self._begin()
 
@@ -163,10 +163,11 @@ class CacheMemory:
     """The tensors of a KV cache and an id, which changes whenever the contents are lost."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("nanovllm-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._file = memory_file("cache")
         fcntl.fcntl(self._file, _F_ADD_SEALS, _SEAL_SHRINK)  # a shorter file would end its readers
         self._index = KeptObject("cache-index")
         self._end = 0  # bytes handed out
+        self._is_kept = True
 
     @property
     def id(self) -> str:
@@ -180,7 +181,8 @@ class CacheMemory:
     def new_id(self, num_blocks: int) -> str:
         """Lets the next fork find a cache of `num_blocks` blocks -> its new id."""
         cache_id = uuid.uuid4().hex
-        self._index.write({"id": cache_id, "blocks": num_blocks})
+        if self._is_kept:
+            self._index.write({"id": cache_id, "blocks": num_blocks})
         return cache_id
 
     def forget(self) -> None:
@@ -196,18 +198,27 @@ class CacheMemory:
 
     def rewind(self) -> None:
         """Lets `tensor` begin at the first tensor again."""
-        self._end = 0
+        self._end, self._is_kept = 0, True
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor: zeros, or what it held before `rewind` or in the last fork."""
+        """The next tensor: zeros, or what it held before `rewind` or in the last fork.
+
+        If there is a limit on the size of files, it has memory of its own, and no cache is kept.
+        """
         num_bytes = math.prod(shape) * dtype.itemsize
         begin, size = self._end, -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if not size:
             return torch.zeros(tuple(shape), dtype=dtype)
         self._end += size
-        if os.fstat(self._file).st_size < self._end:
-            os.ftruncate(self._file, self._end)
-        mapped = mmap.mmap(self._file, size, offset=begin)
+        try:
+            if os.fstat(self._file).st_size < self._end:
+                os.ftruncate(self._file, self._end)
+            mapped = mmap.mmap(self._file, size, offset=begin)
+        except OSError as error:
+            if self._is_kept:
+                log.warning("the cache does not outlive this process", reason=str(error))
+            self._is_kept = False
+            return torch.empty(tuple(shape), dtype=dtype)
         return _view(torch.frombuffer(mapped, dtype=torch.uint8), dtype, shape)
 
 

@@ -93,7 +93,7 @@ class ModelRunner:
         self._tp = TensorParallel(settings.rank, settings.tp)
         shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
         self._backend = platform.attention_backend(settings, shape)
-        key = repr((config, quantization, settings, platform.ops.layout))
+        key = repr((config, settings, platform.ops.layout))
         notes = self._memory and self._memory.weights.notes(key)
         if notes:
             self._model, fingerprint = self._load_kept(), notes["fingerprint"]

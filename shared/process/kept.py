@@ -12,6 +12,7 @@ import signal
 from contextlib import suppress
 from typing import Any
 
+_MFD_NOEXEC_SEAL = 8  # of Linux 6.3; some hosts allow no other memory files
 _HARMLESS = (-signal.SIGKILL, -signal.SIGTERM, 0)
 
 
@@ -25,11 +26,24 @@ def may_have_damaged(status: int) -> bool:
     return status not in _HARMLESS
 
 
+def memory_file(name: str) -> int:
+    """Creates a memory file that can be sealed -> its descriptor, which no other program inherits.
+
+    Raises:
+        OSError: there are too many descriptors.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(f"nanovllm-{name}", flags | _MFD_NOEXEC_SEAL)
+    except OSError:
+        return os.memfd_create(f"nanovllm-{name}", flags)
+
+
 class KeptObject:
     """A JSON object in a memory file. A reader finds None until it is written completely."""
 
     def __init__(self, name: str) -> None:
-        self._file = os.memfd_create(f"nanovllm-{name}")
+        self._file = memory_file(name)
 
     def read(self) -> Any:
         with suppress(ValueError):
@@ -37,8 +51,10 @@ class KeptObject:
         return None
 
     def write(self, value: object) -> None:
+        """Replaces the object. If there is a limit on the size of files, none is left."""
         self.clear()
-        os.pwrite(self._file, json.dumps(value).encode(), 0)
+        with suppress(OSError):
+            os.pwrite(self._file, json.dumps(value).encode(), 0)
 
     def clear(self) -> None:
         os.ftruncate(self._file, 0)

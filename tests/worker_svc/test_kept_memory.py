@@ -21,6 +21,7 @@ import torch
 from shared.errors import FailedPreconditionError
 from tests.worker_svc.device import DEVICE
 from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
+from tests.worker_svc.quantization import writers
 from worker_svc import kept_memory
 from worker_svc.kept_memory import KeptMemory, WeightMemory
 from worker_svc.kernels import cpu_features
@@ -58,6 +59,23 @@ def memory() -> KeptMemory:
 def no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that does not collapse pages."""
     monkeypatch.setattr(kept_memory, "_MADV_COLLAPSE", -1)
+
+
+@pytest.fixture
+def limited_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file may grow (RLIMIT_FSIZE)."""
+    truncate = os.ftruncate
+
+    def limited(file: int, size: int) -> None:
+        if size:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        truncate(file, size)
+
+    def write(file: int, data: bytes, at: int) -> int:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "ftruncate", limited)
+    monkeypatch.setattr(os, "pwrite", write)
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -131,15 +149,9 @@ def test_a_fork_that_died_while_it_loaded_leaves_nothing() -> None:
     assert_equal(next(successor.states()), state(2))
 
 
-def test_without_memory_files_weights_are_private(
-    monkeypatch: pytest.MonkeyPatch, tiny_dir: Path, memory: KeptMemory
-) -> None:
-    def limited(file: int, size: int) -> None:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-
-    monkeypatch.setattr(os, "ftruncate", limited)
-    weights = memory.weights
-    weights._index.clear = lambda: None  # type: ignore[method-assign]
+@pytest.mark.usefixtures("limited_files")
+def test_weights_that_do_not_fit_into_files_are_private() -> None:
+    weights = WeightMemory()
     kept = weights.add(state())
     weights.seal("key", {})
     assert_equal(kept, state())
@@ -150,7 +162,11 @@ def test_without_memory_files_weights_are_private(
 def test_the_next_fork_reads_no_file_and_computes_the_same(
     tmp_path: Path, memory: KeptMemory, options: dict[str, Any]
 ) -> None:
-    shape = {"hidden_size": 96, "intermediate_size": 128, "tie_word_embeddings": False}
+    shape: dict[str, Any] = {
+        "hidden_size": 96,
+        "intermediate_size": 128,
+        "tie_word_embeddings": False,
+    }
     save_model(tmp_path, **shape, attention_bias=True)
     first = runner_of(tmp_path, memory, **options)
     for each in tmp_path.glob("*.safetensors"):
@@ -163,6 +179,16 @@ def test_the_next_fork_reads_no_file_and_computes_the_same(
         text = [*range(7, 40)]
         found.append(runner.logits(batch_for(runner).step([(0, text)]), every_token=True))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("format", writers.FORMATS.values(), ids=writers.FORMATS)
+def test_weights_of_a_quantized_checkpoint_are_kept(
+    tmp_path: Path, memory: KeptMemory, format: writers.Format
+) -> None:
+    writers.save_quantized(tmp_path, format)
+    first = runner_of(tmp_path, memory)
+    (tmp_path / "model.safetensors").unlink()
+    assert runner_of(tmp_path, memory).info == first.info
 
 
 def test_other_settings_or_another_model_load_again(tiny_dir: Path, memory: KeptMemory) -> None:
@@ -185,6 +211,18 @@ def test_weights_that_cannot_be_kept_are_loaded_again(
     runner_of(tmp_path, memory)
     assert runner_of(tmp_path, memory).info.dtype == "bfloat16"
     assert memory.weights._index.read() is None
+
+
+@pytest.mark.usefixtures("limited_files")
+def test_a_limit_on_the_size_of_files_keeps_no_worker_from_serving(
+    tiny_dir: Path, memory: KeptMemory
+) -> None:
+    runner = runner_of(tiny_dir, memory)
+    runner.configure(1, NUM_BLOCKS)
+    runner.run(batch_for(runner).step([(0, [1, 2, 3])]))
+    assert runner.cache_id
+    assert memory.cache.id == ""
+    assert runner_of(tiny_dir, memory).cache_id == ""
 
 
 @kv_formats
