@@ -47,6 +47,9 @@ class UnmetPreconditionError(Exception):
     after which a test is run again (pyproject.toml)."""
 
 
+_KILL = signal.SIGKILL  # `RealStack` has a method `signal`
+
+
 class RealStack:
     """The processes of a running stack, by service (`worker`, `scheduler`, `frontend`) and index,
     which is a worker's rank."""
@@ -85,21 +88,27 @@ class RealStack:
                 return pid
 
     def kill(
-        self, service: str, index: int = 0, while_true: Callable[[], object] | None = None
+        self,
+        service: str,
+        index: int = 0,
+        while_true: Callable[[], object] | None = None,
+        number: int = _KILL,
     ) -> int:
-        """Kills with SIGKILL; returns the pid that the process had. With `while_true`, stops the
+        """Kills with a signal; returns the pid that the process had. With `while_true`, stops the
         process first, and kills it only if `while_true()` holds then.
 
         Raises:
             UnmetPreconditionError: it does not hold. The process continues.
         """
         if while_true is None:
-            return self.signal(service, index, signal.SIGKILL)
+            return self.signal(service, index, number)
         pid = self.stop(service, index)
         if not while_true():
             os.kill(pid, signal.SIGCONT)
             raise UnmetPreconditionError(f"{service}-{index} was stopped too late")
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)  # only SIGKILL ends a process that is stopped
         return pid
 
     def terminate(self, service: str, index: int = 0) -> int:

@@ -3,6 +3,7 @@ streams continue without damage."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import psutil
@@ -82,6 +83,32 @@ def test_a_killed_scheduler_leaves_the_cache(victim: Victim) -> None:
     load = stack.load()
     assert load.sampled_tokens, "it has computed nothing"
     assert load.step_tokens - load.sampled_tokens < len(names) * BLOCK_SIZE
+    victim.rest()
+
+
+@pytest.mark.parametrize(
+    ("victim", "rank", "number", "is_kept"),
+    [
+        (1, 0, signal.SIGKILL, True),
+        (2, 0, signal.SIGKILL, True),
+        (2, 1, signal.SIGKILL, True),
+        (1, 0, signal.SIGSEGV, False),
+        (2, 1, signal.SIGABRT, False),
+    ],
+    indirect=["victim"],
+)
+def test_a_killed_worker_leaves_the_cache(
+    victim: Victim, rank: int, number: signal.Signals, is_kept: bool
+) -> None:
+    """Unless a signal killed it that means that the cache may be damaged."""
+    stack, names = victim.stack, LONG[:4]
+    lost = stack.load().lost_tokens
+    with open_streams(stack.address, {name: REQUESTS[name] for name in names}) as streams:
+        streams.wait_for_tokens(40, *names)
+        pid = stack.kill("worker", rank, lambda: streams.are_open(*names), number)
+        assert_undamaged(streams.wait_ended(), victim.expected)
+    stack.wait_replaced("worker", rank, pid)
+    assert (stack.load().lost_tokens == lost) == is_kept
     victim.rest()
 
 
