@@ -155,8 +155,8 @@ def test_a_trace_goes_through_all_processes_and_a_workers_death() -> None:
     lost = [step for step in steps if step.has_events]
     assert all(step.end <= recovery.end for step in lost)
     after = [step for step in steps if step.start >= recovery.end]
-    assert after[0].attributes["position"] == 0, "what was computed is computed again"
-    assert after[0].attributes["tokens"] >= 4 + 19
+    assert after[0].attributes["position"] >= 4 + 19, "an answered position is computed again"
+    assert after[0].attributes["tokens"] == 1
     by_step = {step.id: step for step in steps}
     for execution in collector.find("execution"):
         step = by_step[execution.parent]
