@@ -1,7 +1,7 @@
 """Sequences that may make the workers fail, computed again in the groups of `shared.suspects`.
 
-Before each attempt, the engine makes sure that the workers can run a step of the engine's own.
-Workers that fail at every step therefore convict no sequence.
+Before each attempt but the first, the engine makes sure that the workers can run a step of the
+engine's own. Workers that fail at every step therefore convict no sequence.
 """
 
 from __future__ import annotations
