@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
 import psutil
 
+from bench.samples import Samples
 from deploy.native.processes import stack_members
 
 _EVERY_S = 0.25
@@ -36,27 +35,18 @@ def memory_mb(directory: Path) -> Counter[str]:
     return used
 
 
-class MemoryPeaks:
+class MemoryPeaks(Samples[Counter[str]]):
     """Samples memory while it is entered; `peaks_mb` are the largest ones by program."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.peaks_mb: dict[str, float] = {}
+        super().__init__(lambda: memory_mb(directory), _EVERY_S)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._over.wait(_EVERY_S):
-            for name, size in memory_mb(self._directory).items():
-                self.peaks_mb[name] = max(size, self.peaks_mb.get(name, 0.0))
+    @property
+    def peaks_mb(self) -> dict[str, float]:
+        peaks: Counter[str] = Counter()
+        for _, sizes in self.found:
+            peaks |= sizes  # the larger of both, by program
+        return dict(peaks)
 
 
 def _program(process: psutil.Process) -> str:
