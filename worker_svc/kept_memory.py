@@ -41,7 +41,6 @@ _ALIGNMENT = 64  # bytes, a cache line
 # Constants of Linux that Python does not have.
 _MADV_COLLAPSE, _MAP_FIXED = 25, 0x10
 _FALLOC_PUNCH_HOLE = 0x02 | 0x01  # and keep the size
-_F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE = 1033, 1, 2, 4, 8
 _NO_ACCESS = 0
 _NOTHING = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -69,7 +68,7 @@ class WeightMemory:
         self._states: list[list[tuple[str, str, list[int], int]]] | None = []  # None: given up
 
     def notes(self, key: str) -> Any:
-        """What `seal` was given with this key, or None."""
+        """The notes that `seal` was given with this key, or None."""
         found = self._index.read()
         return found["notes"] if found and found["key"] == key else None
 
@@ -110,9 +109,9 @@ class WeightMemory:
             return
         for address, _, size in self._chunks:  # a writable mapping would keep it from being sealed
             _map_at(address, size, _NO_ACCESS, _NOTHING)
-        seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE | _SEAL_SEAL
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
         try:
-            fcntl.fcntl(self._file, _F_ADD_SEALS, seals)
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
         except OSError as error:
             log.warning("weights do not outlive this process", reason=str(error))
             self.give_up()
@@ -164,7 +163,8 @@ class CacheMemory:
 
     def __init__(self) -> None:
         self._file = memory_file("cache")
-        fcntl.fcntl(self._file, _F_ADD_SEALS, _SEAL_SHRINK)  # a shorter file would end its readers
+        # A shorter file would end its readers.
+        fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._index = KeptObject("cache-index")
         self._end = 0  # bytes handed out
         self._is_kept = True
@@ -192,7 +192,6 @@ class CacheMemory:
     def clear(self) -> None:
         """Empties the cache and gives its memory back."""
         self.forget()
-        self._end = 0
         if size := os.fstat(self._file).st_size:
             _libc.fallocate(self._file, _FALLOC_PUNCH_HOLE, 0, size)
 

@@ -12,7 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-_PREFIX = "nanovllm-"
+from shared.process.kept import PREFIX, memory_file
+
 _BYTES = 64 << 10
 
 
@@ -22,7 +23,7 @@ class Board:
     def __init__(self, name: str) -> None:
         self._shown: dict[str, Any] | None = None
         try:
-            self._fd = os.memfd_create(_PREFIX + name)
+            self._fd = memory_file(name)
             os.ftruncate(self._fd, _BYTES)
             self._memory = mmap.mmap(self._fd, _BYTES)
         except OSError:  # no descriptors, or a file size limit: nobody will see the object
@@ -46,7 +47,7 @@ def read_board(pid: int, name: str) -> dict[str, Any] | None:
     """Returns the object that a process shows; None if there is none, or it is being written."""
     try:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(descriptor).startswith(f"/memfd:{_PREFIX}{name} "):
+            if os.readlink(descriptor).startswith(f"/memfd:{PREFIX}{name} "):
                 shown = json.loads(descriptor.read_bytes().partition(b"\0")[0])
                 return shown if isinstance(shown, dict) else None
     except (OSError, ValueError):

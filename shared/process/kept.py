@@ -1,4 +1,4 @@
-"""What outlives the forks of a process, in memory files (memfd_create(2)) of that process.
+"""Data that outlives the forks of a process, in memory files (memfd_create(2)) of that process.
 
 The parent process makes the files before its first fork, and never maps them. A fork finds what the
 last one left.
@@ -12,6 +12,7 @@ import signal
 from contextlib import suppress
 from typing import Any
 
+PREFIX = "nanovllm-"  # of the names of memory files
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3; some hosts allow no other memory files
 _HARMLESS = (-signal.SIGKILL, -signal.SIGTERM, 0)
 
@@ -34,9 +35,9 @@ def memory_file(name: str) -> int:
     """
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create(f"nanovllm-{name}", flags | _MFD_NOEXEC_SEAL)
+        return os.memfd_create(PREFIX + name, flags | _MFD_NOEXEC_SEAL)
     except OSError:
-        return os.memfd_create(f"nanovllm-{name}", flags)
+        return os.memfd_create(PREFIX + name, flags)
 
 
 class KeptObject:
