@@ -50,7 +50,7 @@ class RecordedCache:
 
 
 class Naming(NamedTuple):
-    """What the names of blocks depend on, besides tokens and salts."""
+    """The numbers on which the names of blocks depend, besides tokens and salts."""
 
     seed: int  # of names without a salt, 64 bits
     key: bytes  # of names with a salt

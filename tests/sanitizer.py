@@ -44,7 +44,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class _Change:
-    """What a step overwrote."""
+    """The slots that a step overwrote, with their contents before it."""
 
     step_id: int
     slots: Ints
@@ -95,8 +95,8 @@ class Sanitizer:
         """Begins a new epoch after the workers were lost, with the cache that they leave.
 
         Args:
-            answered: the last step that all ranks have answered. Of what later steps were to write
-                and copy, a random part is in the cache. No step may rely on any of it.
+            answered: the last step that all ranks have answered. Later steps have made a random
+                part of their writes and copies. No step may rely on any of these.
         """
         assert self._step_id - answered <= _MAX_IN_FLIGHT, "steps are not known any more"
         lost = [change for change in self._changes if change.step_id > answered]

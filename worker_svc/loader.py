@@ -103,7 +103,7 @@ class WeightLoader:
         return self.computed(lambda: out)
 
     def computed(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `compute` returns, kept with the weights."""
+        """Keeps the result of `compute` with the weights, and returns it."""
         tensor = compute()
         return self._memory.add({"": tensor})[""] if self._memory else tensor
 

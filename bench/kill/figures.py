@@ -19,7 +19,7 @@ _SIZES = ("pss_before_mb", "pss_peak_mb")
 
 @dataclass
 class Stream(Trace):
-    """What a client received of one completion."""
+    """One completion, as far as its client received it."""
 
     token_ids: list[int] = field(default_factory=list)
     error: str = ""  # why the stream ended early
@@ -27,7 +27,7 @@ class Stream(Trace):
 
 @dataclass(frozen=True)
 class Kill:
-    """What one kill did."""
+    """The effects of one kill."""
 
     pause_s: list[float]  # of the streams that continued
     errors: list[str]  # of the streams that ended

@@ -238,7 +238,7 @@ class Scheduler:
 
     def rewind_all(self) -> None:
         """Recovers from the loss of the steps in flight, if what answered steps wrote to the cache
-        is kept. Every running sequence goes on after its last answered step."""
+        is kept. Every running sequence continues after its last answered step."""
         self._open.rewind_all()
 
     def requeue_all(self) -> None:

@@ -1,4 +1,4 @@
-"""What a scheduler finds that its predecessor recorded about the workers' cache."""
+"""Records of the workers' cache, which a scheduler finds and continues."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_other_settings_or_another_model_load_again(tiny_dir: Path, memory: Kept
 def test_weights_that_cannot_be_kept_are_loaded_again(
     tmp_path: Path, memory: KeptMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As oneDNN's, which only AMX uses."""
+    """Only oneDNN's, which AMX uses, cannot."""
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN has no bfloat16 on this CPU")
     save_model(tmp_path, dtype=torch.bfloat16)
@@ -314,7 +314,7 @@ def test_an_unused_cache_takes_no_memory(memory: KeptMemory) -> None:
 def test_a_token_is_written_to_no_other_tokens_bytes(
     tmp_path: Path, memory: KeptMemory, options: dict[str, Any]
 ) -> None:
-    """What a step that was not answered has written must not matter. So a slot has bytes of its
+    """A step that was not answered must not damage other tokens. So a slot has bytes of its
     own, in keys, values, scales and token ids."""
     save_model(tmp_path, num_hidden_layers=2, head_dim=24)
     runner = runner_of(tmp_path, memory, block_size=8, **options)
