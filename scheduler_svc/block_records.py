@@ -23,7 +23,7 @@ import structlog
 import xxhash
 
 from scheduler_svc.block_watch import StoredBlock
-from shared.process.kept import KeptObject, may_have_damaged, memory_file
+from shared.process.kept import KeptObject, kept_file, may_have_damaged
 
 log = structlog.get_logger(__name__)
 
@@ -75,7 +75,7 @@ class BlockRecords:
     """
 
     def __init__(self) -> None:
-        self._file = memory_file("blocks")
+        self._file = kept_file("blocks")
         self._kept = KeptObject("blocks-header")
         self._memory: mmap.mmap
         self._size = self._generation = self._num_written = 0

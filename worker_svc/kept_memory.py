@@ -28,7 +28,7 @@ from typing import Any
 import structlog
 import torch
 
-from shared.process.kept import KeptObject, may_have_damaged, memory_file
+from shared.process.kept import KeptObject, kept_file, may_have_damaged
 from worker_svc.weights.safetensors_file import DTYPES, NAMES
 
 log = structlog.get_logger(__name__)
@@ -56,9 +56,9 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 class WeightMemory:
     """The tensors of a model, in the order in which its loader asks for them."""
 
-    def __init__(self) -> None:
-        self._file = memory_file("weights")
-        self._index = KeptObject("weights-index")
+    def __init__(self, version: str = "") -> None:
+        self._file = kept_file("weights", version)
+        self._index = KeptObject("weights-index", version)
         self._begin()
 
     def _begin(self) -> None:
@@ -161,11 +161,11 @@ class WeightMemory:
 class CacheMemory:
     """The tensors of a KV cache and an id, which changes whenever the contents are lost."""
 
-    def __init__(self) -> None:
-        self._file = memory_file("cache")
+    def __init__(self, version: str = "") -> None:
+        self._file = kept_file("cache", version)
         # A shorter file would end its readers.
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        self._index = KeptObject("cache-index")
+        self._index = KeptObject("cache-index", version)
         self._end = 0  # bytes handed out
         self._is_kept = True
 
@@ -222,11 +222,15 @@ class CacheMemory:
 
 
 class KeptMemory:
-    """The weights and the cache of a worker."""
+    """The weights and the cache of a worker.
 
-    def __init__(self) -> None:
-        self.weights = WeightMemory()
-        self.cache = CacheMemory()
+    Args:
+        version: see `kept_file`.
+    """
+
+    def __init__(self, version: str = "") -> None:
+        self.weights = WeightMemory(version)
+        self.cache = CacheMemory(version)
         self._oom_kills = _oom_kills()
 
     def fork_ended(self, status: int) -> None:

@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from deploy.errors import LaunchError, SupervisorGoneError
 from deploy.stack import SERVICES, Stack, make_directory, replace_file
 from shared.config import PREFIX
 from shared.process.board import read_board
+from shared.process.parent_process import RESTART
 from shared.process.parent_state import read_parent_state
 
 if TYPE_CHECKING:
@@ -203,6 +204,28 @@ def stop_processes(stack: Stack, names: Collection[str]) -> None:
     The supervisor does not restart them until `start_processes`."""
     _set_stopped(stack, stopped_processes(stack.directory) | set(names))
     _end(parent_processes(stack.directory), names, stop_timeout_s(stack))
+
+
+def restart_in_place(stack: Stack, commands: Mapping[str, Sequence[str]]) -> set[str]:
+    """Makes processes start their programs again, which keeps the memory that outlives their forks.
+    Returns once the forks have ended.
+
+    Args:
+        commands: the command line of each process, by name. A process with another one, or without
+            a fork, is left alone.
+
+    Returns:
+        The names of the processes that were not left alone.
+    """
+    forks = {}
+    for name, process in parent_processes(stack.directory).items():
+        with suppress(psutil.Error):
+            state = read_parent_state(process.pid)
+            if state and state.pid and process.cmdline()[1:] == [*commands.get(name, ())][1:]:
+                forks[name] = psutil.Process(state.pid)
+                process.send_signal(RESTART)
+    _end(forks, None, stop_timeout_s(stack))
+    return set(forks)
 
 
 def start_processes(stack: Stack, names: Collection[str]) -> None:

@@ -22,10 +22,11 @@ from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.first_tokens import stream_completion
 from deploy.model import resolve_model
 from deploy.native.guards import uninterrupted
-from deploy.native.processes import start_processes, stop_processes
+from deploy.native.processes import restart_in_place, start_processes, stop_processes
 from deploy.native.progress import show_progress
 from deploy.native.scale import apply, changing
 from deploy.native.startup import Report, wait_until_serving
+from deploy.native.supervisor import command
 from deploy.stack import ENGINE_SERVICES, Process, Stack, first_token
 from frontend.text.model_files import ModelFilesError, read_model_facts
 
@@ -155,10 +156,11 @@ def _restart(stack: Stack, processes: Sequence[Process], report: Report) -> None
     Raises:
         StartError: a process cannot start.
     """
-    names = [each.name for each in processes]
+    commands = {each.name: command(stack, each) for each in processes}
     with uninterrupted():
-        stop_processes(stack, names)
-        start_processes(stack, names)
+        if others := commands.keys() - restart_in_place(stack, commands):
+            stop_processes(stack, others)
+            start_processes(stack, others)
     wait_until_serving(stack, report)
     # The engine may still be recovering. If it lost another process before it had computed
     # anything, it would conclude that the same step has failed again.

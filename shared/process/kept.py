@@ -1,19 +1,24 @@
 """Data that outlives the forks of a process, in memory files (memfd_create(2)) of that process.
 
 The parent process makes the files before its first fork, and never maps them. A fork finds what the
-last one left.
+last one left. So does the program that `restart_program` starts, if it is the same.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 PREFIX = "nanovllm-"  # of the names of memory files
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3; some hosts allow no other memory files
+_KEPT = "kept-"  # of the names of those that `restart_program` passes on
 _HARMLESS = (-signal.SIGKILL, -signal.SIGTERM, 0)
 
 
@@ -40,11 +45,74 @@ def memory_file(name: str) -> int:
         return os.memfd_create(PREFIX + name, flags)
 
 
-class KeptObject:
-    """A JSON object in a memory file. A reader finds None until it is written completely."""
+def kept_file(name: str, version: str = "") -> int:
+    """Finds the memory file with this name of the program before `restart_program`, or creates one
+    -> its descriptor.
 
-    def __init__(self, name: str) -> None:
-        self._file = memory_file(name)
+    Args:
+        version: everything, besides the modules loaded by now, on which the meaning of the bytes
+            depends. A file of another version is not found.
+
+    Raises:
+        OSError: there are too many descriptors.
+    """
+    digest = hashlib.sha256(f"{_loaded_code()} {version}".encode()).hexdigest()[:32]
+    wanted = f"{_KEPT}{name}-{digest}"
+    for descriptor, found in _kept_files():
+        if found == wanted and os.get_inheritable(descriptor):
+            os.set_inheritable(descriptor, False)
+            return descriptor
+    return memory_file(wanted)
+
+
+def close_unclaimed() -> None:
+    """Closes the memory files of the program before that no `kept_file` has found."""
+    for descriptor, _ in _kept_files():
+        if os.get_inheritable(descriptor):
+            os.close(descriptor)
+
+
+def restart_program() -> NoReturn:
+    """Replaces this program by a new start of the same command, whose `kept_file` finds the files.
+
+    Raises:
+        OSError: the command no longer exists.
+    """
+    for descriptor, _ in _kept_files():
+        os.set_inheritable(descriptor, True)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _kept_files() -> Iterator[tuple[int, str]]:
+    """Yields the descriptors and names of this process's kept files."""
+    folder, begin = Path("/proc/self/fd"), f"/memfd:{PREFIX}"
+    for descriptor in [*folder.iterdir()]:
+        with suppress(OSError):  # the folder's own
+            target = os.readlink(descriptor)
+            if target.startswith(begin + _KEPT):
+                yield int(descriptor.name), target.removeprefix(begin).removesuffix(" (deleted)")
+
+
+def _loaded_code() -> list[tuple[str, int, int]]:
+    """The files of all loaded modules, with their sizes and times."""
+    files = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+    states = []
+    for file in sorted(filter(None, files)):
+        with suppress(OSError):
+            status = os.stat(file)
+            states.append((file, status.st_size, status.st_mtime_ns))
+    return states
+
+
+class KeptObject:
+    """A JSON object in a memory file. A reader finds None until it is written completely.
+
+    Args:
+        name, version: see `kept_file`.
+    """
+
+    def __init__(self, name: str, version: str = "") -> None:
+        self._file = kept_file(name, version)
 
     def read(self) -> Any:
         with suppress(ValueError):

@@ -24,18 +24,21 @@ from shared.process.board import Board
 from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START, Fork, Serve
 from shared.process.heartbeat import BEATS, Heartbeat
+from shared.process.kept import close_unclaimed, restart_program
 from shared.process.parent_state import BOARD
 
 log = structlog.get_logger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RESTART = signal.SIGUSR2  # not SIGHUP, which also says that a terminal has closed
 
 
 class ParentProcess:
     """Keeps `serve` running in a fork of this process, and `companion`, if given, in another.
 
     Once a service fork has been ready, the parent always forks again, whatever ends a fork or
-    keeps the next one from starting. It passes on SIGTERM and SIGINT. No fork outlives it.
+    keeps the next one from starting. It passes on SIGTERM and SIGINT. No fork outlives it. After
+    the signal `RESTART`, the end of the service fork starts this program again, in this process.
 
     Args:
         serve: calls `Heartbeat.ready` once it serves. If it cannot serve, it calls
@@ -61,6 +64,7 @@ class ParentProcess:
         self._signals: list[int] = []  # signals to pass on
         self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._ending = False  # a stop signal has arrived
+        self._restarts_program = False  # instead of the next fork
         self._service = Fork(serve, hang_timeout_s)
         self._forks = [self._service]
         if companion is not None:
@@ -68,19 +72,28 @@ class ParentProcess:
 
     def run(self) -> int:
         """Returns the exit status of a service fork that ended in order, was told to end, or died
-        before any was ready. For a fork that a signal killed, it is 128 plus the signal."""
+        before any was ready. For a fork that a signal killed, it is 128 plus the signal.
+
+        Call it after all calls of `kept_file`.
+        """
+        close_unclaimed()
         gc.freeze()
         signal.set_wakeup_fd(self._waking)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only a signal with a handler wakes
         for number in _SIGNALS:
             signal.signal(number, lambda number, _: self._signals.append(number))
+        signal.signal(RESTART, lambda *_: setattr(self, "_restarts_program", True))
         next_check = 0.0
         while True:
             for fork in self._forks:
                 fork.receive()
                 fork.wait()
             self._pass_signals_on()
+            if self._service.has_ended and self._service.status is not None and self._on_fork_ended:
+                self._on_fork_ended(self._service.status)
             if (status := self._final_status()) is not None:
+                if self._restarts_program:
+                    self._restart_program()
                 return status
             if time.monotonic() >= next_check:
                 next_check = time.monotonic() + self._hang_timeout_s / BEATS
@@ -88,8 +101,6 @@ class ParentProcess:
                     fork.check(may_kill=not self._ending)
             for fork in self._forks:
                 if fork.has_ended:
-                    if fork is self._service and self._on_fork_ended and fork.status is not None:
-                        self._on_fork_ended(fork.status)
                     fork.plan_next()
                 if fork.due is not None and fork.due <= time.monotonic():
                     self._start(fork)
@@ -108,7 +119,7 @@ class ParentProcess:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
             return
         signal.set_wakeup_fd(-1)
-        for number in (*_SIGNALS, signal.SIGCHLD):
+        for number in (*_SIGNALS, signal.SIGCHLD, RESTART):
             signal.signal(number, signal.SIG_DFL)
         if fork is not self._service:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service
@@ -131,7 +142,7 @@ class ParentProcess:
     def _pass_signals_on(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            self._ending = True
+            self._ending, self._restarts_program = True, False
             if self._service.pid:
                 os.kill(self._service.pid, number)
             else:
@@ -142,11 +153,23 @@ class ParentProcess:
         service = self._service
         if not service.has_ended or service.status is None:
             return None
-        if service.status and service.was_ready and not self._ending:
+        if service.status and service.was_ready and not (self._ending or self._restarts_program):
             return None
         if service.status == CANNOT_START and not self._ending:
             log.error("cannot start", reason=service.reason)
         return service.status if service.status >= 0 else 128 - service.status
+
+    def _restart_program(self) -> None:
+        """Does not return, unless a signal to pass on has arrived."""
+        for fork in self._forks:
+            if fork.pid:  # the companion
+                os.kill(fork.pid, signal.SIGKILL)
+                os.waitpid(fork.pid, 0)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        if not self._signals:
+            log.info("starting the program again")
+            restart_program()
 
     def _sleep(self, until: float) -> None:
         """Returns when a signal has arrived, or at the time `until`."""

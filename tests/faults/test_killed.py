@@ -1,5 +1,5 @@
-"""Promises 1 and 2: a worker, the scheduler, or the processes of grammars beside it are killed, and
-streams continue without damage."""
+"""Promises 1 and 2: a worker, the scheduler, or the processes of grammars beside it are killed or
+restarted, and streams continue without damage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.native.processes import parent_processes
+from deploy.native.restart import restart
 from tests.faults.conftest import BLOCK_SIZE, LONG_PROMPTS, Victim
 from tests.faults.streams import LONG, REQUESTS, assert_undamaged, open_streams
 from tests.stack import RealStack
@@ -27,6 +29,10 @@ TP_2 = pytest.mark.parametrize("victim", [2], ids=["TP 2"], indirect=True)
 
 def survivors(victim: Victim, killed: Killed) -> dict[Killed, int | None]:
     return {key: pid for key, pid in victim.stack.pids().items() if key != killed}
+
+
+def pids_of_parents(stack: RealStack) -> dict[str, int]:
+    return {name: each.pid for name, each in parent_processes(stack.directory).items()}
 
 
 def of_grammars(stack: RealStack) -> list[psutil.Process]:
@@ -109,6 +115,30 @@ def test_a_killed_worker_leaves_the_cache(
         assert_undamaged(streams.wait_ended(), victim.expected)
     stack.wait_replaced("worker", rank, pid)
     assert (stack.load().lost_tokens == lost) == is_kept
+    victim.rest()
+
+
+@pytest.mark.parametrize(
+    ("victim", "service"),
+    [(1, "worker"), (2, "worker"), (1, "scheduler")],
+    ids=["TP 1, worker", "TP 2, workers", "TP 1, scheduler"],
+    indirect=["victim"],
+)
+def test_a_restart_leaves_the_cache(victim: Victim, service: str) -> None:
+    """It starts the same program again, in the same process."""
+    stack, names = victim.stack, LONG[:4]
+    before, parents, lost = stack.pids(), pids_of_parents(stack), stack.load().lost_tokens
+    with open_streams(stack.address, {name: REQUESTS[name] for name in names}) as streams:
+        streams.wait_for_tokens(40, *names)
+        restart(stack.directory, service)
+        assert_undamaged(streams.wait_ended(), victim.expected)
+    replaced = {name for (name, _), pid in stack.pids().items() if pid not in before.values()}
+    assert (replaced, pids_of_parents(stack)) == ({service}, parents)
+    load = stack.load()
+    if service == "worker":
+        assert load.lost_tokens == lost
+    else:
+        assert load.step_tokens - load.sampled_tokens < (len(names) + 1) * BLOCK_SIZE
     victim.rest()
 
 

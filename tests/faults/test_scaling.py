@@ -42,9 +42,11 @@ async def test_no_stream_notices_engines_that_come_restart_change_and_go(tmp_pat
 
         async with steady_load(f"127.0.0.1:{port}", _STREAMS):
             assert "2 engines serve" in await change("scale", "--engines", 2, engines="01")
-            before = pids(launcher, port)
+            before = await asyncio.to_thread(launcher.pids, port)
             assert "restarted 6 processes" in await change("restart", engines="01")
-            assert len(before & pids(launcher, port)) == 1  # the supervisor
+            after = await asyncio.to_thread(launcher.pids, port)
+            assert before.keys() == after.keys()
+            assert not set(before.values()) & set(after.values())
         other = changed_model(tmp_path / "other")
         await assert_each_stream_has_one_model(
             f"127.0.0.1:{port}", change("restart", "--model", other, engines="01")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from shared.process import run as process
 from shared.process.heartbeat import BEATS
+from shared.process.parent_process import RESTART
 from tests.waiting import wait_for
 
 _PROGRAM = """
@@ -153,6 +155,45 @@ threading.Thread(target=signal_yourself, daemon=True).start()
         parent.next_fork()
         (tmp_path / "signal").touch()
         assert parent.process.wait(60) == 9
+
+
+def test_a_program_that_starts_again_finds_what_the_same_program_kept(tmp_path: Path) -> None:
+    """It keeps its process id. Its companion does not outlive it."""
+    (version := tmp_path / "version").write_text("1")
+    prelude = """
+from shared.process.kept import KeptObject
+
+kept = KeptObject("number", version=starts.with_name("version").read_text())
+""" + COMPANION.format(body=LASTS)
+    body = f"""
+    ready()
+    before = kept.read() or "first"
+    kept.write(f"after-{{count}}")
+    say_pid(before)
+    {LASTS}
+"""
+    with running_parent(tmp_path / "starts", body, prelude) as parent:
+        fork, companion = parent.next_pid("first"), parent.next_pid("companion")
+
+        def restarted(role: str) -> None:
+            nonlocal fork, companion
+            before = psutil.Process(companion)
+            parent.process.send_signal(RESTART)
+            os.kill(fork, signal.SIGTERM)
+            fork, companion = parent.next_pid(role), parent.next_pid("companion")
+            assert psutil.Process(fork).ppid() == parent.process.pid
+            assert not before.is_running()
+
+        restarted("after-0")
+        restarted("after-1")
+        version.write_text("2")
+        restarted("first")
+        files = [os.readlink(each) for each in Path(f"/proc/{fork}/fd").iterdir()]
+        assert sum("nanovllm-kept" in each for each in files) == 1  # others were closed
+        # A signal that ends the program counts more than one to restart it.
+        parent.process.send_signal(RESTART)
+        parent.process.send_signal(signal.SIGTERM)
+        assert parent.process.wait(60) == 128 + signal.SIGTERM
 
 
 def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:

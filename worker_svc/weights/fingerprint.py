@@ -43,7 +43,7 @@ class ModelFiles:
             ModelError: as `weight_files`, or a file cannot be read.
         """
         self._model_dir = model_dir
-        self._states = self._read_states()
+        self._states = file_states(self._model_dir)
         self.fingerprint = self._read_fingerprint()
 
     def check_unchanged(self) -> None:
@@ -52,12 +52,9 @@ class ModelFiles:
         Raises:
             ModelError: a file has changed.
         """
-        if self._read_states() != self._states and self._read_fingerprint() != self.fingerprint:
+        changed = file_states(self._model_dir) != self._states
+        if changed and self._read_fingerprint() != self.fingerprint:
             raise ModelError(f"model: {self._model_dir} changed while it was loaded; start again")
-
-    def _read_states(self) -> list[tuple[str, str]]:
-        paths = [self._model_dir / "config.json", *weight_files(self._model_dir)]
-        return [(path.name, _state(path.stat())) for path in paths]
 
     def _read_fingerprint(self) -> str:
         digest = hashlib.sha256((self._model_dir / "config.json").read_bytes())
@@ -65,6 +62,17 @@ class ModelFiles:
             for path in weight_files(self._model_dir):
                 digest.update(os.fsencode(f"{path.name} {_file_digest(path, folder)} "))
         return digest.hexdigest()[:_HEX_DIGITS]
+
+
+def file_states(model_dir: Path) -> list[tuple[str, str]]:
+    """The names and states of a model's config.json and weight files. A file that changes gets
+    another state.
+
+    Raises:
+        ModelError: as `weight_files`.
+    """
+    paths = [model_dir / "config.json", *weight_files(model_dir)]
+    return [(path.name, _state(path.stat())) for path in paths]
 
 
 def _file_digest(path: Path, folder: int | None) -> str:
