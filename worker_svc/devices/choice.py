@@ -37,7 +37,8 @@ def choose_vector_math() -> None:
 
 
 def preload(device: str) -> None:
-    """Imports most modules of `choose_platform` and a first step before this process is forked.
+    """Imports most modules of `choose_platform` and a first step before this process is forked, and
+    loads the CPU's kernels.
 
     It does not initialize CUDA, because CUDA would then not work in the forks.
     """
@@ -45,3 +46,4 @@ def preload(device: str) -> None:
         import_module("worker_svc.devices.cuda")
         return
     import_module("worker_svc.devices.cpu")
+    import_module("worker_svc.kernels.cpu.library").preload()

@@ -39,6 +39,14 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
+def preload() -> None:
+    """Loads the library if it has been compiled. All forks of this process then have this library,
+    also after its sources have changed."""
+    with suppress(OSError, StartError):
+        if any(find(base, choose_variant()) for base in (PREBUILT, cache_folder("kernels"))):
+            library()
+
+
 def _load_from(base: Path, variant: str) -> ctypes.CDLL | None:
     path = find(base, variant)
     if path is None:

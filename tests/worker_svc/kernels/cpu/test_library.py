@@ -54,6 +54,22 @@ def test_the_first_start_compiles_and_later_ones_load(places: tuple[Path, Path])
 
 
 @needs_compiler
+def test_forks_have_the_library_that_was_compiled_before_them(
+    places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    library.library.cache_clear()
+    library.preload()
+    assert library.library.cache_info().currsize == 0  # it compiles nothing
+    start()
+    library.preload()
+    (tmp_path / "sources" / "library.cpp").write_text("an update")
+    try:
+        assert library.library().answer() == 42
+    finally:
+        library.library.cache_clear()
+
+
+@needs_compiler
 def test_what_setup_has_compiled_is_loaded_without_a_compiler(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
