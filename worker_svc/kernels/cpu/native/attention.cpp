@@ -51,21 +51,50 @@ inline void in_blocks(int64_t items, const Work& work, int64_t i = 0) {
     if constexpr (WIDTH > 1) in_blocks<WIDTH / 2>(items, work, i);
 }
 
+// Rows of a sequence's key-value head, from `first_row` on. Row r is the head r % group of its
+// group, for the query r / group.
+struct Unit {
+    int64_t sequence, kv_head, first_row;
+};
+
+// Slots of a block.
+struct Run {
+    int64_t block, slot, size;
+};
+
+// Calls work(done, run) for the runs that hold positions [first, first + size) of a sequence, where
+// `done` positions come before the run.
+template <class Work>
+inline void each_run(const Cache& cache, const int32_t* blocks, int64_t first, int64_t size,
+                     const Work& work) {
+    for (int64_t done = 0; done < size;) {
+        const int64_t position = first + done, slot = position % cache.block_size;
+        const int64_t run = std::min(cache.block_size - slot, size - done);
+        work(done, Run{blocks[position / cache.block_size], slot, run});
+        done += run;
+    }
+}
+
+inline void fetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
+
 template <class Kind>
 class Tile {
   public:
-    // Computes rows of a sequence's key-value head. Row r is the head r % group of its group, for
-    // the query r / group.
+    // Computes a unit, and meanwhile fetches the first keys of the next one, if there is one with
+    // other keys. The pieces of a cache are too short for the CPU to fetch them ahead by itself.
     //
     // Not inlined, nor specialized: GCC would look up the thread's tile in each loop.
     [[gnu::noipa]]
-    void attend(const AttendArgs& args, const Step& step, int64_t sequence, int64_t kv_head,
-                int64_t first_row) {
+    void attend(const AttendArgs& args, const Step& step, const Unit& unit, const Unit* next) {
         const Cache& cache = args.cache;
+        const auto [sequence, kv_head, first_row] = unit;
         const int64_t group = args.heads / cache.kv_heads, start = step.query_starts[sequence];
         const int64_t tokens = step.query_starts[sequence + 1] - start;
         const int64_t before = step.context_lens[sequence] - tokens;
-        const int32_t* blocks = step.block_table + step.table_offsets[sequence];
+        const auto blocks_of = [&](int64_t sequence) {
+            return step.block_table + step.table_offsets[sequence];
+        };
+        const int32_t* blocks = blocks_of(sequence);
         const auto place = [&](int64_t row) {
             const int64_t token = start + (first_row + row) / group;
             const int64_t head = kv_head * group + (first_row + row) % group;
@@ -85,6 +114,14 @@ class Tile {
                                                        : CHUNK;
         for (int64_t first = 0; first < seen; first += chunk) {
             gather(cache, blocks, kv_head, first, std::min(chunk, seen - first));
+            const int64_t following = first + chunk;
+            if (following < seen)
+                look_ahead(cache, blocks, kv_head, following, std::min(chunk, seen - following));
+            else if (next)
+                look_ahead(cache, blocks_of(next->sequence), next->kv_head, 0,
+                           std::min<int64_t>(chunk, step.context_lens[next->sequence]));
+            else
+                next_vectors_ = 0;
             for (int64_t row = 0; row < rows_;) {
                 // Of nearly equal sizes.
                 const int64_t left = rows_ - row, rows = ceil_div(left, ceil_div(left, MAX_ROWS));
@@ -129,14 +166,13 @@ class Tile {
         const int64_t row_bytes = 4 * cache.row_size(), code_bytes = cache.code_bytes();
         size_ = size;
         vectors_ = groups_ = 0;
-        for (int64_t done = 0; done < size;) {
-            const int64_t slot = (first + done) % cache.block_size;
-            const int64_t block = blocks[(first + done) / cache.block_size];
-            const int64_t run = std::min(cache.block_size - slot, size - done);
+        each_run(cache, blocks, first, size, [&](int64_t done, Run at) {
+            const auto [block, slot, run] = at;
             const uint8_t* keys = cache.keys(block, kv_head);
             const uint8_t* values = cache.values(block, kv_head);
             for (int64_t i = 0; i < run; i += LANES) {
                 keys_[vectors_] = keys + (slot + i) * steps_ * 4;
+                vector_values_[vectors_] = values + (slot + i) / Kind::DEPTH * row_bytes;
                 columns_[vectors_++] = done + i;
                 if constexpr (Kind::SCALED) {
                     const int64_t scales = code_bytes + 4 * (slot + i);
@@ -146,8 +182,7 @@ class Tile {
             }
             for (int64_t i = 0; i < run; i += Kind::DEPTH)
                 values_[groups_++] = values + (slot + i) / Kind::DEPTH * row_bytes;
-            done += run;
-        }
+        });
         if constexpr (Kind::SCALED) {
             float* last = value_scales_ + size / LANES * LANES;
             store(last, first_lanes(load<F32s>(last), size % LANES, 0));
@@ -155,6 +190,24 @@ class Tile {
         if constexpr (Kind::DEPTH == 2) {
             if (size % 2) hide_last_value(values_[groups_ - 1]);
         }
+    }
+
+    // Finds the keys of the next chunk, to be fetched, and fetches its scales.
+    void look_ahead(const Cache& cache, const int32_t* blocks, int64_t kv_head, int64_t first,
+                    int64_t size) {
+        next_vectors_ = 0;
+        each_run(cache, blocks, first, size, [&](int64_t, Run at) {
+            const auto [block, slot, run] = at;
+            const uint8_t* keys = cache.keys(block, kv_head);
+            for (int64_t i = 0; i < run; i += LANES) {
+                next_keys_[next_vectors_++] = keys + (slot + i) * steps_ * 4;
+                if constexpr (Kind::SCALED) {
+                    const int64_t scales = cache.code_bytes() + 4 * (slot + i);
+                    fetch(keys + scales);
+                    fetch(cache.values(block, kv_head) + scales);
+                }
+            }
+        });
     }
 
     // Replaces the last words by words without the unused slot, whose value might be NaN.
@@ -193,10 +246,17 @@ class Tile {
                 for (int i = 0; i < WIDTH; i++)
                     sums[row][i] = Kind::keys_start(queries_[first_row + row]);
             const Factor* factors = factors_.data() + first_row;
-            const uint8_t* keys[WIDTH];
-            for (int i = 0; i < WIDTH; i++) keys[i] = keys_[vector + i];
+            const uint8_t *keys[WIDTH], *values[WIDTH];
+            for (int i = 0; i < WIDTH; i++) {
+                keys[i] = keys_[vector + i];
+                values[i] = vector_values_[vector + i];
+            }
             multiply(
-                sums, steps_, [&](int64_t step, int i) { return keys[i] + 4 * LANES * step; },
+                sums, steps_,
+                [&](int64_t step, int i) {
+                    fetch(values[i] + 4 * LANES * step);
+                    return keys[i] + 4 * LANES * step;
+                },
                 [&](int64_t step, int row) { return factors + step * TILE_ROWS + row; },
                 Kind::add_key);
 #pragma GCC unroll 8
@@ -262,6 +322,7 @@ class Tile {
     void weigh(int64_t first_row) {
         in_blocks<width(ROWS, 8)>(row_vectors_, [&](auto width, int64_t vector) {
             constexpr int WIDTH = width;
+            constexpr int64_t STEPS = LANES / Kind::DEPTH;  // for 16 values
             F32s* totals = totals_.data() + first_row * row_vectors_ + vector;
             for (int64_t first = 0; first < groups_; first += SPAN_STEPS) {
                 Sums sums[ROWS][WIDTH];
@@ -274,7 +335,14 @@ class Tile {
                 const uint8_t* factors = (const uint8_t*)scores_[first_row] + first * sizeof(Factor);
                 multiply(
                     sums, std::min(SPAN_STEPS, groups_ - first),
-                    [&](int64_t step, int i) { return values[step] + 4 * LANES * (vector + i); },
+                    [&](int64_t step, int i) {
+                        const int64_t next = (first + step) / STEPS;
+                        if (next < next_vectors_) {
+                            const int64_t line = (first + step) % STEPS * row_vectors_ + vector + i;
+                            fetch(next_keys_[next] + 4 * LANES * line);
+                        }
+                        return values[step] + 4 * LANES * (vector + i);
+                    },
                     [&](int64_t step, int row) {
                         return factors + 4 * SCORES * row + step * sizeof(Factor);
                     },
@@ -313,6 +381,10 @@ class Tile {
     const uint8_t* keys_[CHUNK];
     int32_t columns_[CHUNK];
     const uint8_t* values_[CHUNK];
+    const uint8_t* vector_values_[CHUNK];  // the values of a vector of keys
+    // Of the next chunk, if it has other keys:
+    int64_t next_vectors_;
+    const uint8_t* next_keys_[CHUNK];
     std::vector<uint32_t> last_values_;
     alignas(64) float key_scales_[SCORES], value_scales_[SCORES];
     alignas(64) float scores_[TILE_ROWS][SCORES];  // and then the factors of weights
@@ -330,11 +402,18 @@ void attend_tiles(const AttendArgs& args, const Step& step, Member& member) {
     for (int64_t n = 0; n < step.sequences; n++) units += tiles_of(n) * kv_heads;
     // Units of a sequence follow each other, so a member walks through the sequences once.
     int64_t sequence = 0, first = 0;
-    member.each(units, [&](int64_t unit) {
-        while (unit >= first + tiles_of(sequence) * kv_heads)
-            first += tiles_of(sequence++) * kv_heads;
-        const int64_t tiles = tiles_of(sequence), number = unit - first;
-        tile.attend(args, step, sequence, number / tiles, number % tiles * TILE_ROWS);
+    member.each_ahead(units, [&](int64_t number, int64_t following) {
+        const auto find = [&](int64_t number, int64_t& sequence, int64_t& first) -> Unit {
+            while (number >= first + tiles_of(sequence) * kv_heads)
+                first += tiles_of(sequence++) * kv_heads;
+            const int64_t tiles = tiles_of(sequence), place = number - first;
+            return {sequence, place / tiles, place % tiles * TILE_ROWS};
+        };
+        const Unit unit = find(number, sequence, first);
+        int64_t next_sequence = sequence, next_first = first;
+        const Unit next = following < units ? find(following, next_sequence, next_first) : unit;
+        const bool differs = next.sequence != unit.sequence || next.kv_head != unit.kv_head;
+        tile.attend(args, step, unit, differs ? &next : nullptr);
     });
 }
 
