@@ -25,6 +25,7 @@ JOIN_TIMEOUT = timedelta(seconds=30)
 # How long ranks that have met may take to connect. Gloo waits that long whatever else happens.
 CONNECT_TIMEOUT = timedelta(seconds=10)
 _POLL_S = 0.01
+_CONNECTION_S = 1.0  # for a connection to rank 0's store
 
 # Renamed in torch 2.13, which warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -75,6 +76,8 @@ class TensorParallel:
             return
         self.leave()
         if self._store is None or self.rank != 0:  # rank 0 may be new: connect again
+            if self.rank != 0:
+                _wait(lambda: _listens(master_addr, master_port), superseded)
             self._store = self._open_store(master_addr, master_port)
         _keep_to_interface_towards(master_addr, master_port)
         store = PrefixStore(f"epoch-{epoch}", self._store)
@@ -115,13 +118,7 @@ class TensorParallel:
         """
         keys = [f"rank-{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], "")
-        deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
-        while not store.check(keys):
-            if superseded():
-                raise SupersededError
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not all ranks met within {JOIN_TIMEOUT.total_seconds():g} s")
-            time.sleep(_POLL_S)
+        _wait(lambda: store.check(keys), superseded)
 
     def leave(self) -> None:
         """Leaves the current group, if any, even if the group has lost a rank. NCCL's kernels would
@@ -168,6 +165,37 @@ class TensorParallel:
             raise RanksLostError(str(error)) from error
         finally:
             self.waiting = False
+
+
+def _wait(met: Callable[[], bool], superseded: Callable[[], bool]) -> None:
+    """Waits until `met`.
+
+    Raises:
+        SupersededError, RuntimeError: as `TensorParallel.join`.
+    """
+    deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+    while not met():
+        if superseded():
+            raise SupersededError
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all ranks met within {JOIN_TIMEOUT.total_seconds():g} s")
+        time.sleep(_POLL_S)
+
+
+def _listens(host: str, port: int) -> bool:
+    """Whether rank 0's store takes connections. A client of the store that is refused tries again
+    only after about half a second, and does not notice a newer epoch meanwhile.
+
+    Raises:
+        RuntimeError: `host` has no address.
+    """
+    try:
+        socket.create_connection((host, port), _CONNECTION_S).close()
+    except socket.gaierror as error:
+        raise RuntimeError(f"ranks cannot meet at {host}, port {port}: {error}") from error
+    except OSError:
+        return False
+    return True
 
 
 def _keep_to_interface_towards(host: str, port: int) -> None:

@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 import psutil
 import pytest
+import torch
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 from deploy.health import CHANNEL_OPTIONS, SERVING, check_health
@@ -26,7 +27,8 @@ from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.waiting import WAIT_S, wait_for
 from tests.worker_svc.harness import Asked, Batch, limits, save_model
-from worker_svc.distributed import JOIN_TIMEOUT
+from worker_svc.distributed import JOIN_TIMEOUT, TensorParallel
+from worker_svc.errors import SupersededError
 
 # Several loading ranks share the cores with other tests.
 pytestmark = pytest.mark.timeout(400)
@@ -253,6 +255,14 @@ def test_a_newer_epoch_ends_the_wait_for_other_ranks(several: Ranks) -> None:
     several.configure(timeout_s=JOIN_TIMEOUT.total_seconds() / 2)
     assert alone.exception().code() == grpc.StatusCode.UNAVAILABLE
     assert several.run(FIRST)
+
+
+def test_a_newer_epoch_ends_the_wait_for_the_store_of_rank_0() -> None:
+    asked = itertools.count()
+    with pytest.raises(SupersededError):
+        TensorParallel(1, 2).join(
+            1, torch.device("cpu"), "127.0.0.1", free_port(), lambda: next(asked) == 2
+        )
 
 
 def test_ranks_listen_only_where_they_meet(models: Path, tmp_path: Path) -> None:
