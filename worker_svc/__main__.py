@@ -11,9 +11,7 @@ from worker_svc.devices.openmp import let_threads_spin_briefly
 let_threads_spin_briefly()
 
 import sys
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from shared.config import settings_or_exit
 from shared.pb.worker_pb2_grpc import add_WorkerServiceServicer_to_server
@@ -21,13 +19,11 @@ from shared.process.run import Ready, run_service
 from shared.rpc.roles import Callers
 from shared.rpc.server import Server
 from worker_svc.devices.choice import preload
-from worker_svc.errors import ModelError, StartError
-from worker_svc.kept_memory import KeptMemory
-from worker_svc.kernels.cpu.build import digest
+from worker_svc.errors import StartError
+from worker_svc.kept_memory import KeptMemory, kept_version
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.server import WorkerService
 from worker_svc.settings import WorkerSettings
-from worker_svc.weights.fingerprint import file_states
 
 SERVICE_NAME = "nanovllm.worker.v1.WorkerService"
 
@@ -59,18 +55,10 @@ async def serve(
         service.close()
 
 
-def kept_version(model: Path) -> str:
-    """What the next program has to find unchanged, besides modules and settings, if it is to use
-    the memory of this one (`KeptMemory`)."""
-    with suppress(ModelError, OSError):  # the fork tells the user
-        return f"{digest()} {file_states(model)}"
-    return ""
-
-
 def main() -> int:
     settings = settings_or_exit(WorkerSettings, sys.argv[1:])
     preload(settings.device)
-    memory = KeptMemory(kept_version(Path(settings.model)))
+    memory = KeptMemory(kept_version(settings))
     metrics = WorkerMetrics(settings.model)
     return run_service(
         "worker",

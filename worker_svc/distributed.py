@@ -76,10 +76,10 @@ class TensorParallel:
             return
         self.leave()
         if self._store is None or self.rank != 0:  # rank 0 may be new: connect again
+            _keep_to_interface_towards(master_addr, master_port)
             if self.rank != 0:
                 _wait(lambda: _listens(master_addr, master_port), superseded)
             self._store = self._open_store(master_addr, master_port)
-        _keep_to_interface_towards(master_addr, master_port)
         store = PrefixStore(f"epoch-{epoch}", self._store)
         self._meet(store, superseded)
         on_gpu = device.type == "cuda"
@@ -184,15 +184,9 @@ def _wait(met: Callable[[], bool], superseded: Callable[[], bool]) -> None:
 
 def _listens(host: str, port: int) -> bool:
     """Whether rank 0's store takes connections. A client of the store that is refused tries again
-    only after about half a second, and does not notice a newer epoch meanwhile.
-
-    Raises:
-        RuntimeError: `host` has no address.
-    """
+    only after about half a second, and does not notice a newer epoch meanwhile."""
     try:
         socket.create_connection((host, port), _CONNECTION_S).close()
-    except socket.gaierror as error:
-        raise RuntimeError(f"ranks cannot meet at {host}, port {port}: {error}") from error
     except OSError:
         return False
     return True

@@ -29,6 +29,9 @@ import structlog
 import torch
 
 from shared.process.kept import KeptObject, kept_file, may_have_damaged
+from worker_svc.errors import ModelError
+from worker_svc.settings import WorkerSettings
+from worker_svc.weights.fingerprint import file_states, model_files
 from worker_svc.weights.safetensors_file import DTYPES, NAMES
 
 log = structlog.get_logger(__name__)
@@ -53,12 +56,28 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 
+def kept_version(settings: WorkerSettings) -> str:
+    """What the next program has to find unchanged, besides the modules that are loaded by now, to
+    use the memory of this one (`KeptMemory`)."""
+    folder = Path(__file__).parent
+    sources = [each for each in folder.rglob("*") if each.suffix in (".py", ".h", ".cpp")]
+    try:
+        model = model_files(Path(settings.model))
+        return repr((settings, file_states([*sorted(sources), *model])))
+    except (ModelError, OSError):  # the fork tells the user
+        return uuid.uuid4().hex
+
+
 class WeightMemory:
     """The tensors of a model, in the order in which its loader asks for them."""
 
     def __init__(self, version: str = "") -> None:
         self._file = kept_file("weights", version)
         self._index = KeptObject("weights-index", version)
+        sealed = fcntl.fcntl(self._file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+        if sealed and self._index.read() is None:  # a fork died in between
+            os.close(self._file)
+            self._file = kept_file("weights", version)
         self._begin()
 
     def _begin(self) -> None:
@@ -107,6 +126,10 @@ class WeightMemory:
         """
         if self._states is None:
             return
+        # Again, because memory may have been too fragmented while files were read.
+        reasons = {_collapse(address, size) for address, _, size in self._chunks} - {""}
+        if reasons:
+            log.info("not all weights are in huge pages", reasons=sorted(reasons))
         for address, _, size in self._chunks:  # a writable mapping would keep it from being sealed
             _map_at(address, size, _NO_ACCESS, _NOTHING)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -151,8 +174,7 @@ class WeightMemory:
         address = _map(size, protection, mmap.MAP_SHARED, self._file, place)
         memory = _tensor_at(address, size)
         memory[::_HUGE] = 0  # a huge page without any page cannot be collapsed
-        if _libc.madvise(address, size, _MADV_COLLAPSE):
-            log.info("weights are not in huge pages", reason=os.strerror(ctypes.get_errno()))
+        _collapse(address, size)
         self._chunks.append((address, place, size))
         self._unused_at = place
         return memory
@@ -263,6 +285,15 @@ def _view(memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> tor
 def _tensor_at(address: int, size: int) -> torch.Tensor:
     """uint8 [size], never unmapped."""
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+
+
+def _collapse(address: int, size: int) -> str:
+    """Moves memory into huge pages -> why some of it could not be moved, or an empty text."""
+    reason = ""
+    for part in range(address, address + size, _HUGE):  # after a failure, Linux does not go on
+        if _libc.madvise(part, _HUGE, _MADV_COLLAPSE):
+            reason = os.strerror(ctypes.get_errno())
+    return reason
 
 
 def _map(size: int, protection: int, flags: int, file: int, place: int) -> int:

@@ -10,9 +10,10 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from deploy.errors import LaunchError, SupervisorGoneError
 from deploy.stack import SERVICES, Stack, make_directory, replace_file
 from shared.config import PREFIX
 from shared.process.board import read_board
-from shared.process.parent_process import RESTART
 from shared.process.parent_state import read_parent_state
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ BEAT_S = 1.0  # maximum time between its updates of the board
 _SILENT_S = 5.0  # without an update
 _LOCK_FILE = "supervisor.lock"
 _LOCK = "hhqqi"  # struct flock: type, whence, start, length, process id
-_KILL_AFTER_S = 5.0  # beyond a service's own grace period
+KILL_AFTER_S = 5.0  # beyond a service's own grace period
 _POLL_S = 0.02
 
 
@@ -101,7 +101,7 @@ def replace_supervisor(directory: Path) -> subprocess.Popen[bytes] | None:
         with suppress(psutil.NoSuchProcess):
             silent = psutil.Process(supervisor.pid)
             silent.kill()
-            wait_ended([silent], _KILL_AFTER_S)
+            wait_ended([silent], KILL_AFTER_S)
     environment.pop(NAME, None)
     return _run_supervisor(directory, environment, [])
 
@@ -188,13 +188,13 @@ def is_running(directory: Path) -> bool:
 
 def stop_timeout_s(stack: Stack) -> float:
     """Seconds that a process has to end on its own before it is killed."""
-    return stack.drain_timeout_s + _KILL_AFTER_S
+    return stack.drain_timeout_s + KILL_AFTER_S
 
 
 def stack_grace_s(directory: Path) -> float:
     """Seconds that all services together may take to stop, one after another."""
     try:
-        return len(SERVICES) * stop_timeout_s(Stack.load(directory)) + _KILL_AFTER_S
+        return len(SERVICES) * stop_timeout_s(Stack.load(directory)) + KILL_AFTER_S
     except LaunchError:
         return 0.0
 
@@ -203,29 +203,18 @@ def stop_processes(stack: Stack, names: Collection[str]) -> None:
     """Stops these processes, clients before the servers they call; returns once they have ended.
     The supervisor does not restart them until `start_processes`."""
     _set_stopped(stack, stopped_processes(stack.directory) | set(names))
-    _end(parent_processes(stack.directory), names, stop_timeout_s(stack))
+    end_in_order(parent_processes(stack.directory), names, stop_timeout_s(stack))
+    # A process whose end the supervisor sees only after `start_processes` would seem to have failed
+    # and start after a pause.
+    while _has_running(find_supervisor(stack.directory), names):
+        time.sleep(_POLL_S)
 
 
-def restart_in_place(stack: Stack, commands: Mapping[str, Sequence[str]]) -> set[str]:
-    """Makes processes start their programs again, which keeps the memory that outlives their forks.
-    Returns once the forks have ended.
-
-    Args:
-        commands: the command line of each process, by name. A process with another one, or without
-            a fork, is left alone.
-
-    Returns:
-        The names of the processes that were not left alone.
-    """
-    forks = {}
-    for name, process in parent_processes(stack.directory).items():
-        with suppress(psutil.Error):
-            state = read_parent_state(process.pid)
-            if state and state.pid and process.cmdline()[1:] == [*commands.get(name, ())][1:]:
-                forks[name] = psutil.Process(state.pid)
-                process.send_signal(RESTART)
-    _end(forks, None, stop_timeout_s(stack))
-    return set(forks)
+def _has_running(supervisor: SupervisorState | None, names: Collection[str]) -> bool:
+    """Whether a supervisor that is not silent thinks that one of these processes runs."""
+    if supervisor is None or supervisor.state == "SILENT":
+        return False
+    return any(each.state == "RUNNING" and each.name in names for each in supervisor.processes)
 
 
 def start_processes(stack: Stack, names: Collection[str]) -> None:
@@ -315,7 +304,7 @@ def stop_stack(
     with suppress(LaunchError):
         stack = Stack.load(directory)
         (directory / "stack.json").unlink()  # from now on the supervisor starts nothing
-        _end(parent_processes(directory), None, stop_timeout_s(stack), deadline)
+        end_in_order(parent_processes(directory), None, stop_timeout_s(stack), deadline)
     # A process that is ending may have lost its environment, but still has its ports.
     while alive := [process for process in members if _is_alive(process)]:
         pids = {process.pid for process in alive}
@@ -339,26 +328,31 @@ def _others(directory: Path, spared: int) -> set[psutil.Process]:
     return {each for each in stack_members(directory) if each.pid != spared}
 
 
-def _end(
-    running: dict[str, psutil.Process],
+def end_in_order(
+    running: Mapping[str, psutil.Process],
     names: Collection[str] | None,
     limit_s: float,
     deadline: float = float("inf"),
+    terminate: Callable[[str], object] | None = None,
 ) -> None:
-    """Stops the processes with these names, or all, one service at a time. Kills those that do not
-    end within `limit_s` seconds, or by the `deadline`."""
+    """Ends the processes with these names, or all, one service at a time. Kills those that do not
+    end within `limit_s` seconds, or by the `deadline`.
+
+    Args:
+        terminate: tells a process to end, by name. None: sends SIGTERM.
+    """
     for service in reversed(SERVICES):
-        chosen = [
-            process
+        chosen = {
+            name: process
             for name, process in running.items()
             if name.rpartition("-")[0] == service and (names is None or name in names)
-        ]
-        for process in chosen:
-            _signal(process.terminate)
-        if not wait_ended(chosen, min(limit_s, deadline - time.monotonic())):
-            for process in chosen:
+        }
+        for name, process in chosen.items():
+            _signal(partial(terminate, name) if terminate else process.terminate)
+        if not wait_ended(chosen.values(), min(limit_s, deadline - time.monotonic())):
+            for process in chosen.values():
                 _signal(process.kill)
-            wait_ended(chosen, _KILL_AFTER_S)
+            wait_ended(chosen.values(), KILL_AFTER_S)
 
 
 def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:

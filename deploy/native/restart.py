@@ -6,11 +6,14 @@ If there are several engines, frontends leave each one before it restarts, and r
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import psutil
 
 from deploy.engines import (
     list_engines,
@@ -22,13 +25,24 @@ from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.first_tokens import stream_completion
 from deploy.model import resolve_model
 from deploy.native.guards import uninterrupted
-from deploy.native.processes import restart_in_place, start_processes, stop_processes
+from deploy.native.processes import (
+    KILL_AFTER_S,
+    end_in_order,
+    parent_processes,
+    start_processes,
+    stop_processes,
+    stop_timeout_s,
+)
 from deploy.native.progress import show_progress
 from deploy.native.scale import apply, changing
 from deploy.native.startup import Report, wait_until_serving
 from deploy.native.supervisor import command
 from deploy.stack import ENGINE_SERVICES, Process, Stack, first_token
 from frontend.text.model_files import ModelFilesError, read_model_facts
+from shared.process.parent_process import RESTART
+from shared.process.parent_state import read_parent_state
+
+_POLL_S = 0.02
 
 
 def restart(
@@ -156,9 +170,8 @@ def _restart(stack: Stack, processes: Sequence[Process], report: Report) -> None
     Raises:
         StartError: a process cannot start.
     """
-    commands = {each.name: command(stack, each) for each in processes}
     with uninterrupted():
-        if others := commands.keys() - restart_in_place(stack, commands):
+        if others := {each.name for each in processes} - _restart_in_place(stack, processes):
             stop_processes(stack, others)
             start_processes(stack, others)
     wait_until_serving(stack, report)
@@ -166,6 +179,42 @@ def _restart(stack: Stack, processes: Sequence[Process], report: Report) -> None
     # anything, it would conclude that the same step has failed again.
     while not _answers(stack):
         wait_until_serving(stack, report)
+
+
+def _restart_in_place(stack: Stack, processes: Sequence[Process]) -> set[str]:
+    """Makes processes start their programs again, which keeps the memory that outlives their forks.
+    Returns once they have begun to.
+
+    Returns:
+        The names of the processes that do. Those with another command line, or without a fork, are
+        left alone.
+    """
+    parents, forks = parent_processes(stack.directory), {}
+    for process in processes:
+        with suppress(KeyError, psutil.Error):
+            parent = parents[process.name]
+            state = read_parent_state(parent.pid)
+            if state and state.pid and parent.cmdline()[1:] == command(stack, process)[1:]:
+                forks[process.name] = psutil.Process(state.pid)
+
+    def begins(name: str) -> bool:
+        state = read_parent_state(parents[name].pid)
+        return state is None or state.pid != forks[name].pid
+
+    end_in_order(
+        forks,
+        None,
+        stop_timeout_s(stack),
+        terminate=lambda name: parents[name].send_signal(RESTART),
+    )
+    deadline = time.monotonic() + KILL_AFTER_S
+    while waiting := [name for name in forks if not begins(name)]:
+        if time.monotonic() > deadline:  # the supervisor starts it
+            for name in waiting:
+                with suppress(psutil.NoSuchProcess):
+                    parents[name].kill()
+        time.sleep(_POLL_S)
+    return set(forks)
 
 
 def _answers(stack: Stack) -> bool:

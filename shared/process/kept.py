@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
 PREFIX = "nanovllm-"  # of the names of memory files
@@ -85,12 +84,12 @@ def restart_program() -> NoReturn:
 
 def _kept_files() -> Iterator[tuple[int, str]]:
     """Yields the descriptors and names of this process's kept files."""
-    folder, begin = Path("/proc/self/fd"), f"/memfd:{PREFIX}"
-    for descriptor in [*folder.iterdir()]:
+    folder, begin = "/proc/self/fd", f"/memfd:{PREFIX}"
+    for descriptor in os.listdir(folder):
         with suppress(OSError):  # the folder's own
-            target = os.readlink(descriptor)
+            target = os.readlink(f"{folder}/{descriptor}")
             if target.startswith(begin + _KEPT):
-                yield int(descriptor.name), target.removeprefix(begin).removesuffix(" (deleted)")
+                yield int(descriptor), target.removeprefix(begin).removesuffix(" (deleted)")
 
 
 def _loaded_code() -> list[tuple[str, int, int]]:

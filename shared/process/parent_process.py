@@ -31,14 +31,16 @@ log = structlog.get_logger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESTART = signal.SIGUSR2  # not SIGHUP, which also says that a terminal has closed
+_HANDLED = (*_SIGNALS, RESTART)
 
 
 class ParentProcess:
     """Keeps `serve` running in a fork of this process, and `companion`, if given, in another.
 
     Once a service fork has been ready, the parent always forks again, whatever ends a fork or
-    keeps the next one from starting. It passes on SIGTERM and SIGINT. No fork outlives it. After
-    the signal `RESTART`, the end of the service fork starts this program again, in this process.
+    keeps the next one from starting. It passes on SIGTERM and SIGINT. No fork outlives it. The
+    signal `RESTART` ends the service fork like SIGTERM, and then starts this program again, in this
+    process.
 
     Args:
         serve: calls `Heartbeat.ready` once it serves. If it cannot serve, it calls
@@ -80,9 +82,8 @@ class ParentProcess:
         gc.freeze()
         signal.set_wakeup_fd(self._waking)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only a signal with a handler wakes
-        for number in _SIGNALS:
+        for number in _HANDLED:
             signal.signal(number, lambda number, _: self._signals.append(number))
-        signal.signal(RESTART, lambda *_: setattr(self, "_restarts_program", True))
         next_check = 0.0
         while True:
             for fork in self._forks:
@@ -113,17 +114,17 @@ class ParentProcess:
         """Forks; the child runs the function of `fork`, then ends."""
         parent = os.getpid()
         # A signal that arrives here waits until the child no longer has the parent's handlers.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
         theirs = fork.fork()
         if theirs is None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
             return
         signal.set_wakeup_fd(-1)
-        for number in (*_SIGNALS, signal.SIGCHLD, RESTART):
+        for number in (*_HANDLED, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         if fork is not self._service:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
         end_with_parent(parent)
         for each in self._forks:
             each.close()
@@ -142,7 +143,10 @@ class ParentProcess:
     def _pass_signals_on(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
-            self._ending, self._restarts_program = True, False
+            # A signal to end counts more, whichever comes first.
+            first = not self._ending or self._restarts_program
+            self._ending, self._restarts_program = True, first and number == RESTART
+            number = signal.SIGTERM if number == RESTART else number
             if self._service.pid:
                 os.kill(self._service.pid, number)
             else:
@@ -153,7 +157,7 @@ class ParentProcess:
         service = self._service
         if not service.has_ended or service.status is None:
             return None
-        if service.status and service.was_ready and not (self._ending or self._restarts_program):
+        if service.status and service.was_ready and not self._ending:
             return None
         if service.status == CANNOT_START and not self._ending:
             log.error("cannot start", reason=service.reason)
@@ -167,7 +171,7 @@ class ParentProcess:
                 os.waitpid(fork.pid, 0)
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        if not self._signals:
+        if not {*_SIGNALS} & {*self._signals}:
             log.info("starting the program again")
             restart_program()
 

@@ -179,7 +179,6 @@ kept = KeptObject("number", version=starts.with_name("version").read_text())
             nonlocal fork, companion
             before = psutil.Process(companion)
             parent.process.send_signal(RESTART)
-            os.kill(fork, signal.SIGTERM)
             fork, companion = parent.next_pid(role), parent.next_pid("companion")
             assert psutil.Process(fork).ppid() == parent.process.pid
             assert not before.is_running()
@@ -190,10 +189,28 @@ kept = KeptObject("number", version=starts.with_name("version").read_text())
         restarted("first")
         files = [os.readlink(each) for each in Path(f"/proc/{fork}/fd").iterdir()]
         assert sum("nanovllm-kept" in each for each in files) == 1  # others were closed
-        # A signal that ends the program counts more than one to restart it.
-        parent.process.send_signal(RESTART)
-        parent.process.send_signal(signal.SIGTERM)
-        assert parent.process.wait(60) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("numbers", [(RESTART, signal.SIGTERM), (signal.SIGTERM, RESTART)])
+def test_a_signal_that_ends_a_program_counts_more_than_one_that_restarts_it(
+    tmp_path: Path, numbers: tuple[signal.Signals, ...]
+) -> None:
+    body = """
+    signal.signal(signal.SIGTERM, lambda *_: say_pid("told"))
+    ready()
+    say_pid()
+    while not starts.with_name("end").exists():
+        time.sleep(0.01)
+    os._exit(9)
+"""
+    with running_parent(tmp_path / "starts", body) as parent:
+        parent.next_fork()
+        for number in numbers:
+            parent.process.send_signal(number)
+            parent.next_pid("told")
+        (tmp_path / "end").touch()
+        assert parent.process.wait(60) == 9
+    assert (tmp_path / "starts").read_text() == "."
 
 
 def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.worker_svc.device import DEVICE
 from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
 from tests.worker_svc.quantization import writers
 from worker_svc import kept_memory
-from worker_svc.kept_memory import KeptMemory, WeightMemory
+from worker_svc.kept_memory import KeptMemory, WeightMemory, kept_version
 from worker_svc.kernels import cpu_features
 from worker_svc.model_runner import ModelRunner
 
@@ -113,6 +113,44 @@ def test_states() -> None:
         for found, expected in zip(states, given, strict=True):
             assert_equal(found, expected)
             assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values() if len(tensor))
+
+
+def inherit(weights: WeightMemory) -> None:
+    """Does what a program does before another one replaces it."""
+    for file in (weights._file, weights._index._file):
+        os.set_inheritable(file, True)
+
+
+def test_the_next_program_finds_weights_unless_they_are_sealed_but_not_complete() -> None:
+    version, given = "of this test", [state()]
+    weights = WeightMemory(version)
+    weights.add(given[0])
+    weights.seal("key", "notes")
+    inherit(weights)
+    found = WeightMemory(version)
+    assert found.notes("key") == "notes"
+    assert_equal(*found.states(), given[0])
+
+    found._index.clear()  # as if a fork had died before it was written
+    inherit(found)
+    empty = WeightMemory(version)
+    assert empty.notes("key") is None
+    empty.add(given[0])
+    empty.seal("key", "other notes")
+    assert empty.notes("key") == "other notes"
+
+
+def test_a_version_covers_settings_and_files_of_the_model(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    settings = worker_settings(tmp_path)
+    version = kept_version(settings)
+    assert kept_version(settings) == version
+    assert kept_version(worker_settings(tmp_path, kv_dtype="int8")) != version
+    (weights,) = tmp_path.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes())
+    assert kept_version(settings) != version
+    weights.unlink()
+    assert kept_version(settings) != kept_version(settings)
 
 
 def test_nothing_can_write_to_sealed_weights() -> None:

@@ -7,7 +7,7 @@ import fcntl
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -43,7 +43,7 @@ class ModelFiles:
             ModelError: as `weight_files`, or a file cannot be read.
         """
         self._model_dir = model_dir
-        self._states = file_states(self._model_dir)
+        self._states = file_states(model_files(self._model_dir))
         self.fingerprint = self._read_fingerprint()
 
     def check_unchanged(self) -> None:
@@ -52,7 +52,7 @@ class ModelFiles:
         Raises:
             ModelError: a file has changed.
         """
-        changed = file_states(self._model_dir) != self._states
+        changed = file_states(model_files(self._model_dir)) != self._states
         if changed and self._read_fingerprint() != self.fingerprint:
             raise ModelError(f"model: {self._model_dir} changed while it was loaded; start again")
 
@@ -64,14 +64,17 @@ class ModelFiles:
         return digest.hexdigest()[:_HEX_DIGITS]
 
 
-def file_states(model_dir: Path) -> list[tuple[str, str]]:
-    """The names and states of a model's config.json and weight files. A file that changes gets
-    another state.
+def model_files(model_dir: Path) -> list[Path]:
+    """A model's config.json and weight files.
 
     Raises:
         ModelError: as `weight_files`.
     """
-    paths = [model_dir / "config.json", *weight_files(model_dir)]
+    return [model_dir / "config.json", *weight_files(model_dir)]
+
+
+def file_states(paths: Iterable[Path]) -> list[tuple[str, str]]:
+    """The names and states of files. A file that changes gets another state."""
     return [(path.name, _state(path.stat())) for path in paths]
 
 

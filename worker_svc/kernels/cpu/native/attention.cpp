@@ -57,20 +57,15 @@ struct Unit {
     int64_t sequence, kv_head, first_row;
 };
 
-// Slots of a block.
-struct Run {
-    int64_t block, slot, size;
-};
-
-// Calls work(done, run) for the runs that hold positions [first, first + size) of a sequence, where
-// `done` positions come before the run.
+// Calls work(done, block, slot, run) for the runs of slots of a block that hold positions
+// [first, first + size) of a sequence, where `done` positions come before the run.
 template <class Work>
 inline void each_run(const Cache& cache, const int32_t* blocks, int64_t first, int64_t size,
                      const Work& work) {
     for (int64_t done = 0; done < size;) {
         const int64_t position = first + done, slot = position % cache.block_size;
         const int64_t run = std::min(cache.block_size - slot, size - done);
-        work(done, Run{blocks[position / cache.block_size], slot, run});
+        work(done, blocks[position / cache.block_size], slot, run);
         done += run;
     }
 }
@@ -80,14 +75,14 @@ inline void fetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
 template <class Kind>
 class Tile {
   public:
-    // Computes a unit, and meanwhile fetches the first keys of the next one, if there is one with
-    // other keys. The pieces of a cache are too short for the CPU to fetch them ahead by itself.
+    // Computes a unit. Meanwhile fetches the first keys of `next`, unless it has the same keys: the
+    // pieces of a cache are too short for the CPU to fetch them ahead by itself.
     //
     // Not inlined, nor specialized: GCC would look up the thread's tile in each loop.
     [[gnu::noipa]]
-    void attend(const AttendArgs& args, const Step& step, const Unit& unit, const Unit* next) {
+    void attend(const AttendArgs& args, const Step& step, const Unit& unit, const Unit& next) {
         const Cache& cache = args.cache;
-        const auto [sequence, kv_head, first_row] = unit;
+        const int64_t sequence = unit.sequence, kv_head = unit.kv_head, first_row = unit.first_row;
         const int64_t group = args.heads / cache.kv_heads, start = step.query_starts[sequence];
         const int64_t tokens = step.query_starts[sequence + 1] - start;
         const int64_t before = step.context_lens[sequence] - tokens;
@@ -117,9 +112,9 @@ class Tile {
             const int64_t following = first + chunk;
             if (following < seen)
                 look_ahead(cache, blocks, kv_head, following, std::min(chunk, seen - following));
-            else if (next)
-                look_ahead(cache, blocks_of(next->sequence), next->kv_head, 0,
-                           std::min<int64_t>(chunk, step.context_lens[next->sequence]));
+            else if (next.sequence != sequence || next.kv_head != kv_head)
+                look_ahead(cache, blocks_of(next.sequence), next.kv_head, 0,
+                           std::min<int64_t>(chunk, step.context_lens[next.sequence]));
             else
                 next_vectors_ = 0;
             for (int64_t row = 0; row < rows_;) {
@@ -166,8 +161,7 @@ class Tile {
         const int64_t row_bytes = 4 * cache.row_size(), code_bytes = cache.code_bytes();
         size_ = size;
         vectors_ = groups_ = 0;
-        each_run(cache, blocks, first, size, [&](int64_t done, Run at) {
-            const auto [block, slot, run] = at;
+        const auto find = [&](int64_t done, int64_t block, int64_t slot, int64_t run) {
             const uint8_t* keys = cache.keys(block, kv_head);
             const uint8_t* values = cache.values(block, kv_head);
             for (int64_t i = 0; i < run; i += LANES) {
@@ -182,7 +176,8 @@ class Tile {
             }
             for (int64_t i = 0; i < run; i += Kind::DEPTH)
                 values_[groups_++] = values + (slot + i) / Kind::DEPTH * row_bytes;
-        });
+        };
+        each_run(cache, blocks, first, size, find);
         if constexpr (Kind::SCALED) {
             float* last = value_scales_ + size / LANES * LANES;
             store(last, first_lanes(load<F32s>(last), size % LANES, 0));
@@ -196,8 +191,7 @@ class Tile {
     void look_ahead(const Cache& cache, const int32_t* blocks, int64_t kv_head, int64_t first,
                     int64_t size) {
         next_vectors_ = 0;
-        each_run(cache, blocks, first, size, [&](int64_t, Run at) {
-            const auto [block, slot, run] = at;
+        const auto find = [&](int64_t, int64_t block, int64_t slot, int64_t run) {
             const uint8_t* keys = cache.keys(block, kv_head);
             for (int64_t i = 0; i < run; i += LANES) {
                 next_keys_[next_vectors_++] = keys + (slot + i) * steps_ * 4;
@@ -207,7 +201,8 @@ class Tile {
                     fetch(cache.values(block, kv_head) + scales);
                 }
             }
-        });
+        };
+        each_run(cache, blocks, first, size, find);
     }
 
     // Replaces the last words by words without the unused slot, whose value might be NaN.
@@ -402,7 +397,7 @@ void attend_tiles(const AttendArgs& args, const Step& step, Member& member) {
     for (int64_t n = 0; n < step.sequences; n++) units += tiles_of(n) * kv_heads;
     // Units of a sequence follow each other, so a member walks through the sequences once.
     int64_t sequence = 0, first = 0;
-    member.each_ahead(units, [&](int64_t number, int64_t following) {
+    member.each(units, [&](int64_t number) {
         const auto find = [&](int64_t number, int64_t& sequence, int64_t& first) -> Unit {
             while (number >= first + tiles_of(sequence) * kv_heads)
                 first += tiles_of(sequence++) * kv_heads;
@@ -411,9 +406,9 @@ void attend_tiles(const AttendArgs& args, const Step& step, Member& member) {
         };
         const Unit unit = find(number, sequence, first);
         int64_t next_sequence = sequence, next_first = first;
-        const Unit next = following < units ? find(following, next_sequence, next_first) : unit;
-        const bool differs = next.sequence != unit.sequence || next.kv_head != unit.kv_head;
-        tile.attend(args, step, unit, differs ? &next : nullptr);
+        const int64_t next = number + member.size;  // probably
+        tile.attend(args, step, unit,
+                    next < units ? find(next, next_sequence, next_first) : unit);
     });
 }
 
