@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from typing import Any, NoReturn
 
 PREFIX = "nanovllm-"  # of the names of memory files
@@ -49,8 +50,8 @@ def kept_file(name: str, version: str = "") -> int:
     -> its descriptor.
 
     Args:
-        version: everything, besides the modules loaded by now, on which the meaning of the bytes
-            depends. A file of another version is not found.
+        version: everything, besides the modules loaded at the first call, on which the meaning of
+            the bytes depends. A file of another version is not found.
 
     Raises:
         OSError: there are too many descriptors.
@@ -92,8 +93,9 @@ def _kept_files() -> Iterator[tuple[int, str]]:
                 yield int(descriptor), target.removeprefix(begin).removesuffix(" (deleted)")
 
 
+@cache
 def _loaded_code() -> list[tuple[str, int, int]]:
-    """The files of all loaded modules, with their sizes and times."""
+    """The files of all modules that are loaded at the first call, with their sizes and times."""
     files = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
     states = []
     for file in sorted(filter(None, files)):
