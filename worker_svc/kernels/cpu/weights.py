@@ -199,13 +199,16 @@ def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
             f"group_size: {weight.group_size} is not a multiple of {depth}, as {weight.format} "
             "weights on a CPU need"
         )
+    # On the meta device, `^`, `&`, `|` and `stack` import torch's compiler, which takes a second.
     if int8:
-        # An unsigned byte holds code + 128.
-        codes = _in_panels(weight.codes.view(torch.uint8) ^ 128, 4, fill=128).view(torch.int8)
+        codes = weight.codes.view(torch.uint8).clone().add_(128)  # modulo 256
+        codes = _in_panels(codes, 4, fill=128).view(torch.int8)
     else:
-        nibbles = torch.stack((weight.codes & 15, weight.codes >> 4), dim=2).flatten(1)
-        fours = _in_panels(nibbles, 8).unflatten(3, (2, 4))
-        codes = (fours[..., 0, :] | (fours[..., 1, :] << 4)).contiguous()
+        nibbles = weight.codes.new_empty(*weight.codes.shape, 2)
+        nibbles[..., 1] = weight.codes >> 4
+        nibbles[..., 0] = weight.codes.clone().sub_(nibbles[..., 1] << 4)
+        fours = _in_panels(nibbles.flatten(1), 8).unflatten(3, (2, 4))
+        codes = (fours[..., 1, :] << 4).add_(fours[..., 0, :]).contiguous()
         codes = codes.view(torch.int32).squeeze(3)
     zeros = torch.empty(0, 0, 0, dtype=torch.int32)
     if weight.zeros is not None:
