@@ -57,8 +57,8 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 def kept_version(settings: WorkerSettings) -> str:
-    """What the next program has to find unchanged, besides the modules that are loaded by now, to
-    use the memory of this one (`KeptMemory`)."""
+    """A text that changes with the settings, the worker's sources or the model's files. The next
+    program uses the memory of this one only if it has the same text (`KeptMemory`)."""
     folder = Path(__file__).parent
     sources = [each for each in folder.rglob("*") if each.suffix in (".py", ".h", ".cpp")]
     try:
@@ -290,7 +290,7 @@ def _tensor_at(address: int, size: int) -> torch.Tensor:
 def _collapse(address: int, size: int) -> str:
     """Moves memory into huge pages -> why some of it could not be moved, or an empty text."""
     reason = ""
-    for part in range(address, address + size, _HUGE):  # after a failure, Linux does not go on
+    for part in range(address, address + size, _HUGE):  # in one call, a failure would end it
         if _libc.madvise(part, _HUGE, _MADV_COLLAPSE):
             reason = os.strerror(ctypes.get_errno())
     return reason

@@ -122,20 +122,20 @@ def inherit(weights: WeightMemory) -> None:
 
 
 def test_the_next_program_finds_weights_unless_they_are_sealed_but_not_complete() -> None:
-    version, given = "of this test", [state()]
+    version, given = "of this test", state()
     weights = WeightMemory(version)
-    weights.add(given[0])
+    weights.add(given)
     weights.seal("key", "notes")
     inherit(weights)
     found = WeightMemory(version)
     assert found.notes("key") == "notes"
-    assert_equal(*found.states(), given[0])
+    assert_equal(*found.states(), given)
 
     found._index.clear()  # as if a fork had died before it was written
     inherit(found)
     empty = WeightMemory(version)
     assert empty.notes("key") is None
-    empty.add(given[0])
+    empty.add(given)
     empty.seal("key", "other notes")
     assert empty.notes("key") == "other notes"
 
