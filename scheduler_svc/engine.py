@@ -104,6 +104,8 @@ class Engine:
             scheduler.pace,
             self._traces,
         ]
+        if scheduler.speculation:
+            self._observers.append(scheduler.speculation)
         self._executor = executor
         self.emit = emit
         self._on_serving = on_serving
@@ -210,6 +212,8 @@ class Engine:
         while len(self._in_flight) < self._max_in_flight:
             if wait_s := self._masks_wait_s():
                 return wait_s
+            # Sequences are tried as they were when the workers were lost, or simpler.
+            self.scheduler.may_draft = not self._suspects
             step = self.scheduler.schedule(self.clock())
             if step is None:
                 break
@@ -229,7 +233,8 @@ class Engine:
             self._constraints.advance(outputs)
         if self._suspects:
             for row in step.rows:
-                self._suspects.passed(row.seq, row.start + row.num_tokens)
+                if row.draft is None:
+                    self._suspects.passed(row.seq, row.start + row.num_tokens)
         timing = StepTiming(now - max(sent_at, free_since), max(0.0, sent_at - free_since), now)
         for observer in self._observers:
             observer.step_answered(step, timing)
@@ -263,7 +268,7 @@ class Engine:
             row.seq: row.start + row.num_tokens
             for step, _ in self._in_flight
             for row in step.rows
-            if row.seq.status is not Status.FINISHED
+            if row.seq.status is not Status.FINISHED and row.draft is None
         }
         log.warning("workers lost; recovering", reason=reason, sequences=len(in_flight))
         self._stop_watching()

@@ -28,7 +28,8 @@ _MAX_IN_FLIGHT = 2  # steps that an engine sends before it has an answer
 
 @dataclass(frozen=True)
 class Beside:
-    """The scheduler's knowledge when it sent a step."""
+    """The scheduler's knowledge when it sent a step. A row of the owner of the row before it has a
+    drafted token, which may not be the owner's."""
 
     owners: Seq[Owner]  # of the rows
     answered: int  # the last step whose answer had arrived
@@ -226,21 +227,18 @@ class Sanitizer:
 
     def _write(self, step: StepColumns, beside: Beside | None) -> None:
         ids, first = self._resolve(step.input_ids), 0
-        states: list[int] = []
+        self._note_change(step, step.slots)
         for query_len, context_len, offset in zip(
             step.query_lens.tolist(), step.context_lens.tolist(), step.first_attended, strict=True
         ):
-            start = context_len - query_len
+            start, end = context_len - query_len, first + query_len
             before = step.attended_slots[offset + start - 1]
-            state = int(self._states[before]) if start else EMPTY
-            for token in ids[first : first + query_len]:
-                state = extend(state, token)
-                states.append(state)
-            first += query_len
-        self._note_change(step, step.slots)
+            state = int(self._states[before]) if start else EMPTY  # may be of the row before
+            for slot, token in zip(step.slots[first:end], ids[first:end], strict=True):
+                self._states[slot] = state = extend(state, token)
+            first = end
         self._unanswered[step.slots] = 0
         self._tokens[step.slots] = ids
-        self._states[step.slots] = states
         self._positions[step.slots] = step.positions
         self._written[step.slots] = self._computed[step.slots] = step.request.step_id
         if beside is not None:
@@ -290,16 +288,18 @@ class Sanitizer:
     def _check_owners(self, step: StepColumns, beside: Beside) -> None:
         """Tokens must be the sequence's own; those that others computed must have been answered."""
         slots, lens = step.attended_slots, step.context_lens
-        for owner, context_len in zip(beside.owners, lens.tolist(), strict=True):
+        known = self._known_lens(step, beside.owners)
+        expected = []
+        for row, (owner, context_len) in enumerate(zip(beside.owners, lens.tolist(), strict=True)):
             if context_len > len(owner.states):
                 fail(f"{owner.name} needs no token at position {context_len - 1}")
-        expected = np.concatenate(
-            [o.states[:n] for o, n in zip(beside.owners, lens.tolist(), strict=True)]
-        )
+            first = step.first_attended[row]
+            drafted = self._states[slots[first + known[row] : first + context_len]]
+            expected += [owner.states[: known[row]], drafted]
         foreign = self._writers[slots] != np.repeat([o.number for o in beside.owners], lens)
         salts = np.repeat([owner.salt for owner in beside.owners], lens)
         for wrong, what in (
-            (self._states[slots] != expected, "holds another sequence's tokens"),
+            (self._states[slots] != np.concatenate(expected), "holds another sequence's tokens"),
             (foreign & (self._computed[slots] > beside.answered), "comes from a step in flight"),
             (self._salts[slots] != salts, "was computed for another cache salt"),
         ):
@@ -308,3 +308,19 @@ class Sanitizer:
                 fail(f"position {step.attended_positions[place]} of {step.row_name(place)} {what}")
         if step.seeds.tolist() != [owner.params.seed for owner in beside.owners]:
             fail("seeds are those of other rows")
+
+    @staticmethod
+    def _known_lens(step: StepColumns, owners: Seq[Owner]) -> list[int]:
+        """The number of leading tokens of each row's context that are not drafted."""
+        known: list[int] = step.context_lens.tolist()
+        for row in range(1, len(owners)):
+            if owners[row] is owners[row - 1]:
+                if (
+                    step.query_lens[row] != 1
+                    or step.context_lens[row] != 1 + step.context_lens[row - 1]
+                ):
+                    fail(f"row {row} has no draft of the token after row {row - 1}")
+                if not step.samples[row - 1]:
+                    fail(f"row {row} has a draft of a token that row {row - 1} does not sample")
+                known[row] = known[row - 1]
+        return known

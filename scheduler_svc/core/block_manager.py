@@ -222,6 +222,15 @@ class BlockManager:
             seq.block_table.append(self._take())
         return True
 
+    def reserve(self, seq: Sequence, num_tokens: int, keep_free: int) -> int:
+        """Makes room for up to `num_tokens` next tokens of a running sequence, but leaves
+        `keep_free` blocks. Returns the number of tokens that there is room for."""
+        end = seq.num_scheduled_tokens + num_tokens
+        while len(seq.block_table) < self.blocks_for(end) and self.num_free_blocks > keep_free:
+            seq.block_table.append(self._take())
+        room = len(seq.block_table) * self.block_size - seq.num_scheduled_tokens
+        return min(room, num_tokens)
+
     def publish(self, seq: Sequence) -> None:
         """Makes the blocks that the computed tokens fill available to other sequences.
 

@@ -34,6 +34,8 @@ class Stats:
     step_sequences: int = 0
     step_tokens: int = 0
     sampled_tokens: int = 0
+    draft_tokens: int = 0  # in steps
+    accepted_tokens: int = 0  # of these
     admissions: int = 0  # preempted sequences count each time
     preemptions: int = 0
     lost_tokens: int = 0  # computed, but lost with the cache

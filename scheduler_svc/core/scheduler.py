@@ -2,7 +2,9 @@
 
 Decisions are plain data (`Step`), applied when the answer arrives: `schedule → run → apply`. A step
 may be scheduled while the previous step is in flight. Of the tokens that the previous step will
-sample, only the rows are known then. The scheduler knows no clock, no network and no tensor.
+sample, only the rows are known then. A step with drafted tokens is answered before the next step is
+scheduled, because nobody knows how many of its tokens will hold. The scheduler knows no clock, no
+network and no tensor.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from scheduler_svc.core.budgets import INPUT, OUTPUT, Budgets
 from scheduler_svc.core.client import Client
 from scheduler_svc.core.open_sequences import OpenSequences
 from scheduler_svc.core.pace import Pace, PromptBudget
-from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Status
+from scheduler_svc.core.sequence import FinishCause, Row, Sequence, SequenceKey, Status
+from scheduler_svc.core.speculation import Speculation
 from scheduler_svc.core.step import Answer, End, Output, Step, take_prompt_logprobs
 from scheduler_svc.core.waiting_queue import WaitingQueue
 
@@ -29,11 +32,16 @@ _usage_of = attrgetter("seq.usage")
 
 class Scheduler:
     """Plans steps and applies their answers. Every sequence that `add` accepts ends exactly once,
-    with an `Output` that carries its `end`, or silently by `abort`."""
+    with an `Output` that carries its `end`, or silently by `abort`. Without `speculation`, no token
+    is drafted."""
 
-    def __init__(self, limits: Limits, blocks: BlockManager) -> None:
+    def __init__(
+        self, limits: Limits, blocks: BlockManager, speculation: Speculation | None = None
+    ) -> None:
         self.limits = limits
         self.blocks = blocks
+        self.speculation = speculation
+        self.may_draft = True
         self.pace = Pace()
         self.clients_have_names = False  # set by a frontend that names its clients
         self._waiting = WaitingQueue(int(_SHORT_PART * _prefill_budget(limits, num_decodes=1)))
@@ -43,6 +51,7 @@ class Scheduler:
         self.stats = self._open.stats
         self._budgets = Budgets()
         self._now = 0.0  # when a step was last scheduled
+        self._last_drafted = 0  # the last step with drafts
 
     @property
     def num_running(self) -> int:
@@ -132,6 +141,9 @@ class Scheduler:
         """
         self._now = now
         sequences = self._open
+        in_flight = sequences.last_answered < sequences.last_step
+        if self._last_drafted > sequences.last_answered:
+            return None
         self.pace.begin_step(now, shared=self._waiting.usages.several_are_open)
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
@@ -146,7 +158,10 @@ class Scheduler:
         full = [seq for seq in decodes if seq.num_scheduled_tokens == len(seq.block_table) * size]
 
         crowded = len(full) > self.blocks.num_free_blocks
-        if crowded and sequences.last_answered < sequences.last_step:
+        if crowded and in_flight:
+            return None
+        speculation = self.speculation if self.may_draft else None
+        if in_flight and speculation and speculation.waits(decodes):
             return None
         while len(full) > self.blocks.num_free_blocks:
             preempted = sequences.preempt_last(self._running)
@@ -157,20 +172,18 @@ class Scheduler:
             self.blocks.append_slot(seq)
 
         number = sequences.last_step + 1
-        rows = [seq.schedule(1, number, i) for i, seq in enumerate(decodes)]
+        if speculation and not (in_flight or crowded):
+            rows = self._schedule_with_drafts(decodes, number, speculation)
+        else:
+            rows = [seq.schedule(1, number, i) for i, seq in enumerate(decodes)]
+        num_decodes, num_drafts = len(rows), len(rows) - len(decodes)
         budget = self.pace.prompt_budget(len(rows), _prefill_budget(self.limits, len(rows)))
         for seq, num_tokens in self._schedule_prompts(budget, prompts, now, may_admit=not crowded):
             if num_tokens:
                 rows.append(seq.schedule(num_tokens, number, len(rows)))
         if not rows:
             return self.schedule(now) if sequences.preempt_idle_beam() else None
-        sequences.last_step = number
-        self.stats.steps += 1
-        self.stats.step_sequences += len(rows)
-        num_tokens = sum(row.num_tokens for row in rows)
-        self.stats.step_tokens += num_tokens
-        copies, has_features = self.blocks.take_copies(), sequences.num_featured > 0
-        return Step(number, rows, copies, has_features, len(decodes), num_tokens)
+        return self._step(number, rows, num_decodes, num_drafts)
 
     def apply(self, step: Step, answer: Answer) -> list[Output]:
         """Applies the answer to the oldest step in flight, and returns its outputs."""
@@ -185,9 +198,12 @@ class Scheduler:
             sequences.fork(row.seq, child)
         beams = self._forks.beams or ()  # usually an empty tuple, which hashes no sequence
         outputs: list[Output] = []
-        for row, token in zip(step.rows, answer.token_ids, strict=True):
+        logprobs = answer.logprobs
+        for i, (row, token) in enumerate(zip(step.rows, answer.token_ids, strict=True)):
             seq = row.seq
             if seq.status is finished:  # meanwhile; its token is dropped
+                continue
+            if row.draft is not None and not seq.accepts(row):
                 continue
             computed = seq.num_computed_tokens = row.start + row.num_tokens
             if computed >= (seq.num_published_blocks + 1) * block_size:
@@ -205,7 +221,8 @@ class Scheduler:
                     assert cause is not None
                     end = End(cause)
                     sequences.close(seq)
-                outputs.append(Output(seq, token, computed - seq.num_prompt_tokens, end))
+                found = logprobs.get(i) if logprobs else None
+                outputs.append(Output(seq, token, computed - seq.num_prompt_tokens, end, found))
         if len(self._waiting.usages) > 1 or self._budgets:
             self._charge(step, outputs)
         sequences.free_fenced(step.number)
@@ -214,11 +231,11 @@ class Scheduler:
             for output in outputs:
                 if output.seq.params.stepwise:
                     output.seq.pause()
-        if answer.logprobs:
-            found = {step.rows[row].seq: logprobs for row, logprobs in answer.logprobs.items()}
-            for output in outputs:
-                output.logprobs = found.get(output.seq)
-            for advance in self._forks.advance_beams(found):
+        if step.num_drafts:
+            self._settle(step)
+        if beams and logprobs:
+            found_for = {step.rows[i].seq: each for i, each in logprobs.items()}
+            for advance in self._forks.advance_beams(found_for):
                 sequences.advance_beams(advance)
                 outputs += advance.outputs
         return scored + outputs if scored else outputs
@@ -249,6 +266,48 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError if blocks or queues contradict each other. For tests."""
         self._open.check_integrity()
+
+    def _schedule_with_drafts(
+        self, decodes: list[Sequence], number: int, speculation: Speculation
+    ) -> list[Row]:
+        """Schedules decodes, and after each of them the tokens drafted for it. Drafts take only
+        rows that no sequence may need, and no block that a decode may need."""
+        room = self.limits.max_num_seqs - len(self._running) - len(self._waiting)
+        drafts = speculation.choose(decodes, room) if room > 0 else {}
+        rows: list[Row] = []
+        for seq in decodes:
+            rows.append(seq.schedule(1, number, len(rows)))
+            if tokens := drafts.get(seq):
+                room = self.blocks.reserve(seq, len(tokens), keep_free=len(self._running))
+                rows += seq.schedule_drafts(tokens[:room]) if room else ()
+        return rows
+
+    def _step(self, number: int, rows: list[Row], num_decodes: int, num_drafts: int) -> Step:
+        """Makes the step of these rows, and counts it."""
+        self._open.last_step = number
+        if num_drafts:
+            self._last_drafted = number
+        num_tokens = sum(row.num_tokens for row in rows)
+        stats = self.stats
+        stats.steps += 1
+        stats.step_sequences += len(rows) - num_drafts
+        stats.step_tokens += num_tokens
+        stats.draft_tokens += num_drafts
+        copies, has_features = self.blocks.take_copies(), self._open.num_featured > 0
+        return Step(number, rows, copies, has_features, num_decodes, num_drafts, num_tokens)
+
+    def _settle(self, step: Step) -> None:
+        """Lets the sequences with drafts in an answered step continue after what was accepted."""
+        drafted = Counter(row.seq for row in step.rows if row.draft is not None)
+        for row in step.rows:
+            if (count := drafted.pop(row.seq, 0)) and row.draft is None:
+                seq = row.seq
+                accepted = max(seq.num_computed_tokens - row.start - 1, 0)
+                self.stats.accepted_tokens += accepted
+                assert self.speculation
+                self.speculation.answered(seq, count, accepted)
+                if seq.status is Status.RUNNING:
+                    seq.settle()
 
     def _charge(self, step: Step, outputs: list[Output]) -> None:
         """Charges clients for a step's sampled tokens, including those of beams. The tokens of a

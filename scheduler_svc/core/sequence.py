@@ -91,13 +91,18 @@ class SequenceKey(NamedTuple):
 class Row:
     """The part of a sequence that a step computes: `num_tokens` tokens from position `start` on. A
     row that does not reach the sequence's last token is mid-prompt and samples nothing. If the
-    token at `start` is not known yet, row `previous_row` of the previous step samples it."""
+    token at `start` is not known yet, row `previous_row` of the previous step samples it.
+
+    A row whose token at `start` is a guess, `draft`, follows the row of the sequence's token before
+    it. What it computes holds only if that row samples the guess.
+    """
 
     seq: Sequence
     start: int
     num_tokens: int
     samples: bool
     previous_row: int | None = None
+    draft: int | None = None
 
 
 class Sequence:
@@ -240,6 +245,26 @@ class Sequence:
                 left = 1
         self.num_unscheduled_tokens = left
         return Row(self, start, num_tokens, samples, previous_row)
+
+    def schedule_drafts(self, drafts: Iterable[int]) -> list[Row]:
+        """Schedules drafted tokens as the rows after the decode of its last token. Nothing more is
+        scheduled until `settle`, after the answer."""
+        start = self.num_scheduled_tokens
+        rows = [Row(self, start + i, 1, True, None, draft) for i, draft in enumerate(drafts)]
+        self.num_scheduled_tokens = start + len(rows)
+        self.num_unscheduled_tokens = 0
+        return rows
+
+    def accepts(self, row: Row) -> bool:
+        """Whether the rows before this one, which are answered, sampled the token that it is given
+        at `row.start`."""
+        if row.draft is None:
+            return True
+        return len(self.tokens) > row.start and self.tokens[row.start] == row.draft
+
+    def settle(self) -> None:
+        """Continues after the last accepted token of an answered step."""
+        self.begin_at(self.num_computed_tokens)
 
     def pause(self) -> None:
         """Makes it wait for `unpause`, after the answer to a step that sampled for it."""

@@ -18,14 +18,16 @@ from scheduler_svc.core.sequence import FinishCause, Row, Sequence, Status
 class Step:
     """The work that the workers do at once. `copies` are blocks (from, to), copied before anything
     is written. `has_features` is false if no row can ask for more than a temperature and a seed.
-    The first `num_decodes` rows are decodes; the others are of prompts. `num_tokens` is the sum of
-    the rows' tokens. `traceparents` are the trace contexts of the traced rows."""
+    The first `num_decodes` rows are decodes, `num_drafts` of them with drafted tokens; the others
+    are of prompts. `num_tokens` is the sum of the rows' tokens. `traceparents` are the trace
+    contexts of the traced rows."""
 
     number: int  # 1, 2, 3, ...
     rows: list[Row]
     copies: Seq[tuple[int, int]] = ()
     has_features: bool = True
     num_decodes: int = 0
+    num_drafts: int = 0
     num_tokens: int = 0
     traceparents: Seq[str] = ()
 

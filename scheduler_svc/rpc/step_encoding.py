@@ -86,4 +86,6 @@ def _input_ids(row: Row) -> Seq[int]:
     """The row's tokens. A token that the previous step is yet to sample is -1 - its row there."""
     if row.previous_row is not None:
         return (-1 - row.previous_row,)
+    if row.draft is not None:
+        return (row.draft,)
     return row.seq.tokens[row.start : row.start + row.num_tokens]

@@ -9,14 +9,17 @@ from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceKey
+from scheduler_svc.core.speculation import Speculation
 from scheduler_svc.core.step import Answer, Output, Step
 
 
 class CheckedScheduler(Scheduler):
     """A scheduler that counts answers, checks itself after each, and computes nothing twice."""
 
-    def __init__(self, limits: Limits, blocks: BlockManager) -> None:
-        super().__init__(limits, blocks)
+    def __init__(
+        self, limits: Limits, blocks: BlockManager, speculation: Speculation | None = None
+    ) -> None:
+        super().__init__(limits, blocks, speculation)
         self.answered = 0  # steps since the workers were last lost
         self.cache_is_kept = False  # whether they came back with their cache
         self.num_copied_again = 0  # at the last loss
@@ -40,7 +43,8 @@ class CheckedScheduler(Scheduler):
         self.answered += 1
         self.check_integrity()
         for row in step.rows:
-            self._known[row.seq] = row.start + row.num_tokens, row.seq.block_table
+            if row.draft is None or row.start < row.seq.num_computed_tokens:
+                self._known[row.seq] = row.start + row.num_tokens, row.seq.block_table
         return outputs
 
     def rewind_all(self) -> None:

@@ -62,6 +62,10 @@ class Knobs:
         self.refused = rng.choice([0.0, 0.1])  # can never be served
         self.disconnects = rng.choice([0, 0, 1, 4])  # in all
         self.poisons = rng.choice([0.0, 0.0, 0.0, 0.05, 0.3])
+        # Speculation
+        self.drafted = rng.choice([0.0, 0.3, 1.0])  # per decode, that tokens are drafted after it
+        self.right_drafts = rng.choice([0.0, 0.5, 0.9, 1.0])  # per drafted token
+        self.draft_waits = rng.choice([0.0, 0.5, 1.0])  # per step, that it waits for an answer
 
     def __str__(self) -> str:
         return f"knobs: {vars(self)}"

@@ -11,11 +11,13 @@ from random import Random
 import numpy as np
 
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import Step
 from scheduler_svc.engine import Engine
 from tests.sanitizer import Beside
 from tests.simulation import virtual_time
 from tests.simulation.checked_scheduler import CheckedScheduler
+from tests.simulation.drafting import SimulatedSpeculation
 from tests.simulation.frontends import Frontends
 from tests.simulation.knobs import Knobs
 from tests.simulation.workers import SimulatedWorkers
@@ -64,7 +66,9 @@ class Simulation:
     async def run(self) -> Result:
         knobs, rng, counts = self._knobs, self._rng, self._counts
         self._scheduler = CheckedScheduler(
-            knobs.limits, BlockManager(knobs.num_blocks, knobs.block_size)
+            knobs.limits,
+            BlockManager(knobs.num_blocks, knobs.block_size),
+            SimulatedSpeculation(knobs, rng, self._tokens_of),
         )
         self._workers = workers = SimulatedWorkers(
             knobs, rng, self._scheduler, self._beside, self._is_poisoned, counts
@@ -81,6 +85,8 @@ class Simulation:
             with suppress(asyncio.CancelledError, Exception):
                 await running
         counts["preemptions"] += self._scheduler.stats.preemptions
+        counts["drafted tokens"] += self._scheduler.stats.draft_tokens
+        counts["accepted drafts"] += self._scheduler.stats.accepted_tokens
         counts["cached prompt tokens"] += self._scheduler.stats.cached_prompt_tokens
         return Result(counts, workers.digest)
 
@@ -118,6 +124,11 @@ class Simulation:
             held.extend(self._frontends.attempt_at(key).seq.block_table)
         references = np.bincount(held, minlength=self._knobs.num_blocks)
         return Beside(owners, self._scheduler.answered, references)
+
+    def _tokens_of(self, seq: Sequence) -> list[int]:
+        """The tokens that a sequence will have."""
+        request = self._frontends.attempt_of(seq).client.request
+        return request.prompt + request.tokens
 
     def _is_poisoned(self, step: Step) -> bool:
         for row in step.rows:

@@ -22,11 +22,13 @@ SEEDS: dict[str, tuple[range, list[str]]] = {
         range(150),
         [
             *(f"ended {cause.name}" for cause in FinishCause),
+            "accepted drafts",
             "cached prompt tokens",
             "caches that some ranks lost",
             "copies",
             "copies made again",
             "disconnects",
+            "drafted tokens",
             "kept caches",
             "logprobs",
             "losses",

@@ -123,13 +123,13 @@ class SimulatedWorkers:
         progress since."""
         answered, goals = self._scheduler.answered, self._goals
         for row in (row for step in self._steps[:answered] for row in step.rows):
-            if row.start + row.num_tokens >= goals.get(row.seq, 0):
+            if row.draft is None and row.start + row.num_tokens >= goals.get(row.seq, 0):
                 goals.pop(row.seq, None)
         ends = {
             row.seq: row.start + row.num_tokens
             for step in self._steps[answered:]
             for row in step.rows
-            if row.seq.status is not Status.FINISHED
+            if row.seq.status is not Status.FINISHED and row.draft is None
         }
         found = [seq.key for seq in ends if seq in goals]
         for seq, end in ends.items():

@@ -1,0 +1,50 @@
+"""The time that steps of decodes take by their number of rows, learned while running."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from math import inf
+
+from scheduler_svc.core.step import Step, StepTiming
+
+_WEIGHT = 0.1  # of a new time
+_MAX_FACTOR = 4.0  # between the known time and one measurement, because machines pause
+
+
+class StepTimes:
+    """Times in seconds. A step of more than twice the rows of any step so far takes for ever, so
+    that larger steps are tried in small increments. Other times are interpolated."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # by number of rows
+        self._sizes: list[int] = []  # of these, ascending
+        self.wait_s = 0.0  # of the workers, for a step that is planned after the last answer
+
+    def step_answered(self, step: Step, timing: StepTiming) -> None:
+        """Learns from a step, unless it has prompts."""
+        rows = len(step.rows)
+        if rows != step.num_decodes:
+            return
+        if step.num_drafts:
+            self.wait_s += _WEIGHT * (min(timing.gap_s, timing.took_s) - self.wait_s)
+        known = self._seconds.get(rows)
+        if known is None:
+            insort(self._sizes, rows)
+            self._seconds[rows] = timing.took_s
+        else:
+            self._seconds[rows] += _WEIGHT * (min(timing.took_s, _MAX_FACTOR * known) - known)
+
+    def seconds(self, rows: int) -> float:
+        """The time of a step of this many rows; 0 before the first step."""
+        sizes, times = self._sizes, self._seconds
+        if not sizes:
+            return 0.0
+        place = bisect_left(sizes, rows)
+        if place == len(sizes):
+            return times[sizes[-1]] if rows <= 2 * sizes[-1] else inf
+        above = sizes[place]
+        if above == rows or not place:
+            return times[above]
+        below = sizes[place - 1]
+        share = (rows - below) / (above - below)
+        return times[below] + share * (times[above] - times[below])
