@@ -13,6 +13,7 @@ from scheduler_svc.block_records import BlockRecords
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.speculation import Speculation
 from scheduler_svc.engine import Engine
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.grammar.host import run_host
@@ -98,7 +99,8 @@ async def _run_engine(
         blocks = BlockManager(group.num_blocks, group.block_size, records)
         if kept:
             log.info("cache of the last scheduler kept", blocks=blocks.num_cached_blocks)
-        scheduler = Scheduler(limits, blocks)
+        speculation = None if settings.speculation == "none" else Speculation()
+        scheduler = Scheduler(limits, blocks, speculation)
         engine = Engine(
             scheduler,
             workers,

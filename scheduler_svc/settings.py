@@ -43,6 +43,9 @@ class SchedulerSettings(ServiceSettings):
     max_json_whitespace: int = Field(
         20, ge=0, description="spaces in a row in structured output's JSON (0: no limit)"
     )
+    speculation: str = Field(
+        "auto", description="tokens to draft: none, ngram (auto), or a draft model's directory"
+    )
     sync: bool = Field(False, description="plan a step only once the previous one is answered")
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))

@@ -77,7 +77,7 @@ _NAMES_OF_SERVICES = """
     max_num_batched_tokens max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting
     max_waiting_tokens memory_utilization model operator_tokens_file port profile_directory
     quantization rank report_cached_tokens scheduler_address scheduler_addresses
-    served_model_name sync threads tls_cert tls_client_ca tls_key tokenizer_threads tp
+    served_model_name speculation sync threads tls_cert tls_client_ca tls_key tokenizer_threads tp
     ui_port worker_addresses
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))
