@@ -34,7 +34,7 @@ class EngineMetrics(ServiceMetrics):
         """Counts a step."""
         self._step_time.observe(timing.took_s)
         self._step_gap.observe(timing.gap_s)
-        self._step_sequences.observe(len(step.rows))
+        self._step_sequences.observe(len(step.rows) - step.num_drafts)
         self._step_tokens.observe(step.num_tokens)
 
     def families(self) -> Iterator[Metric]:
@@ -68,5 +68,7 @@ class EngineMetrics(ServiceMetrics):
             ("lost_tokens", "Computed tokens lost with the workers' cache.", stats.lost_tokens),
             ("prompt_tokens", "Tokens of prompts that started to run.", stats.prompt_tokens),
             ("generation_tokens", "Tokens sampled.", stats.sampled_tokens),
+            ("spec_decode_num_draft_tokens", "Tokens drafted.", stats.draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts accepted.", stats.accepted_tokens),
         ):
             yield self._counter(name, help_text, count)

@@ -69,6 +69,10 @@ class Outputs:
             if entry.stream.start is None:
                 entry.stream.start = Start(started.cached_prompt_tokens, started.queue_s)
                 self._metrics.queue_time.observe(started.queue_s)
+        for drafted in output.drafted:
+            if entry := entries.get(drafted.request):
+                entry.stream.num_drafted = drafted.drafted
+                entry.stream.num_accepted = drafted.accepted
         for stream in grown:
             stream.waiter.wake()
         for stream, offset in gaps.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from scheduler_svc.core.sampling import SamplingParams
@@ -16,7 +17,8 @@ class Features:
     end: int
     num_to_score: int  # leading tokens whose successor in the prompt gets log-probabilities
     num_scored: int = 0  # how many of these have been delivered
-    mask: bytes | None = None  # uint32[ceil(vocab / 32)]: the tokens that may come next
+    # The tokens that may come next, and those after each drafted token: uint32[ceil(vocab / 32)].
+    masks: Seq[bytes] = ()
 
     @property
     def prompt_is_scored(self) -> bool:

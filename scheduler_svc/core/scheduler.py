@@ -21,7 +21,7 @@ from scheduler_svc.core.client import Client
 from scheduler_svc.core.open_sequences import OpenSequences
 from scheduler_svc.core.pace import Pace, PromptBudget
 from scheduler_svc.core.sequence import FinishCause, Row, Sequence, SequenceKey, Status
-from scheduler_svc.core.speculation import Speculation
+from scheduler_svc.core.speculation.speculation import Speculation
 from scheduler_svc.core.step import Answer, End, Output, Step, take_prompt_logprobs
 from scheduler_svc.core.waiting_queue import WaitingQueue
 
@@ -203,7 +203,7 @@ class Scheduler:
             seq = row.seq
             if seq.status is finished:  # meanwhile; its token is dropped
                 continue
-            if row.draft is not None and not seq.accepts(row):
+            if row.draft is not None and not self._accepts(row):
                 continue
             computed = seq.num_computed_tokens = row.start + row.num_tokens
             if computed >= (seq.num_published_blocks + 1) * block_size:
@@ -213,7 +213,7 @@ class Scheduler:
                 end = None
                 params = seq.params
                 if (
-                    computed == seq.max_scheduled_tokens
+                    computed - seq.num_prompt_tokens + 1 == params.max_tokens
                     or token in params.eos_token_ids
                     or token in params.stop_token_ids
                 ):
@@ -296,18 +296,20 @@ class Scheduler:
         copies, has_features = self.blocks.take_copies(), self._open.num_featured > 0
         return Step(number, rows, copies, has_features, num_decodes, num_drafts, num_tokens)
 
+    def _accepts(self, row: Row) -> bool:
+        """Whether a row's drafted token holds, and counts it."""
+        guess, accepted = row.seq.guess, row.seq.accepts(row)
+        self.stats.accepted_tokens += accepted
+        if guess:
+            guess.num_drafted += 1
+            guess.num_accepted += accepted
+        return accepted
+
     def _settle(self, step: Step) -> None:
         """Lets the sequences with drafts in an answered step continue after what was accepted."""
-        drafted = Counter(row.seq for row in step.rows if row.draft is not None)
-        for row in step.rows:
-            if (count := drafted.pop(row.seq, 0)) and row.draft is None:
-                seq = row.seq
-                accepted = max(seq.num_computed_tokens - row.start - 1, 0)
-                self.stats.accepted_tokens += accepted
-                assert self.speculation
-                self.speculation.answered(seq, count, accepted)
-                if seq.status is Status.RUNNING:
-                    seq.settle()
+        for seq in {row.seq: None for row in step.rows if row.draft is not None}:
+            if seq.status is Status.RUNNING:
+                seq.settle()
 
     def _charge(self, step: Step, outputs: list[Output]) -> None:
         """Charges clients for a step's sampled tokens, including those of beams. The tokens of a

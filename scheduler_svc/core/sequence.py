@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.client_usage import ClientUsage
 from scheduler_svc.core.features import features_of
 from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.speculation.guess import Guess
 
 
 class Status(Enum):
@@ -124,10 +126,10 @@ class Sequence:
         "block_hashes",
         "block_table",
         "features",
+        "guess",
         "key",
         "last_row",
         "last_step",
-        "max_scheduled_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
@@ -161,8 +163,7 @@ class Sequence:
         self.tokens.extend(generated_ids)
         # How far it may be scheduled.
         self.paused = params.stepwise
-        # The last token that it may have is not computed: nothing is sampled after it.
-        self.max_scheduled_tokens = self.num_prompt_tokens + params.max_tokens - 1
+        self.guess: Guess | None = None  # at its next tokens, once speculation makes one
         # Its state in the queue and after it.
         self.rank = _NOT_QUEUED  # until the waiting queue sets it and `usage`
         self.usage: ClientUsage  # of its client, which its tokens add to
@@ -180,6 +181,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def max_scheduled_tokens(self) -> int:
+        """The last token that it may have is not computed: nothing is sampled after it."""
+        return self.num_prompt_tokens + self.params.max_tokens - 1
 
     @property
     def num_expected_uncached(self) -> int:
@@ -270,12 +276,13 @@ class Sequence:
         """Makes it wait for `unpause`, after the answer to a step that sampled for it."""
         self.paused = True
 
-    def unpause(self, mask: bytes | None = None) -> None:
-        """Lets it sample its next token, unless it has ended in the meantime. `mask` has a bit for
-        each token, set if the token is allowed: uint32[ceil(vocab / 32)], lowest bit first."""
+    def unpause(self, masks: Seq[bytes] = ()) -> None:
+        """Lets it sample its next token, unless it has ended in the meantime. A mask has a bit for
+        each token, set if the token is allowed: uint32[ceil(vocab / 32)], lowest bit first. The
+        first mask is of the next token; the others are of the tokens after drafted ones."""
         if self.status is not Status.FINISHED:
             assert self.paused, "is not paused"
             assert self.features is not None
             self.paused = False
-            self.features.mask = mask
+            self.features.masks = masks
             self.num_unscheduled_tokens += 1

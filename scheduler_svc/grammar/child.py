@@ -151,6 +151,9 @@ def _answer(
         if matcher.finished:
             return wire.answer(Answer.DONE)
         mask = matcher.mask()
+        if row.guess is not None and (draft := matcher.draft(row.guess, wire.MAX_DRAFTS)):
+            tokens, following = zip(*draft, strict=True)
+            return wire.draft_answer(wire.Draft(tokens, [mask, *following]))
     except GrammarError as error:
         return wire.answer(Answer.ERROR, error.reason.encode())
     if (same := masks.setdefault(mask, index)) != index:

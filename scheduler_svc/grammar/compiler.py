@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,23 @@ _PLAIN = re.compile(
     | \[ (?: [a-z]-[a-z] | [A-Z]-[A-Z] | [0-9]-[0-9] | [^\x00-\x7f]-[^\x00-\x7f]
            | [^\x00-\x1f"\\^\]-] | \\[dw.] )+ \] )*"""
 )
+# After this much processor time, a draft gains less than it costs, or the grammar is a hostile one.
+_MAX_DRAFT_CPU_S = 0.002
 ANY_JSON = '{"type": ["object", "array"]}'
+
+
+class Spelling(NamedTuple):
+    """The tokens of a vocabulary by the bytes that they spell."""
+
+    token_of: dict[bytes, int]
+    longest: int  # bytes
+
+    def first_token(self, text: bytes) -> int | None:
+        """The longest token that `text` begins with."""
+        for length in range(min(self.longest, len(text)), 0, -1):
+            if (token := self.token_of.get(text[:length])) is not None:
+                return token
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +62,7 @@ class Compilers:
     json: GrammarCompiler
     max_whitespace: int | None
     strips_space: bool
+    spelling: Spelling
 
 
 def make_compilers(vocabulary: Vocabulary, max_whitespace: int | None) -> Compilers:
@@ -56,8 +74,14 @@ def make_compilers(vocabulary: Vocabulary, max_whitespace: int | None) -> Compil
     tokens = [vocabulary.tokens[number] for number in range(len(vocabulary.tokens))]
     control = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
     of_json = [b"" if control.search(token) else token for token in tokens]
+    # Of several tokens that spell the same, the first.
+    token_of = {token: number for number, token in reversed([*enumerate(tokens)]) if token}
     return Compilers(
-        _make_compiler(tokens), _make_compiler(of_json), max_whitespace, vocabulary.strips_space
+        _make_compiler(tokens),
+        _make_compiler(of_json),
+        max_whitespace,
+        vocabulary.strips_space,
+        Spelling(token_of, max(map(len, token_of), default=0)),
     )
 
 
@@ -72,6 +96,7 @@ class CompiledGrammar:
 
     kind: GrammarKind
     xgrammar: XGrammar
+    spelling: Spelling
 
     @property
     def vocab_size(self) -> int:
@@ -86,14 +111,22 @@ class Matcher:
     even where it would allow the text that they spell.
     """
 
-    __slots__ = ("_has_ends", "_kind", "_num_tokens", "_vocab_size", "_xgrammar", "finished")
+    __slots__ = (
+        "_compiled",
+        "_ends",
+        "_kind",
+        "_num_tokens",
+        "_vocab_size",
+        "_xgrammar",
+        "finished",
+    )
 
     def __init__(self, compiled: CompiledGrammar, end_token_ids: Iterable[int]) -> None:
+        self._compiled = compiled
         self._kind, self._vocab_size = compiled.kind, compiled.vocab_size
-        ends = [i for i in sorted(end_token_ids) if 0 <= i < self._vocab_size]
-        self._xgrammar = GrammarMatcher(compiled.xgrammar, override_stop_tokens=ends or None)
+        self._ends = [i for i in sorted(end_token_ids) if 0 <= i < self._vocab_size]
+        self._xgrammar = GrammarMatcher(compiled.xgrammar, override_stop_tokens=self._ends or None)
         self._num_tokens = 0
-        self._has_ends = bool(ends)
         self.finished = self._is_finished()
 
     def accept(self, token: int) -> None:
@@ -123,8 +156,37 @@ class Matcher:
             raise GrammarError(self._kind, reason)
         return mask
 
+    def draft(self, guess: Iterable[int], max_tokens: int) -> list[tuple[int, bytes]]:
+        """Tokens that may come next, each with the mask of the token after it: those of `guess`, as
+        far as the grammar allows them, then those of the text that it forces."""
+        drafted: list[tuple[int, bytes]] = []
+        num_accepted, began = 0, time.process_time()
+        for token in self._drafted(guess):
+            num_accepted += 1
+            mask = self._fill()
+            if not mask.any() or len(drafted) == max_tokens:
+                break
+            drafted.append((token, mask.tobytes()))
+            if time.process_time() - began > _MAX_DRAFT_CPU_S:
+                break
+        if num_accepted:
+            self._xgrammar.rollback(num_accepted)
+        return drafted
+
+    def _drafted(self, guess: Iterable[int]) -> Iterator[int]:
+        """Tokens that the grammar has just accepted, but no end tokens."""
+        for token in guess:
+            if token in self._ends or not self._xgrammar.accept_token(token):
+                break
+            yield token
+        while text := self._xgrammar.find_jump_forward_string():
+            forced = self._compiled.spelling.first_token(text.encode())
+            if forced is None or forced in self._ends or not self._xgrammar.accept_token(forced):
+                return
+            yield forced
+
     def _is_finished(self) -> bool:
-        if self._has_ends:
+        if self._ends:
             return bool(self._xgrammar.is_terminated())
         return self._xgrammar.is_completed() and not self._fill().any()
 
@@ -164,7 +226,7 @@ def compile_grammar(compilers: Compilers, kind: GrammarKind, text: str) -> Compi
         if is_out_of_memory(error):
             raise MemoryError from error
         raise GrammarError(kind, _reason(kind, str(error))) from error
-    compiled = CompiledGrammar(kind, grammar)
+    compiled = CompiledGrammar(kind, grammar, compilers.spelling)
     matcher = Matcher(compiled, ())
     if not matcher.finished:
         matcher.mask()  # raises if nothing matches

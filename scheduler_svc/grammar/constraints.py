@@ -24,6 +24,7 @@ from scheduler_svc.core.step import End, Output
 from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
 from scheduler_svc.grammar.grammar import Grammar, GrammarUse, RemoteMatcher
 from scheduler_svc.grammar.grammars import Grammars
+from scheduler_svc.grammar.wire import Draft
 from scheduler_svc.metrics import EngineMetrics
 
 log = structlog.get_logger(__name__)
@@ -148,13 +149,13 @@ class Constraints:
         use = await self._grammars.compile(kind, grammar.text, params.eos_token_ids, client)
         self._engine.metrics.grammar_compile.observe(self._engine.clock() - began_at)
         self._match(seq, use)
-        (mask,) = await self._masks([seq])
+        (masks,) = await self._masks([seq], draft=False)
         if seq.status is not Status.FINISHED:
             self._engine.queue(seq, n)
         for follower in self._engine.scheduler.followers(seq):
             self._match(follower, use)
-            follower.unpause(mask)
-        seq.unpause(mask)
+            follower.unpause(masks)
+        seq.unpause(masks)
 
     def _match(self, seq: Sequence, use: GrammarUse) -> None:
         self._matchers[seq] = RemoteMatcher(use, seq.tokens, seq.num_prompt_tokens)
@@ -163,30 +164,44 @@ class Constraints:
         running = [seq for seq in grown if seq.status is not Status.FINISHED]
         if running:
             began_at = self._engine.clock()
-            for seq, mask in zip(running, await self._masks(running), strict=True):
-                seq.unpause(mask)
+            for seq, masks in zip(running, await self._masks(running, draft=True), strict=True):
+                seq.unpause(masks)
             self._engine.metrics.grammar_mask.observe(self._engine.clock() - began_at)
             self._engine.wake()
 
-    async def _masks(self, seqs: list[Sequence]) -> list[bytes | None]:
-        """The next token's mask for each sequence of one grammar; None for an ended sequence."""
+    async def _masks(self, seqs: list[Sequence], *, draft: bool) -> list[Seq[bytes]]:
+        """The next token's mask for each sequence of one grammar, and those that follow drafted
+        tokens; none for an ended sequence."""
+        speculation = self._engine.scheduler.speculation if draft else None
+        guesses = [speculation.guess(seq).tokens for seq in seqs] if speculation else []
         matchers = [self._matchers[seq] for seq in seqs]
-        outcomes = await matchers[0].grammar.masks(matchers)
-        nothing = bytes(4 * -(-self._engine.scheduler.limits.vocab_size // 32))
-        masks: list[bytes | None] = []
+        outcomes = await matchers[0].grammar.masks(matchers, guesses)
+        found: list[Seq[bytes]] = []
         for seq, outcome in zip(seqs, outcomes, strict=True):
-            if isinstance(outcome, bytes) and len(outcome) == len(nothing) and outcome != nothing:
-                masks.append(without_early_end(seq, outcome))
-                continue
-            masks.append(None)
+            tokens: Seq[int] = ()
+            masks: Seq[bytes] = ()
             if isinstance(outcome, GrammarError):
                 self._end(seq, FinishCause.INVALID, str(outcome))
-            elif isinstance(outcome, bytes):  # workers would fail at it, for all sequences
-                log.error("a mask is unusable; ending its sequence", bytes=len(outcome))
-                self._end(seq, FinishCause.INTERNAL, "internal error")
-            else:  # the model has no end tokens, or all tokens were resubmitted
+            elif outcome is None:  # the model has no end tokens, or all tokens were resubmitted
                 self._end(seq, seq.finish_cause() or FinishCause.EOS, "")
-        return masks
+            else:
+                tokens, masks = outcome if isinstance(outcome, Draft) else ((), (outcome,))
+                if not self._are_usable(tokens, masks):  # workers would fail at them
+                    log.error("a mask is unusable; ending its sequence", bytes=len(masks[0]))
+                    self._end(seq, FinishCause.INTERNAL, "internal error")
+                    masks = ()
+            if seq.guess:
+                seq.guess.constrain(tokens)
+            found.append([without_early_end(seq, mask, i) for i, mask in enumerate(masks)])
+        return found
+
+    def _are_usable(self, tokens: Seq[int], masks: Seq[bytes]) -> bool:
+        """Whether tokens and masks are of the model's vocabulary, and each mask allows a token."""
+        vocab_size = self._engine.scheduler.limits.vocab_size
+        nothing = bytes(4 * -(-vocab_size // 32))
+        return all(0 <= token < vocab_size for token in tokens) and all(
+            len(mask) == len(nothing) and mask != nothing for mask in masks
+        )
 
     async def _guarded(self, work: Callable[[], Awaitable[None]], seqs: list[Sequence]) -> None:
         """Does `work`. A failure ends these sequences, and no others."""
@@ -212,9 +227,10 @@ class Constraints:
             self._engine.emit(self._engine.scheduler.end(seq, cause, message))
 
 
-def without_early_end(seq: Sequence, mask: bytes) -> bytes:
-    """Removes the end tokens from a mask before `min_tokens`, unless no other token can follow."""
-    if seq.num_generated_tokens >= seq.params.min_tokens:
+def without_early_end(seq: Sequence, mask: bytes, num_drafts: int = 0) -> bytes:
+    """Removes the end tokens from the mask of the token after `num_drafts` drafted ones, before
+    `min_tokens`, unless no other token can follow."""
+    if seq.num_generated_tokens + num_drafts >= seq.params.min_tokens:
         return mask
     words = np.frombuffer(mask, np.uint32).copy()
     for token in seq.params.end_token_ids:

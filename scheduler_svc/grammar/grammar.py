@@ -74,6 +74,7 @@ class Grammar:
         self.process: GrammarProcess | None = None
         self._link = link
         self._replacing = replacing
+        self._drafts = True  # until a process dies
         self._numbers = count()  # of matchers
         self._dropped: list[int] = []  # dropped matchers that the process still has
         self._turn = asyncio.Lock()
@@ -120,9 +121,14 @@ class Grammar:
         finalize(matcher, self._dropped.append, number).atexit = False
         return number
 
-    async def masks(self, matchers: Seq[RemoteMatcher]) -> list[Outcome]:
+    async def masks(
+        self, matchers: Seq[RemoteMatcher], guesses: Seq[Seq[int] | None] = ()
+    ) -> list[Outcome]:
         """Sends the matchers of this grammar their completions' new tokens, and returns an outcome
         for each. If the process dies, a new one takes over.
+
+        Args:
+            guesses: for each matcher, tokens that may follow, or None if nothing is to be drafted.
 
         Raises:
             GrammarError: the grammar cannot be compiled any more.
@@ -130,24 +136,31 @@ class Grammar:
             VocabularyError: the model's tokenizer cannot be used any more.
         """
         # A cancelled request would leave an answer of the process unread.
-        return await asyncio.shield(asyncio.ensure_future(self._masks(matchers)))
+        guesses = guesses or [None] * len(matchers)
+        return await asyncio.shield(asyncio.ensure_future(self._masks(matchers, guesses)))
 
     def close(self) -> None:
         """Ends the process."""
         if self.process is not None:
             self.process.close()
 
-    async def _masks(self, matchers: Seq[RemoteMatcher]) -> list[Outcome]:
+    async def _masks(
+        self, matchers: Seq[RemoteMatcher], guesses: Seq[Seq[int] | None]
+    ) -> list[Outcome]:
         async with self._turn:
             outcomes: list[Outcome] = []
             suspect, losses_alone, careful = -1, 0.0, len(matchers) == 1
             while len(outcomes) < len(matchers):
                 process = await self._live_process()
-                rows = [matcher.row(process) for matcher in matchers[len(outcomes) :]]
+                rest = zip(matchers[len(outcomes) :], guesses[len(outcomes) :], strict=True)
+                rows = [
+                    matcher.row(process, guess if self._drafts else None) for matcher, guess in rest
+                ]
                 dropped, self._dropped[:] = self._dropped[:], []
                 try:
                     await process.masks(rows, dropped, outcomes, careful=careful)
                 except ProcessDiedError as error:
+                    self._drafts = False  # a draft may be the reason
                     log.warning(
                         "grammar process died; replacing it", pid=process.pid, reason=str(error)
                     )
@@ -198,10 +211,10 @@ class RemoteMatcher:
     def grammar(self) -> Grammar:
         return self._use.grammar
 
-    def row(self, process: GrammarProcess) -> Row:
+    def row(self, process: GrammarProcess, guess: Seq[int] | None) -> Row:
         """The request for the next mask, with the tokens that `process` does not know yet."""
         is_open = process is self._process
         first = self._start + (self._num_told if is_open else 0)
         self._process, self._num_told = process, len(self._tokens) - self._start
         ends = None if is_open else self._use.end_token_ids
-        return Row(self._number, ends, self._tokens[first:].tolist())
+        return Row(self._number, ends, self._tokens[first:].tolist(), guess)

@@ -20,8 +20,9 @@ from scheduler_svc.grammar.wire import Answer
 ANSWER_S = 20.0
 _MAX_ANSWER_BYTES = 1 << 20  # the mask of eight million tokens
 
-# A mask, None if the completion is complete and nothing can follow, or the sequence's error.
-Outcome = bytes | None | GrammarError
+# A mask, a draft with its masks, None if the completion is complete and nothing can follow, or the
+# sequence's error.
+Outcome = bytes | wire.Draft | None | GrammarError
 
 
 class GrammarProcess:
@@ -116,6 +117,8 @@ class GrammarProcess:
                 case Answer.SAME_MASK:
                     (index,) = wire.INDEX.unpack(contents)
                     return batch[int(index)]
+                case Answer.DRAFT:
+                    return wire.read_draft(contents)
                 case Answer.DONE:
                     return None
         except (IndexError, ValueError, struct.error):

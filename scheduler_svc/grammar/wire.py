@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import struct
+from array import array
 from collections.abc import Sequence as Seq
 from enum import IntEnum
 from typing import NamedTuple
@@ -32,6 +33,8 @@ TOKEN_CPU_S = 0.001  # ... and for each token that its matcher is told
 # Limit of address space, in addition to the host's. Allocations fail beyond it.
 MEMORY_BYTES = 512 << 20
 
+MAX_DRAFTS = 8  # tokens that are drafted after a completion; a mask of 20 KB comes with each
+
 OUT_OF_MEMORY = 3  # the exit status of a process that could not get more memory
 LENGTH = struct.Struct("<I")
 INDEX = struct.Struct("<I")
@@ -44,19 +47,51 @@ class Answer(IntEnum):
     MASK = 2  # uint32[ceil(vocab / 32)], lowest bit first
     SAME_MASK = 3  # the mask of an earlier row of the batch, by its index
     ERROR = 4  # with a reason, UTF-8
+    DRAFT = 5  # drafted tokens, the mask of the first, and the mask that follows each of them
 
 
 class Row(NamedTuple):
     """New tokens of a matcher, which the process answers with the mask of the next token.
-    `end_token_ids` is None unless the process must open the matcher."""
+    `end_token_ids` is None unless the process must open the matcher. Unless `guess` is None, the
+    answer may have a draft: tokens of the guess, or others that the grammar forces."""
 
     matcher: int
     end_token_ids: Seq[int] | None
     tokens: Seq[int]
+    guess: Seq[int] | None = None
+
+
+class Draft(NamedTuple):
+    """Drafted tokens, and the masks of each of them and of the token after them."""
+
+    tokens: Seq[int]
+    masks: Seq[bytes]
 
 
 def answer(kind: Answer, contents: bytes = b"") -> bytes:
     return LENGTH.pack(len(contents)) + contents + bytes([kind])
+
+
+def draft_answer(draft: Draft) -> bytes:
+    tokens = array("i", [len(draft.tokens), *draft.tokens]).tobytes()
+    return answer(Answer.DRAFT, tokens + b"".join(draft.masks))
+
+
+def read_draft(contents: bytes) -> Draft:
+    """Reads a draft.
+
+    Raises:
+        struct.error, ValueError: it is malformed.
+    """
+    (count,) = INDEX.unpack_from(contents)
+    tokens, masks = (
+        contents[INDEX.size : (1 + count) * INDEX.size],
+        contents[(1 + count) * INDEX.size :],
+    )
+    size, rest = divmod(len(masks), 1 + count)
+    if rest or not size or len(tokens) != count * INDEX.size:
+        raise ValueError("a draft of another size")
+    return Draft(array("i", tokens), [masks[i : i + size] for i in range(0, len(masks), size)])
 
 
 def compile_request(kind: GrammarKind, text: str) -> bytes:

@@ -80,16 +80,24 @@ def _split(
 def _has_features(row: Row) -> bool:
     features = row.seq.features
     assert features is not None
-    return features.always or features.mask is not None or bool(_banned(row))
+    return features.always or bool(features.masks) or bool(_banned(row))
 
 
 def _banned(row: Row) -> frozenset[int]:
     """Tokens that would end the sequence too early. A mask excludes them by itself."""
     seq = row.seq
-    if seq.features is None or seq.features.mask is not None:
+    if seq.features is None or seq.features.masks:
         return frozenset()
     index = row.start + row.num_tokens - seq.num_prompt_tokens  # of the sampled token
     return seq.params.end_token_ids if index < seq.params.min_tokens else frozenset()
+
+
+def _mask(row: Row) -> bytes | None:
+    """The mask of the token that the row samples, if there is one."""
+    seq = row.seq
+    if seq.features is None or not seq.features.masks:
+        return None
+    return seq.features.masks[row.start + row.num_tokens - seq.num_tokens]
 
 
 def _features(rows: dict[int, Row]) -> worker_pb2.SamplingFeatures:
@@ -107,8 +115,7 @@ def _features(rows: dict[int, Row]) -> worker_pb2.SamplingFeatures:
             bias_values.extend([_NEVER] * len(banned))
         bias_offsets.append(len(bias_ids))
     num_logprobs = [-1 if (k := p.num_logprobs) is None else k for p in params]
-    masks = {i: seq.features.mask for i, seq in enumerate(seqs) if seq.features}
-    masked = {i: mask for i, mask in masks.items() if mask is not None}
+    masked = {i: mask for i, row in enumerate(rows.values()) if (mask := _mask(row))}
     return worker_pb2.SamplingFeatures(
         rows=_column("i", rows),
         prompt_lens=_column("i", [seq.num_prompt_tokens for seq in seqs]),

@@ -567,6 +567,7 @@ class StepOutput(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
     requests: _builtins.bytes
     """uint64[N]"""
     offsets: _builtins.bytes
@@ -579,6 +580,8 @@ class StepOutput(_message.Message):
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogprobRows]: ...
+    @_builtins.property
+    def drafted(self) -> _containers.RepeatedCompositeFieldContainer[Global___Drafted]: ...
     def __init__(
         self,
         *,
@@ -588,14 +591,43 @@ class StepOutput(_message.Message):
         started: _abc.Iterable[Global___Started] | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
         logprobs: _abc.Iterable[Global___LogprobRows] | None = ...,
+        drafted: _abc.Iterable[Global___Drafted] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "logprobs", b"logprobs", "offsets", b"offsets", "requests", b"requests", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafted", b"drafted", "finished", b"finished", "logprobs", b"logprobs", "offsets", b"offsets", "requests", b"requests", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class Drafted(_message.Message):
+    """The tokens drafted for a request since it was submitted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    DRAFTED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    drafted: _builtins.int
+    accepted: _builtins.int
+    """of these"""
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        drafted: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Drafted: _TypeAlias = Drafted  # noqa: Y015
 
 @_typing.final
 class LogprobRows(_message.Message):
@@ -916,6 +948,8 @@ class GetLoadResponse(_message.Message):
     ADMISSIONS_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     LOST_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCKS_USED_FIELD_NUMBER: _builtins.int
     FRONTENDS_FIELD_NUMBER: _builtins.int
@@ -949,6 +983,10 @@ class GetLoadResponse(_message.Message):
     """cached blocks that were given to other sequences"""
     lost_tokens: _builtins.int
     """computed, but lost with the cache of the workers"""
+    draft_tokens: _builtins.int
+    """drafted by speculation"""
+    accepted_tokens: _builtins.int
+    """of these"""
     waiting_tokens: _builtins.int
     """Now:"""
     blocks_used: _builtins.int
@@ -982,6 +1020,8 @@ class GetLoadResponse(_message.Message):
         admissions: _builtins.int = ...,
         evicted_blocks: _builtins.int = ...,
         lost_tokens: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
         waiting_tokens: _builtins.int = ...,
         blocks_used: _builtins.int = ...,
         frontends: _builtins.int = ...,
@@ -993,7 +1033,7 @@ class GetLoadResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "evicted_blocks", b"evicted_blocks", "frontends", b"frontends", "lost_tokens", b"lost_tokens", "preemptions", b"preemptions", "prompt_token_s", b"prompt_token_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "waiting_uncached_tokens", b"waiting_uncached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "draft_tokens", b"draft_tokens", "evicted_blocks", b"evicted_blocks", "frontends", b"frontends", "lost_tokens", b"lost_tokens", "preemptions", b"preemptions", "prompt_token_s", b"prompt_token_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "waiting_uncached_tokens", b"waiting_uncached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

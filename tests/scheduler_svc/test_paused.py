@@ -35,7 +35,7 @@ def test_all_but_the_last_token_is_computed_before_it_goes_on(prompt_len: int) -
         assert [row.samples for row in step.rows] == [False]
         computed += step.rows[0].num_tokens
     assert computed == prompt_len - 1
-    seq.unpause(MASK)
+    seq.unpause([MASK])
     step = scheduler.schedule()
     assert step is not None
     assert [(row.start, row.samples) for row in step.rows] == [(prompt_len - 1, True)]
@@ -65,9 +65,9 @@ def test_a_lost_step_is_computed_again_without_another_mask() -> None:
     scheduler = make_scheduler()
     seq = paused(1, [1, 2, 3])
     scheduler.add(seq)
-    seq.unpause(MASK)
+    seq.unpause([MASK])
     answered(scheduler)
-    seq.unpause(MASK)
+    seq.unpause([MASK])
     assert scheduler.schedule() is not None
     scheduler.requeue_all()
     step = scheduler.schedule()
@@ -99,7 +99,7 @@ def test_a_sequence_can_be_unpaused_and_aborted_in_any_state() -> None:
     scheduler.add(runs)
     scheduler.add(waits)
     answered(scheduler)
-    waits.unpause(MASK)
+    waits.unpause([MASK])
     assert waits.status is Status.WAITING
     scheduler.abort(runs.key)
     runs.unpause()  # already ended

@@ -172,9 +172,9 @@ def test_a_lost_step_of_a_grammar_needs_no_other_mask() -> None:
     scheduler = make_scheduler()
     seq = paused(1, [1, 2, 3])
     scheduler.add(seq)
-    seq.unpause(MASK)
+    seq.unpause([MASK])
     answered(scheduler)
-    seq.unpause(MASK)
+    seq.unpause([MASK])
     planned(scheduler)
     rewind(scheduler)
     step = planned(scheduler)
@@ -193,7 +193,7 @@ def test_a_paused_sequence_stays_paused_until_its_mask_is_there(unpaused: str) -
     answered(scheduler)
     planned(scheduler)  # the prompt but its last token
     if unpaused == "before":
-        seq.unpause(MASK)
+        seq.unpause([MASK])
         rewind(scheduler)
     else:
         rewind(scheduler)
@@ -203,11 +203,11 @@ def test_a_paused_sequence_stays_paused_until_its_mask_is_there(unpaused: str) -
         assert scheduler.schedule() is None
         rewind(scheduler)  # with nothing in flight
         assert scheduler.schedule() is None
-        seq.unpause(MASK)
+        seq.unpause([MASK])
     while scheduler.open_sequences():
         assert answered(scheduler) is not None
         if seq.status is not Status.FINISHED and seq.paused:
-            seq.unpause(MASK)
+            seq.unpause([MASK])
     assert generated(seq) == completion(range(7), 3)
 
 

@@ -9,7 +9,7 @@ from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceKey
-from scheduler_svc.core.speculation import Speculation
+from scheduler_svc.core.speculation.speculation import Speculation
 from scheduler_svc.core.step import Answer, Output, Step
 
 

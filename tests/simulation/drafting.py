@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from random import Random
 
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.speculation import Speculation
+from scheduler_svc.core.speculation.speculation import Speculation
 from tests.oracle import VOCAB_SIZE
 from tests.simulation.knobs import Knobs
 

@@ -63,6 +63,8 @@ class Complete:
             completion_tokens=len(self._token_ids),
             cached_tokens=cached_tokens,
             index=completion.index,
+            spec_draft_tokens=completion.stream.num_drafted,
+            spec_accepted_tokens=completion.stream.num_accepted,
         )
         if isinstance(ending.stop_reason, int):
             message.matched_token_id = ending.stop_reason

@@ -82,7 +82,9 @@ class FakeGrammars:
             raise self.error
         return self
 
-    async def masks(self, matchers: Seq[OddTokens]) -> list[bytes | GrammarError | None]:
+    async def masks(
+        self, matchers: Seq[OddTokens], guesses: object = ()
+    ) -> list[bytes | GrammarError | None]:
         self.filling.set()
         self.on_filling()
         await self.filled.wait()

@@ -1,0 +1,87 @@
+"""A guess at the next tokens of one sequence."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from itertools import takewhile
+from math import log1p
+
+from scheduler_svc.core.speculation.acceptance import FORCED, Acceptance
+from scheduler_svc.core.speculation.drafts import DraftIndex
+
+MAX_DRAFTS = 16  # of one sequence in a step
+_MIN_LIKELY = 0.1  # less likely tokens are not worth a calculation
+
+
+class Guess:
+    """A guess at the tokens after `sequence`, which others extend. It learns whether it was right
+    from the tokens that come, drafted or not.
+
+    `num_drafted` and `num_accepted` count the sequence's drafted tokens.
+    """
+
+    __slots__ = (
+        "_acceptance",
+        "_evidence",
+        "_index",
+        "_num_known",
+        "_sequence",
+        "num_accepted",
+        "num_drafted",
+        "tokens",
+    )
+
+    def __init__(self, sequence: array[int], acceptance: Acceptance) -> None:
+        self._sequence = sequence
+        self._num_known = 0  # tokens of the sequence that the guess follows
+        self._index = DraftIndex(sequence)
+        self._acceptance = Acceptance(acceptance)
+        self.tokens: Seq[int] = ()
+        self._evidence: Seq[int] = ()  # for each token, as `Acceptance` wants it
+        self.num_drafted = self.num_accepted = 0
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the guess follows the last token of the sequence."""
+        return self._num_known == len(self._sequence)
+
+    def renew(self) -> None:
+        """Learns from the sequence's new tokens, and guesses the tokens after them."""
+        if self.is_current:
+            return
+        new = self._sequence[self._num_known :]
+        for guessed, evidence, token in zip(self.tokens, self._evidence, new, strict=False):
+            self._acceptance.learn(evidence, right=guessed == token)
+            if guessed != token:
+                break
+        self._num_known = len(self._sequence)
+        draft = self._index.propose(MAX_DRAFTS)
+        self.tokens = draft.tokens
+        self._evidence = range(draft.match_len, draft.match_len + len(draft.tokens))
+
+    def constrain(self, tokens: Seq[int]) -> None:
+        """Replaces the guess by tokens of which the first may be the guess's, and the others are
+        forced by a grammar."""
+        pairs = zip(self.tokens, tokens, strict=False)
+        num_guessed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        forced = [FORCED] * (len(tokens) - num_guessed)
+        self.tokens, self._evidence = tokens, [*self._evidence[:num_guessed], *forced]
+
+    def gains(self, num_sampled: int, max_tokens: int) -> Iterator[float]:
+        """The gain of each drafted token as `Speculation` defines it, in their order.
+
+        Args:
+            num_sampled: tokens that a step in flight samples. They are guessed, but not drafted.
+            max_tokens: that may be guessed.
+        """
+        expected, likely = 1.0, 1.0
+        for i, evidence in enumerate(self._evidence[:max_tokens]):
+            likely *= self._acceptance.probability(evidence)
+            if i < num_sampled:
+                continue
+            if likely < _MIN_LIKELY:
+                return
+            yield log1p(likely / expected)
+            expected += likely

@@ -1,0 +1,86 @@
+"""Speculation: chooses the tokens that are drafted for the next step.
+
+A drafted token is a guess at a sequence's next token. The step computes it as if it had been
+sampled, in a row of its own, and it is accepted exactly if the row before it samples it. A sampled
+token is a function of logits, parameters, seed and position, so the output does not depend on
+drafts at any temperature (for greedy decoding, this is Stern, Shazeer and Uszkoreit, "Blockwise
+Parallel Decoding for Deep Autoregressive Models", 2018).
+
+A draft is worth the logarithm of what its sequence gains: log((e + p) / e), if e tokens are
+expected without it and it is accepted with probability p. Each sequence of the step loses
+log(t' / t) when the step takes t' seconds instead of t. The sum is maximized. So a stream pays for
+the drafts of others only where they gain more (proportional fairness: Kelly, "Charging and rate
+control for elastic traffic", 1997).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from math import log
+
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.speculation.acceptance import Acceptance
+from scheduler_svc.core.speculation.guess import MAX_DRAFTS, Guess
+from scheduler_svc.core.speculation.step_times import StepTimes
+from scheduler_svc.core.step import Step, StepTiming
+
+
+class Speculation:
+    """Drafts the tokens that followed earlier occurrences of a sequence's last tokens, and those
+    that a grammar forces."""
+
+    def __init__(self) -> None:
+        self._acceptance = Acceptance()
+        self._times = StepTimes()
+
+    def waits(self, decodes: Seq[Sequence]) -> bool:
+        """Whether the next step should wait for the answer to the step in flight, because drafts
+        are then expected to gain more than the wait costs."""
+        return bool(self.choose(decodes, len(decodes) * MAX_DRAFTS))
+
+    def choose(self, decodes: Seq[Sequence], room: int) -> dict[Sequence, Seq[int]]:
+        """The tokens to draft, at most `room` in all. Those of a sequence whose last token is not
+        known yet begin with a guess at that token."""
+        gains: list[tuple[float, Sequence]] = []
+        for seq in decodes:
+            if guess := self._guess(seq):
+                num_sampled = seq.num_scheduled_tokens + 1 - seq.num_tokens
+                # The last token that a sequence may have is not computed.
+                max_tokens = max(seq.max_scheduled_tokens - seq.num_tokens, 0)
+                gains += ((gain, seq) for gain in guess.gains(num_sampled, max_tokens))
+        if not gains:
+            return {}
+        gains.sort(key=lambda each: -each[0])  # stable, so that a token follows those before it
+        num_drafts = self._best_number([gain for gain, _ in gains[:room]], len(decodes))
+        counts = Counter(seq for _, seq in gains[:num_drafts])
+        return {seq: seq.guess.tokens[:count] for seq, count in counts.items() if seq.guess}
+
+    def guess(self, seq: Sequence) -> Guess:
+        """A guess at the next tokens of a sequence. If a grammar constrains the sequence, nothing
+        is drafted before the guess has been constrained."""
+        if seq.guess is None:
+            seq.guess = Guess(seq.tokens, self._acceptance)
+        seq.guess.renew()
+        return seq.guess
+
+    def step_answered(self, step: Step, timing: StepTiming) -> None:
+        """Learns from the time that a step took."""
+        self._times.step_answered(step, timing)
+
+    def _guess(self, seq: Sequence) -> Guess | None:
+        """The guess at a sequence's next tokens, if any may be drafted."""
+        if seq.params.stepwise:
+            return seq.guess if seq.guess and seq.guess.is_current else None
+        return self.guess(seq)
+
+    def _best_number(self, gains: Seq[float], num_seqs: int) -> int:
+        """How many drafts are best in a step of sequences, of the drafts that gain this much."""
+        best, best_value, value = 0, 0.0, 0.0
+        without_s = self._times.seconds(num_seqs) or 1.0
+        for number, gain in enumerate(gains, 1):
+            value += gain
+            seconds = (self._times.seconds(num_seqs + number) or 1.0) + self._times.wait_s
+            if (net := value - num_seqs * log(seconds / without_s)) > best_value:
+                best, best_value = number, net
+        return best
