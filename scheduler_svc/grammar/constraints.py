@@ -93,12 +93,12 @@ class Constraints:
     def advance(self, outputs: Seq[Output]) -> None:
         """Starts computing the masks that follow a step's tokens. A grammar's sequences continue as
         soon as the grammar's process has answered."""
-        grown: dict[Grammar, list[Sequence]] = {}
+        grown: dict[Grammar, dict[Sequence, None]] = {}
         for output in outputs:
             seq = output.seq
             if seq.params.grammar and output.token is not None and output.end is None:
-                grown.setdefault(self._matchers[seq].grammar, []).append(seq)
-        for seqs in grown.values():
+                grown.setdefault(self._matchers[seq].grammar, {})[seq] = None
+        for seqs in map(list, grown.values()):
             task = asyncio.create_task(self._guarded(partial(self._advance, seqs), seqs))
             self._masking.add(task)
             task.add_done_callback(self._masking.discard)

@@ -74,7 +74,7 @@ def test_a_lost_step_is_computed_again_without_another_mask() -> None:
     assert step is not None
     assert [(row.num_tokens, row.samples) for row in step.rows] == [(4, True)]
     assert seq.features is not None
-    assert seq.features.mask == MASK
+    assert seq.features.masks == [MASK]
 
 
 def test_a_paused_sequence_stays_paused_when_the_cache_is_lost() -> None:

@@ -180,7 +180,7 @@ def test_a_lost_step_of_a_grammar_needs_no_other_mask() -> None:
     step = planned(scheduler)
     assert rows_of(step) == [(1, 3, 1, True)]
     assert seq.features is not None
-    assert seq.features.mask == MASK
+    assert seq.features.masks == [MASK]
     scheduler.apply(step, sample(step))
     assert scheduler.schedule() is None
 

@@ -1,0 +1,216 @@
+"""Steps with drafted tokens: which tokens hold, and what becomes of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core.admission import Limits
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.sampling import Grammar, GrammarKind, SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.speculation.speculation import Speculation
+from scheduler_svc.core.step import Answer, Logprobs, Output, Step
+from scheduler_svc.rpc.step_encoding import encode_step
+from tests.fake_worker import VOCAB_SIZE, completion, next_token
+from tests.scheduler_svc.schedulers import generated, make
+from tests.step_columns import ints
+
+PROMPT = [1, 2, 3]
+TOKENS = completion(PROMPT, 12)
+WRONG = 999
+
+
+class Planned(Speculation):
+    """Drafts what it is told: `drafts` after each number of tokens."""
+
+    def __init__(self, drafts: dict[int, list[int]]) -> None:
+        super().__init__()
+        self.drafts = drafts
+        self.wants_to_wait = False
+
+    def waits(self, decodes: Seq[Sequence]) -> bool:
+        return self.wants_to_wait
+
+    def choose(self, decodes: Seq[Sequence], room: int) -> dict[Sequence, Seq[int]]:
+        found = {seq: self.drafts.get(seq.num_generated_tokens, [])[:room] for seq in decodes}
+        return {seq: drafts for seq, drafts in found.items() if drafts}
+
+
+def scheduler_with(
+    drafts: dict[int, list[int]], num_blocks: int = 16, max_num_seqs: int = 8
+) -> Scheduler:
+    limits = Limits(max_num_seqs, 32, 64, max_waiting=100, vocab_size=VOCAB_SIZE)
+    return Scheduler(limits, BlockManager(num_blocks, 4), Planned(drafts))
+
+
+def answer(step: Step) -> Answer:
+    """The oracle's tokens, after drafted tokens, too."""
+    tokens, context = [], list[int]()
+    for row in step.rows:
+        if row.draft is None:
+            context = row.seq.tokens[: row.start + row.num_tokens].tolist()
+        else:
+            context.append(row.draft)
+        tokens.append(next_token(context))
+    return Answer(tokens)
+
+
+def next_step(scheduler: Scheduler) -> Step:
+    step = scheduler.schedule()
+    assert step is not None
+    return step
+
+
+def run_step(scheduler: Scheduler) -> tuple[Step, list[Output]]:
+    step = next_step(scheduler)
+    outputs = scheduler.apply(step, answer(step))
+    scheduler.check_integrity()
+    return step, outputs
+
+
+@pytest.mark.parametrize(
+    ("drafts", "num_accepted"),
+    [
+        (TOKENS[1:4], 3),
+        ([*TOKENS[1:3], WRONG], 2),
+        ([TOKENS[1], WRONG, TOKENS[3]], 1),
+        ([WRONG, *TOKENS[2:4]], 0),
+    ],
+)
+def test_drafts_hold_as_far_as_they_are_what_is_sampled(
+    drafts: list[int], num_accepted: int
+) -> None:
+    scheduler = scheduler_with({1: drafts})
+    seq = make(1, PROMPT, 12)
+    scheduler.add(seq)
+    run_step(scheduler)
+    step, outputs = run_step(scheduler)
+    assert [(row.start, row.draft) for row in step.rows] == [
+        (3, None),
+        *((4 + i, draft) for i, draft in enumerate(drafts)),
+    ]
+    assert [(each.token, each.offset) for each in outputs] == [
+        (TOKENS[1 + i], 1 + i) for i in range(num_accepted + 1)
+    ]
+    while scheduler.num_running:
+        run_step(scheduler)
+    assert generated(seq) == TOKENS
+    assert (scheduler.stats.draft_tokens, scheduler.stats.accepted_tokens) == (3, num_accepted)
+    assert scheduler.blocks.num_free_blocks == 16
+
+
+def test_nothing_is_planned_while_drafts_are_in_flight() -> None:
+    scheduler = scheduler_with({1: TOKENS[1:3]})
+    scheduler.add(make(1, PROMPT, 12))
+    run_step(scheduler)
+    step = next_step(scheduler)
+    scheduler.add(make(2, PROMPT, 12))
+    assert scheduler.schedule() is None
+    scheduler.apply(step, answer(step))
+    assert {row.seq.key.number for row in next_step(scheduler).rows} == {1, 2}
+
+
+def test_no_tokens_are_drafted_after_a_token_that_is_not_known_yet() -> None:
+    scheduler = scheduler_with({1: TOKENS[1:3]})
+    scheduler.add(make(1, PROMPT, 12))
+    next_step(scheduler)
+    assert [row.draft for row in next_step(scheduler).rows] == [None]
+
+
+def test_the_next_step_waits_for_an_answer_if_drafts_are_worth_it() -> None:
+    scheduler = scheduler_with({})
+    scheduler.add(make(1, PROMPT, 12))
+    step = next_step(scheduler)
+    assert isinstance(scheduler.speculation, Planned)
+    scheduler.speculation.wants_to_wait = True
+    assert scheduler.schedule() is None
+    scheduler.apply(step, answer(step))
+    assert scheduler.schedule()
+
+
+def test_tokens_after_an_accepted_end_are_dropped() -> None:
+    scheduler = scheduler_with({1: TOKENS[1:5]})
+    seq = make(1, PROMPT, 12, eos=frozenset({TOKENS[2]}))
+    scheduler.add(seq)
+    run_step(scheduler)
+    _, outputs = run_step(scheduler)
+    assert [each.finished for each in outputs] == [None, FinishCause.EOS]
+    assert generated(seq) == TOKENS[:3]
+    assert scheduler.blocks.num_free_blocks == 16
+
+
+def test_rejected_tokens_are_never_in_the_prefix_cache() -> None:
+    """The drafts would complete a block, which only the right tokens may do."""
+    scheduler = scheduler_with({1: [TOKENS[1], WRONG, WRONG, WRONG, WRONG]})
+    seq = make(1, PROMPT, 12)
+    scheduler.add(seq)
+    run_step(scheduler)
+    run_step(scheduler)
+    assert seq.num_published_blocks == 1
+    while scheduler.num_running:
+        run_step(scheduler)
+    stored = [np.frombuffer(each.token_ids, np.int32) for each in scheduler.blocks.stored_blocks()]
+    assert np.concatenate(stored).tolist() == (PROMPT + TOKENS)[: 4 * len(stored)]
+
+
+def test_drafts_leave_rows_and_blocks_to_sequences() -> None:
+    scheduler = scheduler_with({1: TOKENS[1:9]}, num_blocks=3, max_num_seqs=4)
+    scheduler.add(make(1, PROMPT, 9))
+    run_step(scheduler)
+    scheduler.add(make(2, PROMPT, 2))
+    step = next_step(scheduler)
+    # Of four rows, one may be the waiting sequence's. Of three blocks, one is kept for a decode.
+    assert [row.draft for row in step.rows] == [None, *TOKENS[1:3], None]
+    assert len(step.rows[0].seq.block_table) <= 2
+    scheduler.apply(step, answer(step))
+    scheduler.check_integrity()
+
+
+def test_drafts_in_flight_are_forgotten_with_the_workers() -> None:
+    scheduler = scheduler_with({1: TOKENS[1:4]})
+    seq = make(1, PROMPT, 12)
+    scheduler.add(seq)
+    run_step(scheduler)
+    next_step(scheduler)
+    scheduler.rewind_all()
+    scheduler.check_integrity()
+    scheduler.may_draft = False
+    step, _ = run_step(scheduler)
+    assert [(row.start, row.draft) for row in step.rows] == [(3, None)]
+    scheduler.may_draft = True
+    while scheduler.num_running:
+        run_step(scheduler)
+    assert generated(seq) == TOKENS
+
+
+def test_each_token_comes_with_its_own_log_probabilities() -> None:
+    scheduler = scheduler_with({1: [TOKENS[1], WRONG]})
+    scheduler.add(Sequence((0, 1), PROMPT, SamplingParams(12, logprobs=0)))
+    run_step(scheduler)
+    step = next_step(scheduler)
+    given = [Logprobs(np.full((1, 1), i), np.full((1, 1), float(i))) for i in range(3)]
+    outputs = scheduler.apply(step, Answer(answer(step).token_ids, dict(enumerate(given))))
+    assert [each.logprobs for each in outputs] == given[:2]
+
+
+def test_each_position_under_a_grammar_has_its_own_mask() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "")
+    scheduler = scheduler_with({1: TOKENS[1:3]})
+    seq = Sequence((0, 1), PROMPT, SamplingParams(12, grammar=grammar))
+    masks = [bytes([0, 255 - i]) * 62 + bytes(2) for i in range(4)]
+    scheduler.add(seq)
+    seq.unpause(masks[:1])
+    run_step(scheduler)
+    assert scheduler.schedule() is None  # no mask yet
+    seq.unpause(masks[1:])
+    step = next_step(scheduler)
+    request = encode_step(step, 4, 1, 1)
+    assert ints(request.features.rows).tolist() == [0, 1, 2]
+    assert request.features.masks == b"".join(masks[1:])
+    scheduler.apply(step, answer(step))
+    assert seq.paused
+    assert scheduler.schedule() is None
