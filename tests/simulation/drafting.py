@@ -4,46 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from random import Random
 
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.speculation.speculation import Speculation
 from tests.oracle import VOCAB_SIZE
-from tests.simulation.knobs import Knobs
 
-_MAX_DRAFTS = 5
+MAX_DRAFTS = 5
+
+
+@dataclass(frozen=True)
+class Chances:
+    """Probabilities."""
+
+    drafts: float  # per decode, that tokens are drafted after it
+    right: float  # per drafted token
+    waits: float  # per step, that it waits for an answer
+
+
+NO_DRAFTS = Chances(drafts=0.0, right=0.0, waits=0.0)
 
 
 class SimulatedSpeculation(Speculation):
-    """`tokens_of` returns the tokens that a sequence will have, as far as they are known."""
+    """`next_tokens` returns the tokens that follow in a sequence, as far as they are known."""
 
     def __init__(
-        self, knobs: Knobs, rng: Random, tokens_of: Callable[[Sequence], Seq[int]]
+        self, chances: Chances, rng: Random, next_tokens: Callable[[Sequence], Seq[int]]
     ) -> None:
         super().__init__()
-        self._knobs = knobs
+        self._chances = chances
         self._rng = rng
-        self._tokens_of = tokens_of
+        self._next_tokens = next_tokens
 
     def waits(self, decodes: Seq[Sequence]) -> bool:
-        return self._happens(self._knobs.draft_waits)
+        return self._happens(self._chances.waits)
 
     def choose(self, decodes: Seq[Sequence], room: int) -> dict[Sequence, Seq[int]]:
         drafts: dict[Sequence, Seq[int]] = {}
         for seq in decodes:
-            limit = min(room, seq.max_scheduled_tokens - seq.num_tokens, _MAX_DRAFTS)
-            if limit > 0 and not seq.params.stepwise and self._happens(self._knobs.drafted):
+            limit = min(room, seq.max_scheduled_tokens - seq.num_tokens, MAX_DRAFTS)
+            if limit > 0 and not seq.params.stepwise and self._happens(self._chances.drafts):
                 drafts[seq] = self._guess(seq, self._rng.randint(1, limit))
                 room -= len(drafts[seq])
         return drafts
 
     def _guess(self, seq: Sequence, count: int) -> list[int]:
-        known = self._tokens_of(seq)
+        known = self._next_tokens(seq)
         return [
-            known[place]
-            if place < len(known) and self._happens(self._knobs.right_drafts)
+            known[i]
+            if i < len(known) and self._happens(self._chances.right)
             else self._rng.randrange(VOCAB_SIZE)
-            for place in range(seq.num_tokens, seq.num_tokens + count)
+            for i in range(count)
         ]
 
     def _happens(self, probability: float) -> bool:

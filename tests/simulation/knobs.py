@@ -6,6 +6,7 @@ from random import Random
 
 from scheduler_svc.core.admission import Limits
 from tests.oracle import VOCAB_SIZE
+from tests.simulation.drafting import Chances
 
 
 class Knobs:
@@ -63,9 +64,11 @@ class Knobs:
         self.disconnects = rng.choice([0, 0, 1, 4])  # in all
         self.poisons = rng.choice([0.0, 0.0, 0.0, 0.05, 0.3])
         # Speculation
-        self.drafted = rng.choice([0.0, 0.3, 1.0])  # per decode, that tokens are drafted after it
-        self.right_drafts = rng.choice([0.0, 0.5, 0.9, 1.0])  # per drafted token
-        self.draft_waits = rng.choice([0.0, 0.5, 1.0])  # per step, that it waits for an answer
+        self.drafting = Chances(
+            drafts=rng.choice([0.0, 0.3, 1.0]),
+            right=rng.choice([0.0, 0.5, 0.9, 1.0]),
+            waits=rng.choice([0.0, 0.5, 1.0]),
+        )
 
     def __str__(self) -> str:
         return f"knobs: {vars(self)}"

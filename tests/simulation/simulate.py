@@ -68,7 +68,7 @@ class Simulation:
         self._scheduler = CheckedScheduler(
             knobs.limits,
             BlockManager(knobs.num_blocks, knobs.block_size),
-            SimulatedSpeculation(knobs, rng, self._tokens_of),
+            SimulatedSpeculation(knobs.drafting, rng, self._next_tokens),
         )
         self._workers = workers = SimulatedWorkers(
             knobs, rng, self._scheduler, self._beside, self._is_poisoned, counts
@@ -125,10 +125,9 @@ class Simulation:
         references = np.bincount(held, minlength=self._knobs.num_blocks)
         return Beside(owners, self._scheduler.answered, references)
 
-    def _tokens_of(self, seq: Sequence) -> list[int]:
-        """The tokens that a sequence will have."""
+    def _next_tokens(self, seq: Sequence) -> list[int]:
         request = self._frontends.attempt_of(seq).client.request
-        return request.prompt + request.tokens
+        return request.tokens[seq.num_generated_tokens :]
 
     def _is_poisoned(self, step: Step) -> bool:
         for row in step.rows:

@@ -17,8 +17,9 @@ from scheduler_svc.core.step import Answer, End, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.rpc.servicer import SchedulerServicer
 from shared.pb import scheduler_pb2 as pb
-from tests.oracle import EMPTY, extend, sample
+from tests.oracle import EMPTY, completion, extend, sample
 from tests.simulation.cluster.network import Call, DiedError
+from tests.simulation.drafting import MAX_DRAFTS, NO_DRAFTS, Chances, SimulatedSpeculation
 
 if TYPE_CHECKING:
     from tests.simulation.cluster.hosts import Host
@@ -43,6 +44,7 @@ class Shape:
     step_s: float
     prompt_token_s: float
     decode_s: float
+    drafting: Chances = NO_DRAFTS
 
 
 class Owner(NamedTuple):
@@ -106,7 +108,12 @@ class _Workers:
         if self._lost.done():
             raise WorkersLostError("lost")
         self._steps.popleft()
-        return Answer([self._sample(row) if row.samples else 0 for row in step.rows])
+        tokens, state = [0] * len(step.rows), EMPTY
+        for i, row in enumerate(step.rows):
+            if row.samples:
+                state = self._state(row) if row.draft is None else extend(state, row.draft)
+                tokens[i] = sample(state, row.seq.params.seed + salt_of(self._process.model))
+        return Answer(tokens)
 
     async def watch(self) -> str:
         await asyncio.shield(self._lost)
@@ -121,13 +128,14 @@ class _Workers:
         self._free_at = 0.0
         return keep and self._host.world.rng.random() < _KEEPS
 
-    def _sample(self, row: Row) -> int:
+    def _state(self, row: Row) -> int:
+        """The state after the row's last token, which is known."""
         seq, end = row.seq, row.start + row.num_tokens
         length, state = self._states.get(seq, (0, EMPTY))
         for token in seq.tokens[length:end]:
             state = extend(state, token)
         self._states[seq] = end, state
-        return sample(state, seq.params.seed + salt_of(self._process.model))
+        return state
 
 
 class _Scheduler(Scheduler):
@@ -135,7 +143,9 @@ class _Scheduler(Scheduler):
 
     def __init__(self, host: Host, process: Process) -> None:
         shape = host.shape
-        super().__init__(shape.limits, BlockManager(shape.num_blocks, shape.block_size))
+        speculation = SimulatedSpeculation(shape.drafting, host.world.rng, self._next_tokens)
+        blocks = BlockManager(shape.num_blocks, shape.block_size)
+        super().__init__(shape.limits, blocks, speculation)
         self._host = host
         self._process = process
 
@@ -157,6 +167,12 @@ class _Scheduler(Scheduler):
             if seq.tokens[0] == TOKEN and seq.num_generated_tokens == DEADLY_TOKEN - 1:
                 self._die_of(seq)
         return super().apply(step, answer)
+
+    def _next_tokens(self, seq: Sequence) -> list[int]:
+        if seq.tokens[0] in POISONS:
+            return []  # so that it gets its tokens one by one
+        seed = seq.params.seed + salt_of(self._process.model)
+        return completion(seq.tokens, MAX_DRAFTS, seed)
 
     def _die_of(self, seq: Sequence) -> None:
         self._host.poisoned(self._process, seq)

@@ -17,6 +17,7 @@ from tests.simulation.cluster.engines import POISONS, STEP, TOKEN, WORKERS, Shap
 from tests.simulation.cluster.faults import CHANGE_MODELS, KINDS, Faults
 from tests.simulation.cluster.requests import MAX_COMPLETIONS, Client, Plan, plan
 from tests.simulation.cluster.world import World
+from tests.simulation.drafting import Chances
 from tests.simulation.simulate import Result, SimulationError
 
 _MAX_S = 700.0  # a completion waits up to 300 s for an engine with its model to return
@@ -161,4 +162,5 @@ def _shape(rng: Random, is_calm: bool) -> Shape:
         step_s=rng.choice([0.002, 0.02]),
         prompt_token_s=rng.choice([1e-5, 1e-3]),
         decode_s=1e-4,
+        drafting=Chances(drafts=rng.choice([0.0, 0.5]), right=0.8, waits=0.5),
     )
