@@ -17,7 +17,11 @@ from deploy.stack import Stack
 from shared.pb.scheduler_pb2 import GetLoadResponse
 
 _REFRESH_S = 0.5
-_COLUMNS = "engine", "frontends", "running", "waiting", "tokens/s", "step", "blocks used", "hits"
+# "hits": of prompt tokens in the prefix cache. "drafts": the share that is accepted.
+_COLUMNS = (
+    *("engine", "frontends", "running", "waiting", "tokens/s", "step", "blocks used", "hits"),
+    "drafts",
+)
 _SILENT = "the scheduler does not answer; see make ps and make logs"
 
 Loads = Sequence[GetLoadResponse | None]  # by engine; None: it does not answer
@@ -51,7 +55,7 @@ def top(directory: Path) -> int:
 def _render(stack: Stack, loads: Loads) -> RenderableType:
     """Returns the screen: a line for each engine, and one for all of them."""
     title = Text.assemble(("nano-vllm-grpc", "bold"), f"  {stack.address}")
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, justify="right")
     for engine, load in enumerate(loads):
@@ -68,6 +72,8 @@ def _render(stack: Stack, loads: Loads) -> RenderableType:
 def _figures(loads: Sequence[GetLoadResponse], step: str) -> list[str]:
     prompt_tokens = sum(load.prompt_tokens for load in loads)
     cached = sum(load.cached_prompt_tokens for load in loads)
+    drafted = sum(load.draft_tokens for load in loads)
+    accepted = sum(load.accepted_tokens for load in loads)
     return [
         f"{sum(load.running for load in loads)}",
         f"{sum(load.waiting for load in loads)}",
@@ -75,4 +81,5 @@ def _figures(loads: Sequence[GetLoadResponse], step: str) -> list[str]:
         step,
         f"{sum(load.blocks_used for load in loads)} of {sum(load.blocks for load in loads)}",
         f"{cached / prompt_tokens if prompt_tokens else 0.0:.0%}",
+        f"{accepted / drafted:.0%}" if drafted else "-",
     ]

@@ -28,6 +28,7 @@ class Sample(TypedDict, total=False):
     waiting: int
     cache: float  # share of blocks in use
     step_s: float | None  # mean over engines
+    accepted_per_step: float | None  # drafted tokens that were accepted, mean over steps
     first_token_s: float | None  # mean
 
 
@@ -49,14 +50,21 @@ class Sampler:
             used = sum(load.blocks_used for load in loads.values())
             sample["cache"] = used / sum(load.blocks for load in loads.values())
             rates, steps_s = [], []
+            all_accepted = all_steps = 0.0
             for engine, load in loads.items():
-                elapsed_s, tokens, steps = self._since(
-                    f"engine-{engine}", sample["at"], load.sampled_tokens, load.steps
+                elapsed_s, tokens, steps, accepted = self._since(
+                    f"engine-{engine}",
+                    sample["at"],
+                    load.sampled_tokens,
+                    load.steps,
+                    load.accepted_tokens,
                 )
+                all_accepted, all_steps = all_accepted + accepted, all_steps + steps
                 rates += [tokens / elapsed_s] if elapsed_s else []
                 steps_s += [load.step_time_s] if steps else []
             sample["tokens_per_s"] = sum(rates) if rates else None
             sample["step_s"] = sum(steps_s) / len(steps_s) if steps_s else None
+            sample["accepted_per_step"] = all_accepted / all_steps if all_steps else None
         return sample
 
     def _first_token_s(self) -> float | None:

@@ -7,6 +7,7 @@ const HEIGHT = 80;
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
 
 const number = (value) => value.toFixed(0);
+const decimal = (value) => value.toFixed(1);
 const percent = (value) => `${Math.round(100 * value)} %`;
 const seconds = (value) =>
   value < 1 ? `${Number((1000 * value).toPrecision(3))} ms` : `${Number(value.toFixed(2))} s`;
@@ -21,6 +22,10 @@ const CHARTS = [
   },
   { title: "KV cache in use", format: percent, series: [["", "cache"]], max: 1 },
   { title: "Step time", format: seconds, series: [["", "step_s"]], sparse: true },
+  {
+    title: "Accepted drafts per step", format: decimal, sparse: true,
+    series: [["", "accepted_per_step"]],
+  },
   {
     title: "Time to first token", format: seconds, sparse: true, none: "none yet",
     series: [["", "first_token_s"]],
