@@ -191,6 +191,8 @@ class Scheduler:
         sequences.last_answered = step.number
         if step.copies:
             self.blocks.copied(step.copies)
+        if answer.draft_ids and self.speculation:
+            self.speculation.resolve(step, answer.draft_ids)
         block_size, finished = self.blocks.block_size, Status.FINISHED
         scored = [*take_prompt_logprobs(step, answer)] if answer.prompt_logprobs else []
         for row, child in self._forks.prompts_computed(step):

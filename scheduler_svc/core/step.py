@@ -59,11 +59,13 @@ class Answer:
     """The answer to a step: one sampled id per row, and log-probabilities by index of the row that
     asked for them. The id of a row that samples nothing is meaningless. `logprobs` are those of the
     sampled token. `prompt_logprobs` are those of the successors of the row's tokens in the prompt.
+    `draft_ids` are the tokens that a draft model guessed, in the order of their rows.
     """
 
     token_ids: Seq[int]
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+    draft_ids: Seq[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

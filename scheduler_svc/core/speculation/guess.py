@@ -12,12 +12,14 @@ from scheduler_svc.core.speculation.acceptance import FORCED, Acceptance
 from scheduler_svc.core.speculation.drafts import DraftIndex
 
 MAX_DRAFTS = 16  # of one sequence in a step
+BY_MODEL = -(2**31)  # a token that the workers' draft model will guess
 _MIN_LIKELY = 0.1  # less likely tokens are not worth a calculation
 
 
 class Guess:
     """A guess at the tokens after `sequence`, which others extend. It learns whether it was right
-    from the tokens that come, drafted or not.
+    from the tokens that come, drafted or not. The guess `by_model` is `BY_MODEL` for every token,
+    until the workers have answered what their model guessed.
 
     `num_drafted` and `num_accepted` count the sequence's drafted tokens.
     """
@@ -33,10 +35,12 @@ class Guess:
         "tokens",
     )
 
-    def __init__(self, sequence: array[int], acceptance: Acceptance) -> None:
+    def __init__(
+        self, sequence: array[int], acceptance: Acceptance, *, by_model: bool = False
+    ) -> None:
         self._sequence = sequence
         self._num_known = 0  # tokens of the sequence that the guess follows
-        self._index = DraftIndex(sequence)
+        self._index = None if by_model else DraftIndex(sequence)
         self._acceptance = Acceptance(acceptance)
         self.tokens: Seq[int] = ()
         self._evidence: Seq[int] = ()  # for each token, as `Acceptance` wants it
@@ -57,6 +61,9 @@ class Guess:
             if guessed != token:
                 break
         self._num_known = len(self._sequence)
+        if self._index is None:
+            self.tokens, self._evidence = [BY_MODEL] * MAX_DRAFTS, range(MAX_DRAFTS)
+            return
         draft = self._index.propose(MAX_DRAFTS)
         self.tokens = draft.tokens
         self._evidence = range(draft.match_len, draft.match_len + len(draft.tokens))

@@ -21,16 +21,18 @@ from math import log
 
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.speculation.acceptance import Acceptance
-from scheduler_svc.core.speculation.guess import MAX_DRAFTS, Guess
+from scheduler_svc.core.speculation.guess import BY_MODEL, MAX_DRAFTS, Guess
 from scheduler_svc.core.speculation.step_times import StepTimes
 from scheduler_svc.core.step import Step, StepTiming
 
 
 class Speculation:
     """Drafts the tokens that followed earlier occurrences of a sequence's last tokens, and those
-    that a grammar forces."""
+    that a grammar forces. With `by_model`, the workers' draft model drafts the tokens of sequences
+    without a grammar."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_model: bool = False) -> None:
+        self._by_model = by_model
         self._acceptance = Acceptance()
         self._times = StepTimes()
 
@@ -46,6 +48,8 @@ class Speculation:
         for seq in decodes:
             if guess := self._guess(seq):
                 num_sampled = seq.num_scheduled_tokens + 1 - seq.num_tokens
+                if guess.tokens[:1] == [BY_MODEL]:
+                    num_sampled = 0  # the model guesses once the last token is known
                 # The last token that a sequence may have is not computed.
                 max_tokens = max(seq.max_scheduled_tokens - seq.num_tokens, 0)
                 gains += ((gain, seq) for gain in guess.gains(num_sampled, max_tokens))
@@ -60,9 +64,21 @@ class Speculation:
         """A guess at the next tokens of a sequence. If a grammar constrains the sequence, nothing
         is drafted before the guess has been constrained."""
         if seq.guess is None:
-            seq.guess = Guess(seq.tokens, self._acceptance)
+            by_model = self._by_model and not seq.params.stepwise
+            seq.guess = Guess(seq.tokens, self._acceptance, by_model=by_model)
         seq.guess.renew()
         return seq.guess
+
+    def resolve(self, step: Step, draft_ids: Seq[int]) -> None:
+        """Notes the tokens that the draft model guessed for the rows of a step, in their order."""
+        guessed: dict[Sequence, list[int]] = {}
+        rows = (row for row in step.rows if row.draft == BY_MODEL)
+        for row, token in zip(rows, draft_ids, strict=True):
+            row.draft = token
+            guessed.setdefault(row.seq, []).append(token)
+        for seq, tokens in guessed.items():
+            if seq.guess:
+                seq.guess.tokens = tokens
 
     def step_answered(self, step: Step, timing: StepTiming) -> None:
         """Learns from the time that a step took."""
