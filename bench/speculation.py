@@ -1,0 +1,196 @@
+"""`python -m bench.speculation`: measures how much faster streams are with drafts, by kind of text.
+
+Private stacks with `SPECULATION=none` and `auto` start in turn, the first of each pair alternately.
+Each answers the prompts of `speculation_prompts.json`, so many at a time. A figure is the median
+over the pairs. Both stacks of a pair must give equal tokens. See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from itertools import cycle, islice, product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench.machine import this_machine
+from bench.metrics import percentile
+from bench.report import check_minimum
+from bench.stack import private_stack
+from deploy.errors import LaunchError
+from deploy.model import model_name, resolve_model
+from nano_vllm_grpc import AsyncLLM, LLMError, SamplingParams, StructuredOutput
+
+PROMPTS = Path(__file__).with_name("speculation_prompts.json")
+SETTINGS = ("none", "auto")  # of SPECULATION
+TEMPERATURES = {"greedy": 0.0, "default": None}  # None: the model's
+_ROUNDS = 2  # requests per stream, at least
+_PERCENTILES = {"median": 50, "first_quartile": 25, "third_quartile": 75}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs at a time. A group of prompts is a kind of text."""
+
+    group: str
+    streams: int
+    temperature: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case on one stack: its speed, and each request's token ids."""
+
+    tokens_per_s: float
+    token_ids: list[list[int]]
+
+
+@dataclass
+class Found:
+    """A case's results of all pairs so far, in their order."""
+
+    none_tokens_per_s: list[float] = field(default_factory=list)
+    auto_tokens_per_s: list[float] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)  # of tokens/s, auto to none
+    differing: int = 0  # requests whose tokens differ between the stacks of a pair
+
+    def add(self, none: Run, auto: Run) -> None:
+        self.none_tokens_per_s.append(none.tokens_per_s)
+        self.auto_tokens_per_s.append(auto.tokens_per_s)
+        self.ratios.append(auto.tokens_per_s / none.tokens_per_s)
+        self.differing += sum(
+            ours != theirs for ours, theirs in zip(auto.token_ids, none.token_ids, strict=True)
+        )
+
+    def figures(self) -> dict[str, Any]:
+        ratio = {name: percentile(self.ratios, q) for name, q in _PERCENTILES.items()}
+        return {**asdict(self), "ratio": ratio}
+
+
+def parse_args(args: list[str]) -> argparse.Namespace:
+    groups = list(read_prompts())
+    parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="what MODEL takes; %(default)s")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--pairs", type=int, default=3, help="%(default)s")
+    parser.add_argument("--groups", nargs="+", choices=groups, default=groups, help="default: all")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="%(default)s")
+    parser.add_argument("--tokens", type=int, default=128, help="per answer; %(default)s")
+    options = parser.parse_args(args)
+    check_minimum(parser, options, 1, ("pairs", "streams", "tokens"))
+    return options
+
+
+def read_prompts() -> dict[str, list[dict[str, Any]]]:
+    """The prompts of each group. Each has a `prompt`, and a `schema` if JSON is the answer."""
+    prompts: dict[str, list[dict[str, Any]]] = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    return prompts
+
+
+def measure(
+    model: Path, options: argparse.Namespace, console: Console
+) -> Iterable[dict[Case, Found]]:
+    """Yields the results after each pair of stacks.
+
+    Raises:
+        LLMError: a stack does not start, or fails.
+    """
+    kinds = product(options.groups, options.streams, TEMPERATURES)
+    found = {Case(*kind): Found() for kind in kinds}
+    for number in range(options.pairs):
+        runs: dict[str, dict[Case, Run]] = {}
+        for setting in SETTINGS if number % 2 == 0 else reversed(SETTINGS):
+            with private_stack(model, console, speculation=setting) as stack:
+                name = f"pair {number + 1} of {options.pairs}, {setting}"
+                cases = run_cases(stack.address, list(found), options.tokens, console, name)
+                runs[setting] = asyncio.run(cases)
+        for case, results in found.items():
+            results.add(*(runs[setting][case] for setting in SETTINGS))
+        yield found
+
+
+async def run_cases(
+    address: str, cases: Sequence[Case], tokens: int, console: Console, name: str
+) -> dict[Case, Run]:
+    """Runs the cases one after another."""
+    prompts = read_prompts()
+    runs = {}
+    async with AsyncLLM(address) as llm:
+        await llm.generate("Hello", SamplingParams(max_tokens=8), use_tqdm=False)  # warms up
+    for case in cases:
+        with console.status(f"{name}: {case.group}, {case.streams} streams, {case.temperature}"):
+            async with AsyncLLM(address, max_in_flight=case.streams) as llm:
+                runs[case] = await _run(llm, prompts[case.group], case, tokens)
+    return runs
+
+
+async def _run(llm: AsyncLLM, prompts: list[dict[str, Any]], case: Case, tokens: int) -> Run:
+    """Sends every prompt at least once, with another seed each time."""
+    count = max(len(prompts), _ROUNDS * case.streams)
+    chosen = list(islice(cycle(prompts), count))
+    params = []
+    for seed, each in enumerate(chosen):
+        schema = StructuredOutput(json_schema=each["schema"]) if "schema" in each else None
+        temperature = TEMPERATURES[case.temperature]
+        params.append(SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens,
+                                     structured_output=schema))  # fmt: skip
+    chats = [[{"role": "user", "content": each["prompt"]}] for each in chosen]
+    start = time.perf_counter()
+    completions = await llm.chat(chats, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    token_ids = [each["token_ids"] for each in completions]
+    return Run(sum(map(len, token_ids)) / seconds, token_ids)
+
+
+def table(found: dict[Case, Found]) -> str:
+    """The ratios as a Markdown table, with quartiles in brackets."""
+    streams = list(dict.fromkeys(case.streams for case in found))
+    names = ["1 stream" if each == 1 else f"{each} streams" for each in streams]
+    lines = [f"| text | temperature | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for group, temperature in dict.fromkeys((case.group, case.temperature) for case in found):
+        cells = []
+        for each in streams:
+            ratio = found[Case(group, each, temperature)].figures()["ratio"]
+            low, high = ratio["first_quartile"], ratio["third_quartile"]
+            cells.append(f"{ratio['median']:.2f} ({low:.2f} to {high:.2f})")
+        lines.append(f"| {group} | {temperature} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(args: list[str]) -> int:
+    options = parse_args(args)
+    console = Console(stderr=True)
+    try:
+        model = resolve_model(options.model).resolve()
+        for found in measure(model, options, console):
+            content = {
+                "mode": "speculation",
+                "date": datetime.now(UTC).date().isoformat(),
+                "command": ["python", "-m", "bench.speculation", *args],
+                "model": model_name(options.model, model),
+                "tokens": options.tokens,
+                "cases": [asdict(case) | each.figures() for case, each in found.items()],
+                **asdict(this_machine()),
+            }
+            options.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except (LaunchError, LLMError) as error:
+        print(f"bench.speculation: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(table(found))
+    if differing := sum(each.differing for each in found.values()):
+        print(f"the tokens of {differing} requests differ between the stacks", file=sys.stderr)
+    return int(differing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
