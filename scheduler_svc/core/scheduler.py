@@ -191,40 +191,13 @@ class Scheduler:
         sequences.last_answered = step.number
         if step.copies:
             self.blocks.copied(step.copies)
-        if answer.draft_ids and self.speculation:
-            self.speculation.resolve(step, answer.draft_ids)
-        block_size, finished = self.blocks.block_size, Status.FINISHED
         scored = [*take_prompt_logprobs(step, answer)] if answer.prompt_logprobs else []
         for row, child in self._forks.prompts_computed(step):
             row.seq.num_computed_tokens = row.start + row.num_tokens
             sequences.fork(row.seq, child)
-        beams = self._forks.beams or ()  # usually an empty tuple, which hashes no sequence
-        outputs: list[Output] = []
-        logprobs = answer.logprobs
-        for i, (row, token) in enumerate(zip(step.rows, answer.token_ids, strict=True)):
-            seq = row.seq
-            if seq.status is finished:  # meanwhile; its token is dropped
-                continue
-            if row.draft is not None and not self._accepts(row):
-                continue
-            computed = seq.num_computed_tokens = row.start + row.num_tokens
-            if computed >= (seq.num_published_blocks + 1) * block_size:
-                self.blocks.publish(seq)
-            if row.samples and seq not in beams:
-                seq.tokens.append(token)
-                end = None
-                params = seq.params
-                if (
-                    computed - seq.num_prompt_tokens + 1 == params.max_tokens
-                    or token in params.eos_token_ids
-                    or token in params.stop_token_ids
-                ):
-                    cause = seq.finish_cause()
-                    assert cause is not None
-                    end = End(cause)
-                    sequences.close(seq)
-                found = logprobs.get(i) if logprobs else None
-                outputs.append(Output(seq, token, computed - seq.num_prompt_tokens, end, found))
+        if answer.draft_ids and self.speculation:
+            self.speculation.resolve(step, answer.draft_ids)
+        outputs = self._apply_rows(step, answer)
         if len(self._waiting.usages) > 1 or self._budgets:
             self._charge(step, outputs)
         sequences.free_fenced(step.number)
@@ -235,9 +208,9 @@ class Scheduler:
                     output.seq.pause()
         if step.num_drafts:
             self._settle(step)
-        if beams and logprobs:
-            found_for = {step.rows[i].seq: each for i, each in logprobs.items()}
-            for advance in self._forks.advance_beams(found_for):
+        if self._forks.beams and answer.logprobs:
+            found = {step.rows[i].seq: logprobs for i, logprobs in answer.logprobs.items()}
+            for advance in self._forks.advance_beams(found):
                 sequences.advance_beams(advance)
                 outputs += advance.outputs
         return scored + outputs if scored else outputs
@@ -297,6 +270,38 @@ class Scheduler:
         stats.draft_tokens += num_drafts
         copies, has_features = self.blocks.take_copies(), self._open.num_featured > 0
         return Step(number, rows, copies, has_features, num_decodes, num_drafts, num_tokens)
+
+    def _apply_rows(self, step: Step, answer: Answer) -> list[Output]:
+        """Notes what an answered step has computed, and appends the tokens that hold."""
+        block_size, finished = self.blocks.block_size, Status.FINISHED
+        beams = self._forks.beams or ()  # usually an empty tuple, which hashes no sequence
+        logprobs = answer.logprobs
+        outputs: list[Output] = []
+        for i, (row, token) in enumerate(zip(step.rows, answer.token_ids, strict=True)):
+            seq = row.seq
+            if seq.status is finished:  # meanwhile; its token is dropped
+                continue
+            if row.draft is not None and not self._accepts(row):
+                continue
+            computed = seq.num_computed_tokens = row.start + row.num_tokens
+            if computed >= (seq.num_published_blocks + 1) * block_size:
+                self.blocks.publish(seq)
+            if row.samples and seq not in beams:
+                seq.tokens.append(token)
+                end = None
+                params = seq.params
+                if (
+                    computed == seq.num_prompt_tokens + params.max_tokens - 1
+                    or token in params.eos_token_ids
+                    or token in params.stop_token_ids
+                ):
+                    cause = seq.finish_cause()
+                    assert cause is not None
+                    end = End(cause)
+                    self._open.close(seq)
+                found = logprobs.get(i) if logprobs else None
+                outputs.append(Output(seq, token, computed - seq.num_prompt_tokens, end, found))
+        return outputs
 
     def _accepts(self, row: Row) -> bool:
         """Whether a row's drafted token holds, and counts it."""

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.client_usage import ClientUsage
 from scheduler_svc.core.features import features_of
+from scheduler_svc.core.guesses.guess import Guess
 from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.speculation.guess import Guess
 
 
 class Status(Enum):

@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from math import log
 
+from scheduler_svc.core.guesses.acceptance import Acceptance
+from scheduler_svc.core.guesses.guess import BY_MODEL, MAX_DRAFTS, Guess
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.speculation.acceptance import Acceptance
-from scheduler_svc.core.speculation.guess import BY_MODEL, MAX_DRAFTS, Guess
 from scheduler_svc.core.speculation.step_times import StepTimes
 from scheduler_svc.core.step import Step, StepTiming
 

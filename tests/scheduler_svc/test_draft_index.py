@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.speculation.drafts import MAX_MATCH, Draft, DraftIndex
+from scheduler_svc.core.guesses.draft_index import MAX_MATCH, Draft, DraftIndex
 
 
 def propose(tokens: list[int], max_tokens: int = 4) -> Draft:

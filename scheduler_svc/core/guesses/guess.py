@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 from itertools import takewhile
 from math import log1p
 
-from scheduler_svc.core.speculation.acceptance import FORCED, Acceptance
-from scheduler_svc.core.speculation.drafts import DraftIndex
+from scheduler_svc.core.guesses.acceptance import FORCED, Acceptance
+from scheduler_svc.core.guesses.draft_index import MAX_MATCH, DraftIndex
 
 MAX_DRAFTS = 16  # of one sequence in a step
 BY_MODEL = -(2**31)  # a token that the workers' draft model will guess
@@ -41,9 +41,9 @@ class Guess:
         self._sequence = sequence
         self._num_known = 0  # tokens of the sequence that the guess follows
         self._index = None if by_model else DraftIndex(sequence)
-        self._acceptance = Acceptance(acceptance)
+        self._acceptance = acceptance
         self.tokens: Seq[int] = ()
-        self._evidence: Seq[int] = ()  # for each token, as `Acceptance` wants it
+        self._evidence: list[int] = []  # for each token, as `Acceptance` defines it
         self.num_drafted = self.num_accepted = 0
 
     @property
@@ -62,11 +62,11 @@ class Guess:
                 break
         self._num_known = len(self._sequence)
         if self._index is None:
-            self.tokens, self._evidence = [BY_MODEL] * MAX_DRAFTS, range(MAX_DRAFTS)
-            return
-        draft = self._index.propose(MAX_DRAFTS)
-        self.tokens = draft.tokens
-        self._evidence = range(draft.match_len, draft.match_len + len(draft.tokens))
+            self.tokens, first_evidence = [BY_MODEL] * MAX_DRAFTS, 0
+        else:
+            self.tokens, first_evidence = self._index.propose(MAX_DRAFTS)
+        last_evidence = first_evidence + len(self.tokens)
+        self._evidence = [min(each, MAX_MATCH) for each in range(first_evidence, last_evidence)]
 
     def constrain(self, tokens: Seq[int]) -> None:
         """Replaces the guess by tokens of which the first may be the guess's, and the others are
