@@ -27,6 +27,8 @@ def main() -> int:
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="its directory")
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--speculation", default="auto")
+    parser.add_argument("--draft-quantization", default="auto")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--kind", nargs="+", choices=FAULTS, default=[], help="default: all")
@@ -54,6 +56,8 @@ def main() -> int:
                         engines=args.engines,
                         model=args.model,
                         quantization=args.quantization,
+                        speculation=args.speculation,
+                        draft_quantization=args.draft_quantization,
                     )
                 )
     report.seconds = time.monotonic() - started

@@ -45,7 +45,8 @@ def run_campaign(
     clients: int = CLIENTS,
     **variables: object,
 ) -> Report:
-    """Starts a stack of `tp` ranks per engine, harms it `faults` times, and stops it.
+    """Starts a stack of `tp` ranks per engine, harms it `faults` times, and stops it. The tokens
+    must be those of a stack without faults and without speculation.
 
     Args:
         report_fault: is called with the name of each fault before it happens.
@@ -56,9 +57,12 @@ def run_campaign(
     variables = {**_LIMITS, "tp": tp, "frontends": _FRONTENDS, **variables}
     # The default, as for users: processes are stopped for some seconds, and may be replaced.
     environment = faulty_environment(WORKER_FAULT="exit", NANO_HANG_TIMEOUT_S="3")
+    requests = draw_requests(rng, _REQUESTS)
+    with running_stack(**{**variables, "speculation": "none"}) as stack:
+        expected = asyncio.run(undisturbed(stack.address, requests))
     with running_stack(environment, **variables) as stack:
         campaign = _Campaign(stack, seed, rng, report_fault)
-        return asyncio.run(campaign.run(faults, kinds, clients))
+        return asyncio.run(campaign.run(requests, expected, faults, kinds, clients))
 
 
 class _Campaign:
@@ -70,10 +74,17 @@ class _Campaign:
         self._report_fault = report_fault
         self._report = Report(seed)
 
-    async def run(self, faults: int, kinds: Sequence[str], clients: int) -> Report:
+    async def run(
+        self,
+        requests: list[Request],
+        expected: dict[str, Transcript],
+        faults: int,
+        kinds: Sequence[str],
+        clients: int,
+    ) -> Report:
         report, started = self._report, time.monotonic()
-        requests = draw_requests(self._rng, _REQUESTS)
-        expected = await undisturbed(self._stack.address, requests)
+        # As at the end: processes for grammars come with the first request that has one.
+        await undisturbed(self._stack.address, requests)
         start = await self._rest()
         load = Load(self._stack.address, requests, expected)
         load.start(clients, self._report.seed)
@@ -82,7 +93,6 @@ class _Campaign:
             await self._harm(target, load, kind)
         await load.stop()
         await asyncio.to_thread(self._stack.wait_serving)
-        # As before the start: processes for grammars come with the first request that has one.
         await undisturbed(self._stack.address, requests)
         end = await self._rest()
         outcome = load.outcome
