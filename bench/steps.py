@@ -60,7 +60,7 @@ def time_parts(runner: ModelRunner) -> Parts:
     """Returns a dictionary to which each part of a step adds its times. The products of a layer
     have the names of their attributes."""
     parts: Parts = defaultdict(PartTimes)
-    products = dict(_products(runner._model))
+    products = dict(_products(runner._model.decoder))
 
     def run_and_time(ops: Any, step: Any) -> None:
         for op, times in zip(ops, run_timed(ops, step), strict=True):
@@ -137,7 +137,9 @@ def main() -> None:
     runner = ModelRunner(load_settings(WorkerSettings, flags), memory=KeptMemory())
     blocks = max(seqs * -(-CONTEXT // runner.info.block_size) for seqs, _ in STEPS)
     runner.configure(1, blocks + 1024)
-    for cache in runner._caches:  # pages that were never written would all be one page of zeros
+    for (
+        cache
+    ) in runner._model.caches:  # pages that were never written would all be one page of zeros
         cache.view(torch.uint8).fill_(_NUMBERS)
     parts: Parts = time_parts(runner) if args.parts else {}
     seconds, parts_of = {}, {}

@@ -71,8 +71,9 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 # The settings that only some services have. A service must tell other services' settings from
 # misspelt ones. It cannot import the other services, because an image may hold only one service.
 _NAMES_OF_SERVICES = """
-    allow_public_plaintext attention auth_tokens_file block_size device dtype
-    enforce_eager gateway_addresses engine_name engines_on_host gateway_policy host http_port index
+    allow_public_plaintext attention auth_tokens_file block_size device
+    draft_quantization dtype enforce_eager engine_name engines_on_host gateway_addresses
+    gateway_policy host http_port index
     kv_blocks kv_dtype master_addr master_port max_json_whitespace max_model_len
     max_num_batched_tokens max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting
     max_waiting_tokens memory_utilization model operator_tokens_file port profile_directory

@@ -148,6 +148,7 @@ def _report(reason: str) -> None:
 
 
 def size_of(step: Step) -> int:
-    """The bit length of a step's work. A token counts more the longer its context is."""
+    """The bit length of a step's work. A token counts more the longer its context is. Each drafted
+    token may take a pass of the draft model over all sequences."""
     work = step.query_lens * (1 + step.context_lens / _CONTEXT_UNIT)
-    return int(work.sum()).bit_length()
+    return int(work.sum() * (1 + len(step.drafted_rows))).bit_length()

@@ -57,19 +57,21 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 def kept_version(settings: WorkerSettings) -> str:
-    """A text that changes with the settings, the worker's sources or the model's files. The next
+    """A text that changes with the settings, the worker's sources or the models' files. The next
     program uses the memory of this one only if it has the same text (`KeptMemory`)."""
     folder = Path(__file__).parent
     sources = [each for each in folder.rglob("*") if each.suffix in (".py", ".h", ".cpp")]
     try:
-        model = model_files(Path(settings.model))
-        return repr((settings, file_states([*sorted(sources), *model])))
+        models = [Path(each) for each in (settings.model, settings.draft_model) if each]
+        files = [file for each in models for file in model_files(each)]
+        return repr((settings, file_states([*sorted(sources), *files])))
     except (ModelError, OSError):  # the fork tells the user
         return uuid.uuid4().hex
 
 
 class WeightMemory:
-    """The tensors of a model, in the order in which its loader asks for them."""
+    """The tensors of a model, then of its draft model, in the order in which loaders ask for
+    them."""
 
     def __init__(self, version: str = "") -> None:
         self._file = kept_file("weights", version)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,28 +16,22 @@ from shared.errors import FailedPreconditionError
 from worker_svc.devices.base import Platform, Stopwatch
 from worker_svc.devices.choice import choose_platform
 from worker_svc.devices.cuda_graph import DecodeGraphs, graph_sizes
-from worker_svc.devices.warm_up import plain_decodes, warm_up_steps
+from worker_svc.devices.warm_up import half_drafted, plain_decodes, warm_up_steps
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import StartError
 from worker_svc.kept_memory import CacheMemory, KeptMemory
 from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, copy_blocks
 from worker_svc.layers.embedding import VocabPartition
-from worker_svc.loader import KeptLoader, WeightLoader
-from worker_svc.models.config import load_model_config
-from worker_svc.models.decoder import Decoder, attention_shape
-from worker_svc.models.registry import load_model
+from worker_svc.rank_models.draft_model import DraftModel
+from worker_svc.rank_models.rank_model import RankModel
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step
-from worker_svc.step.tensors import StepTensors, upload, upload_step
+from worker_svc.step.tensors import StepTensors, upload
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import PendingStep
-from worker_svc.weights.files import WeightReader
-from worker_svc.weights.fingerprint import ModelFiles
-from worker_svc.weights.packed_cache import open_cache
-from worker_svc.weights.quantization.choice import Choice, choose_quantization
 
 _READING = 8  # multiply-adds that a CPU does in the time that it takes to read one weight
 
@@ -78,42 +72,36 @@ class ModelRunner:
         platform: Platform | None = None,
         memory: KeptMemory | None = None,
     ) -> None:
-        platform = platform or choose_platform(settings)
-        config = load_model_config(Path(settings.model))
-        dtype = platform.choose_dtype(settings.dtype, config.dtype)
-        config = dataclasses.replace(config, dtype=dtype)
-        quantization = choose_quantization(settings.quantization, config.quantization)
-
-        self.config = config
         self._settings = settings
-        self._platform = platform
+        self._platform = platform = platform or choose_platform(settings)
         self._memory = memory if platform.device.type == "cpu" else None
-        self._max_model_len = _max_model_len(settings, config.max_model_len)
-        self._max_num_batched_tokens = _max_num_batched_tokens(settings, platform)
         self._tp = TensorParallel(settings.rank, settings.tp)
-        shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
-        self._backend = platform.attention_backend(settings, shape)
-        key = repr((config, settings, platform.ops.layout))
-        notes = self._memory and self._memory.weights.notes(key)
-        if notes:
-            self._model, fingerprint = self._load_kept(), notes["fingerprint"]
-        else:
-            self._model, fingerprint = self._load(quantization)
-        self._run_layers = platform.prepare(self._model.hidden_states, self._backend, self._tp)
-        self._vocab = vocab = VocabPartition(config.vocab_size, settings.rank, settings.tp)
+        self._model = RankModel(settings, platform, self._tp)
+        self.config, self._backend = self._model.config, self._model.backend
+        self._max_model_len = _max_model_len(settings, self.config.max_model_len)
+        self._max_num_batched_tokens = _max_num_batched_tokens(settings, platform)
+        self._draft: DraftModel | None = None
+        if settings.draft_model:
+            self._draft = DraftModel(settings, platform, self._tp, self._model)
+        self._models = [self._model, *([self._draft] if self._draft else [])]
+        key = repr(([each.config for each in self._models], settings, platform.ops.layout))
+        notes = self._memory.weights.notes(key) if self._memory else None
+        fingerprint = self._load(notes)
+        self._vocab = vocab = VocabPartition(self.config.vocab_size, settings.rank, settings.tp)
         self._sampler = Sampler(vocab, self._tp, platform.ops)
         self._upload = partial(upload, device=platform.device, pinned=platform.pinned)
         self._features = FeatureRunner(
-            vocab, self._tp, platform.ops, self._model.lm_head, self._upload
+            vocab, self._tp, platform.ops, self._model.decoder.lm_head, self._upload
         )
-        # The token that each row of the last step sampled.
+        # The token that each row of the last step sampled, and from max_num_seqs on the tokens that
+        # a draft model drafted. Input ids -1-i refer to both.
         self._last_tokens = torch.zeros(
-            settings.max_num_seqs, dtype=torch.int32, device=platform.device
+            settings.max_num_seqs * len(self._models), dtype=torch.int32, device=platform.device
         )
         self._logits: torch.Tensor | None = None
         if platform.captures:  # all graphs share one buffer
-            shape_of_logits = settings.max_num_seqs, vocab.shard_size
-            self._logits = torch.empty(shape_of_logits, dtype=dtype, device=platform.device)
+            shape = settings.max_num_seqs, vocab.shard_size
+            self._logits = torch.empty(shape, dtype=self.config.dtype, device=platform.device)
         self._graphs: DecodeGraphs | None = None
         self._allocated_blocks = self._configured_blocks = 0
         self.cache_id = self._memory.cache.id if self._memory else ""
@@ -121,48 +109,32 @@ class ModelRunner:
         if self._memory and not notes:
             self._memory.weights.seal(key, dataclasses.asdict(self.info))
 
-    def _load_kept(self) -> Decoder:
-        """Makes the model of the weights that the last fork has kept."""
-        assert self._memory
-        ops, dtype = self._platform.ops, self.config.dtype
-        loader = KeptLoader(self._memory.weights.states(), ops, dtype)
-        return load_model(loader, self.config, self._max_model_len, ops, self._tp, self._backend)
+    @property
+    def drafts(self) -> bool:
+        """Whether there is a draft model."""
+        return self._draft is not None
 
-    def _load(self, quantization: Choice) -> tuple[Decoder, str]:
-        """Reads the model's files -> the model and its fingerprint."""
-        settings, platform, dtype = self._settings, self._platform, self.config.dtype
-        model_dir = Path(settings.model)
-        files, cache = ModelFiles(model_dir), None
-        if quantization.quantize_to:
-            cache = open_cache(
-                model_dir,
-                files.fingerprint,
-                quantization.name,
-                platform.ops.layout,
-                dtype,
-                settings.rank,
-                settings.tp,
-            )
-        copies = platform.weight_copies()
+    def _load(self, notes: Mapping[str, Any] | None) -> str:
+        """Makes the models, of the weights that the last fork has kept if it left `notes`, else of
+        their files -> the fingerprint of the model that is served."""
         memory = self._memory.weights if self._memory else None
+        if memory and notes:
+            states = memory.states()
+            for each in self._models:
+                each.restore(self._max_model_len, states)
+            return str(notes["fingerprint"])
         if memory:
             memory.reset()
-        with WeightReader(model_dir, dtype, platform.device, copies) as reader:
-            loader = WeightLoader(reader, platform.ops, quantization, cache, memory)
-            model = load_model(
-                loader, self.config, self._max_model_len, platform.ops, self._tp, self._backend
-            )
-        files.check_unchanged()
-        if cache:
-            cache.save()
-        return model, f"{files.fingerprint}-{quantization.name}"
+        fingerprint, *_ = [each.load(self._max_model_len, memory) for each in self._models]
+        return fingerprint
 
     def _measure(self, fingerprint: str) -> RunnerInfo:
         """Warms up, and computes how many blocks fit into the memory that a step leaves."""
         settings, platform, backend = self._settings, self._platform, self._backend
         cache_bytes = platform.cache_bytes(settings, self._warm_up())
         size = backend.block_size
-        block_bytes = (backend.shape.cache_bytes_per_token + TOKEN_ID_BYTES) * size
+        token_bytes = sum(each.backend.shape.cache_bytes_per_token for each in self._models)
+        block_bytes = (token_bytes + TOKEN_ID_BYTES) * size
         return RunnerInfo(
             device=str(platform.device),
             dtype=str(self.config.dtype).removeprefix("torch."),
@@ -258,19 +230,23 @@ class ModelRunner:
             stopwatch = self._platform.start(self._work(step))
             if len(step.copies):
                 sources, destinations = self._upload(list(np.ascontiguousarray(step.copies.T)))
-                copy_blocks(self._caches, self._tokens, sources, destinations)
+                caches = [cache for each in self._models for cache in each.caches]
+                copy_blocks(caches, self._tokens, sources, destinations)
+            num_drafted = 0
+            if self._draft:
+                step, num_drafted = self._draft.draft(step, self._last_tokens)
             of_prompts: list[Logprobs] = []
             if self._graphs and step.decodes_only and step.prompt_targets is None:
                 tensors, logits = self._graphs.replay(step)
             else:
-                tensors = self._to_device(step)
+                tensors = self._model.to_device(step)
                 logits, of_prompts = self._run_eagerly(step, tensors)
             of_samples: list[Logprobs] = []
             if step.features is not None:
                 of_samples = self._features.sample(
                     step.features, step, tensors, logits, self._last_tokens, self._tokens
                 )
-            return self._fetch(step, stopwatch, of_samples + of_prompts)
+            return self._fetch(step, stopwatch, of_samples + of_prompts, num_drafted)
 
     def run(self, step: Step) -> Int32s:
         """Runs `step` to its end -> the token sampled per row [S]."""
@@ -280,9 +256,9 @@ class ModelRunner:
         """This rank's logits [N, shard_size] of the N rows of `step` that sample, or after every
         one of its N tokens."""
         with torch.inference_mode():
-            tensors, longest = self._to_device(step), int(step.context_lens.max())
+            tensors, longest = self._model.to_device(step), int(step.context_lens.max())
             hidden = self._hidden_states(step, tensors, longest, every_token=every_token)
-            logits = self._model.lm_head(hidden)
+            logits = self._model.decoder.lm_head(hidden)
             return logits if every_token else logits[np.flatnonzero(step.samples)]
 
     @property
@@ -304,12 +280,15 @@ class ModelRunner:
         return (products + attention) // self._tp.size
 
     def _allocate(self, num_blocks: int, memory: CacheMemory | None = None) -> None:
-        """Allocates the cache, in `memory` if there is one. Leaves what that holds."""
+        """Allocates the caches, the model's in `memory` if there is one. Leaves what that holds.
+        The next fork need not find a draft model's cache, which cannot make a token wrong."""
         new, size = None, self._backend.block_size
         if memory:
             memory.rewind()
             new = memory.tensor
-        self._caches = self._backend.allocate(num_blocks, new) if num_blocks else []
+        self._model.allocate(num_blocks, new)
+        if self._draft:
+            self._draft.allocate(num_blocks)
         self._tokens = TokenCache.allocate(num_blocks, size, self._platform.device, new)
         self._allocated_blocks = num_blocks
 
@@ -332,27 +311,27 @@ class ModelRunner:
         self._platform.ops.store_tokens(
             self._tokens.slots, tensors.slot_mapping, tensors.input_ids, self._last_tokens
         )
-        metadata = self._backend.plan(step, tensors, max_context_len)
-        return self._run_layers(
-            tensors, self._last_tokens, self._caches, metadata, every_token=every_token
+        return self._model.hidden_states(
+            step, tensors, self._last_tokens, max_context_len, every_token=every_token
         )
 
     def _sample(self, hidden: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
-        logits = self._model.lm_head(hidden, self._logits)
+        logits = self._model.decoder.lm_head(hidden, self._logits)
         tokens = self._sampler(logits, tensors.temperatures, tensors.uniforms)
         self._last_tokens[: len(tokens)] = tokens
         return logits
 
-    def _fetch(self, step: Step, stopwatch: Stopwatch, logprobs: Sequence[Logprobs]) -> PendingStep:
+    def _fetch(
+        self, step: Step, stopwatch: Stopwatch, logprobs: Sequence[Logprobs], num_drafted: int
+    ) -> PendingStep:
         results = [self._last_tokens[: step.num_seqs]]
         for each in logprobs:
             results += [each.ids, each.values]
+        if num_drafted:
+            first = self._settings.max_num_seqs
+            results.append(self._last_tokens[first : first + num_drafted])
         counts = [each.counts for each in logprobs]
         return PendingStep(step.samples, counts, stopwatch.fetch(results))
-
-    def _to_device(self, step: Step) -> StepTensors:
-        plan_column, platform = self._backend.plan_column(step), self._platform
-        return upload_step(step, plan_column, platform.device, pinned=platform.pinned)
 
     def _warm_up(self) -> int:
         """Runs the largest possible prompts and decodes -> the bytes of device memory that a step
@@ -369,13 +348,17 @@ class ModelRunner:
             self._backend.block_size,
             self._vocab.vocab_size,
         )
+        if self._draft:
+            decodes = half_drafted(decodes)
         self._allocate(1)
         prompts_bytes = platform.measure_peak_bytes(partial(self.run, prompts))
         decodes_bytes = platform.measure_peak_bytes(partial(self.run, decodes))
-        if platform.compiles and not platform.captures:
-            # Each number of sequences has its own kernels. Capturing graphs would compile them too.
+        if platform.compiles and (self._draft or not platform.captures):
+            # Each number of sequences has its own kernels. Capturing graphs would compile them too,
+            # but those of a draft model are not in graphs.
             for size in graph_sizes(self._settings.max_num_seqs):
-                self.run(plain_decodes(size, self._max_model_len, self._backend.block_size))
+                step = plain_decodes(size, self._max_model_len, self._backend.block_size)
+                self.run(half_drafted(step) if self._draft else step)
         self._allocate(0)
         # Graphs have a memory pool of their own.
         if platform.captures:

@@ -129,6 +129,7 @@ class WorkerService(WorkerServiceServicer):
             epoch=self._newest_epoch,
             max_num_batched_tokens=info.max_num_batched_tokens,
             cache_id=runner.cache_id,
+            drafts=runner.drafts,
         )
 
     async def Configure(self, request: ConfigureRequest, context: Context) -> ConfigureResponse:
@@ -242,6 +243,7 @@ class WorkerService(WorkerServiceServicer):
             response.token_ids = result.token_ids.tobytes()
             response.logprob_ids = result.logprob_ids.tobytes()
             response.logprob_values = result.logprob_values.tobytes()
+            response.draft_ids = result.draft_ids.tobytes()
         return response
 
     def _current_epoch(self, number: int) -> Epoch:
@@ -278,6 +280,7 @@ class WorkerService(WorkerServiceServicer):
             max_num_seqs=request.max_num_seqs,
             max_num_batched_tokens=request.max_num_batched_tokens,
             max_model_len=runner.info.max_model_len,
+            drafts=runner.drafts,
         )
 
 

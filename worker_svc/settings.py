@@ -15,6 +15,8 @@ from shared.config import (
     split_commas,
 )
 
+NO_DRAFT_MODEL = ("auto", "none", "ngram")  # values of `speculation` that name no directory
+
 
 class WorkerSettings(ServiceSettings):
     """Settings of one rank."""
@@ -35,6 +37,12 @@ class WorkerSettings(ServiceSettings):
     )
     kv_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto", description="format of the KV cache (auto: the dtype)"
+    )
+    speculation: str = Field(
+        "auto", description="tokens to draft: none, ngram (auto), or a draft model's directory"
+    )
+    draft_quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
+        "auto", description="format of the draft model's weights (auto: its checkpoint's)"
     )
     rank: int = Field(0, ge=0)
     tp: int = Field(1, gt=0, description="tensor-parallel ranks")
@@ -80,6 +88,11 @@ class WorkerSettings(ServiceSettings):
         check_step_limits(self.max_num_seqs, self.max_num_batched_tokens)
         self._check_listening("worker_addresses", self.worker_addresses[self.rank])
         return self
+
+    @property
+    def draft_model(self) -> str:
+        """The directory of the draft model, or an empty text if there is none."""
+        return "" if self.speculation in NO_DRAFT_MODEL else self.speculation
 
     @property
     def place(self) -> int:

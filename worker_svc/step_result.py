@@ -22,6 +22,7 @@ class StepResult(NamedTuple):
     seconds: float
     logprob_ids: Int32s  # laid out as in `StepResponse`
     logprob_values: Float32s  # laid out as in `StepResponse`
+    draft_ids: Int32s = _NO_IDS  # of the rows whose tokens were drafted
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class PendingStep:
 
     samples: NDArray[np.bool_]
     logprob_counts: list[Int32s]  # of each `Logprobs`
-    arrays: PendingArrays  # the tokens, then the ids and the values of each `Logprobs`
+    # The tokens, then the ids and the values of each `Logprobs`, then any drafted ids.
+    arrays: PendingArrays
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
@@ -42,13 +44,16 @@ class PendingStep:
         Raises:
             RuntimeError: the device failed.
         """
-        (tokens, *logprobs), seconds = self.arrays.wait()
+        (tokens, *others), seconds = self.arrays.wait()
         token_ids = np.where(self.samples, tokens, -1).astype("<i4")
+        num_logprobs = 2 * len(self.logprob_counts)
+        logprobs, drafts = others[:num_logprobs], others[num_logprobs:]
+        draft_ids = drafts[0] if drafts else _NO_IDS
         if not logprobs:
-            return StepResult(token_ids, seconds, _NO_IDS, _NO_VALUES)
+            return StepResult(token_ids, seconds, _NO_IDS, _NO_VALUES, draft_ids)
         requested = [
             requested_entries(*of_rows)
             for of_rows in zip(self.logprob_counts, logprobs[::2], logprobs[1::2], strict=True)
         ]
-        ids, values = zip(*requested, strict=True)
-        return StepResult(token_ids, seconds, np.concatenate(ids), np.concatenate(values))
+        ids, values = map(np.concatenate, zip(*requested, strict=True))
+        return StepResult(token_ids, seconds, ids, values, draft_ids)

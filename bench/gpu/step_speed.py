@@ -48,7 +48,7 @@ class Loaded:
         needed = [blocks_needed(contexts, size) for _, contexts in self.cases.values()]
         self.num_blocks = max(*needed, cache_blocks(setup, self.runner.info))
         self.runner.configure(1, self.num_blocks)
-        for cache in self.runner._caches:  # products of zeros take less power and are faster
+        for cache in self.runner._model.caches:  # products of zeros take less power and are faster
             cache.normal_(generator=setup.generator("caches"))
 
     def step(self, case: str) -> Step:

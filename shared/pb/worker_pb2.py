@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16shared/pb/worker.proto\x12\x12nanovllm.worker.v1\"\x10\n\x0eGetInfoRequest\"\xb1\x02\n\x0fGetInfoResponse\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x12\n\nnum_blocks\x18\x08 \x01(\x05\x12\x15\n\rmax_model_len\x18\t \x01(\x05\x12\x12\n\nvocab_size\x18\n \x01(\x05\x12\x13\n\x0bincarnation\x18\x0b \x01(\t\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12\x1e\n\x16max_num_batched_tokens\x18\r \x01(\x05\x12\x10\n\x08\x63\x61\x63he_id\x18\x0e \x01(\t\"\x82\x01\n\x10\x43onfigureRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x04 \x01(\x05\x12\x15\n\rkeep_cache_id\x18\x05 \x01(\t\"%\n\x11\x43onfigureResponse\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\"\x96\x03\n\x0bStepRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x11\n\tinput_ids\x18\x03 \x01(\x0c\x12\x11\n\tpositions\x18\x04 \x01(\x0c\x12\x14\n\x0cslot_mapping\x18\x05 \x01(\x0c\x12\x12\n\nquery_lens\x18\x06 \x01(\x0c\x12\x14\n\x0c\x63ontext_lens\x18\x07 \x01(\x0c\x12\x13\n\x0b\x62lock_table\x18\x08 \x01(\x0c\x12\x1b\n\x13\x62lock_table_offsets\x18\t \x01(\x0c\x12\x0f\n\x07samples\x18\n \x01(\x0c\x12\x14\n\x0ctemperatures\x18\x0b \x01(\x0c\x12\r\n\x05seeds\x18\x0c \x01(\x0c\x12\x0e\n\x06\x63opies\x18\r \x01(\x0c\x12\x36\n\x08\x66\x65\x61tures\x18\x0e \x01(\x0b\x32$.nanovllm.worker.v1.SamplingFeatures\x12;\n\x0fprompt_logprobs\x18\x0f \x01(\x0b\x32\".nanovllm.worker.v1.PromptLogprobs\x12\x14\n\x0ctraceparents\x18\x10 \x03(\t\"\xab\x02\n\x10SamplingFeatures\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\r\n\x05top_k\x18\x02 \x01(\x0c\x12\r\n\x05top_p\x18\x03 \x01(\x0c\x12\r\n\x05min_p\x18\x04 \x01(\x0c\x12\x1c\n\x14repetition_penalties\x18\x05 \x01(\x0c\x12\x1a\n\x12presence_penalties\x18\x06 \x01(\x0c\x12\x1b\n\x13\x66requency_penalties\x18\x07 \x01(\x0c\x12\x13\n\x0bprompt_lens\x18\x08 \x01(\x0c\x12\x14\n\x0cnum_logprobs\x18\t \x01(\x0c\x12\x14\n\x0c\x62ias_offsets\x18\n \x01(\x0c\x12\x10\n\x08\x62ias_ids\x18\x0b \x01(\x0c\x12\x13\n\x0b\x62ias_values\x18\x0c \x01(\x0c\x12\x0e\n\x06masked\x18\r \x01(\x0c\x12\r\n\x05masks\x18\x0e \x01(\x0c\"]\n\x0ePromptLogprobs\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x14\n\x0cnum_logprobs\x18\x02 \x01(\x0c\x12\x16\n\x0etarget_offsets\x18\x03 \x01(\x0c\x12\x0f\n\x07targets\x18\x04 \x01(\x0c\"t\n\x0cStepResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x13\n\x0bstep_time_s\x18\x03 \x01(\x01\x12\x13\n\x0blogprob_ids\x18\x04 \x01(\x0c\x12\x16\n\x0elogprob_values\x18\x05 \x01(\x0c\"z\n\x13StartProfileRequest\x12\x16\n\tnum_steps\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nactivities\x18\x02 \x03(\t\x12\x12\n\nwith_stack\x18\x03 \x01(\x08\x12\x15\n\rrecord_shapes\x18\x04 \x01(\x08\x42\x0c\n\n_num_steps\"%\n\x14StartProfileResponse\x12\r\n\x05trace\x18\x01 \x01(\t\"\x14\n\x12StopProfileRequest\"$\n\x13StopProfileResponse\x12\r\n\x05trace\x18\x01 \x01(\t2\xd2\x03\n\rWorkerService\x12R\n\x07GetInfo\x12\".nanovllm.worker.v1.GetInfoRequest\x1a#.nanovllm.worker.v1.GetInfoResponse\x12X\n\tConfigure\x12$.nanovllm.worker.v1.ConfigureRequest\x1a%.nanovllm.worker.v1.ConfigureResponse\x12P\n\x07\x45xecute\x12\x1f.nanovllm.worker.v1.StepRequest\x1a .nanovllm.worker.v1.StepResponse(\x01\x30\x01\x12\x61\n\x0cStartProfile\x12\'.nanovllm.worker.v1.StartProfileRequest\x1a(.nanovllm.worker.v1.StartProfileResponse\x12^\n\x0bStopProfile\x12&.nanovllm.worker.v1.StopProfileRequest\x1a\'.nanovllm.worker.v1.StopProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16shared/pb/worker.proto\x12\x12nanovllm.worker.v1\"\x10\n\x0eGetInfoRequest\"\xc1\x02\n\x0fGetInfoResponse\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x12\n\nnum_blocks\x18\x08 \x01(\x05\x12\x15\n\rmax_model_len\x18\t \x01(\x05\x12\x12\n\nvocab_size\x18\n \x01(\x05\x12\x13\n\x0bincarnation\x18\x0b \x01(\t\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12\x1e\n\x16max_num_batched_tokens\x18\r \x01(\x05\x12\x10\n\x08\x63\x61\x63he_id\x18\x0e \x01(\t\x12\x0e\n\x06\x64rafts\x18\x0f \x01(\x08\"\x82\x01\n\x10\x43onfigureRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\x05\x12\x14\n\x0cmax_num_seqs\x18\x03 \x01(\x05\x12\x1e\n\x16max_num_batched_tokens\x18\x04 \x01(\x05\x12\x15\n\rkeep_cache_id\x18\x05 \x01(\t\"%\n\x11\x43onfigureResponse\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\"\x96\x03\n\x0bStepRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x11\n\tinput_ids\x18\x03 \x01(\x0c\x12\x11\n\tpositions\x18\x04 \x01(\x0c\x12\x14\n\x0cslot_mapping\x18\x05 \x01(\x0c\x12\x12\n\nquery_lens\x18\x06 \x01(\x0c\x12\x14\n\x0c\x63ontext_lens\x18\x07 \x01(\x0c\x12\x13\n\x0b\x62lock_table\x18\x08 \x01(\x0c\x12\x1b\n\x13\x62lock_table_offsets\x18\t \x01(\x0c\x12\x0f\n\x07samples\x18\n \x01(\x0c\x12\x14\n\x0ctemperatures\x18\x0b \x01(\x0c\x12\r\n\x05seeds\x18\x0c \x01(\x0c\x12\x0e\n\x06\x63opies\x18\r \x01(\x0c\x12\x36\n\x08\x66\x65\x61tures\x18\x0e \x01(\x0b\x32$.nanovllm.worker.v1.SamplingFeatures\x12;\n\x0fprompt_logprobs\x18\x0f \x01(\x0b\x32\".nanovllm.worker.v1.PromptLogprobs\x12\x14\n\x0ctraceparents\x18\x10 \x03(\t\"\xab\x02\n\x10SamplingFeatures\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\r\n\x05top_k\x18\x02 \x01(\x0c\x12\r\n\x05top_p\x18\x03 \x01(\x0c\x12\r\n\x05min_p\x18\x04 \x01(\x0c\x12\x1c\n\x14repetition_penalties\x18\x05 \x01(\x0c\x12\x1a\n\x12presence_penalties\x18\x06 \x01(\x0c\x12\x1b\n\x13\x66requency_penalties\x18\x07 \x01(\x0c\x12\x13\n\x0bprompt_lens\x18\x08 \x01(\x0c\x12\x14\n\x0cnum_logprobs\x18\t \x01(\x0c\x12\x14\n\x0c\x62ias_offsets\x18\n \x01(\x0c\x12\x10\n\x08\x62ias_ids\x18\x0b \x01(\x0c\x12\x13\n\x0b\x62ias_values\x18\x0c \x01(\x0c\x12\x0e\n\x06masked\x18\r \x01(\x0c\x12\r\n\x05masks\x18\x0e \x01(\x0c\"]\n\x0ePromptLogprobs\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x14\n\x0cnum_logprobs\x18\x02 \x01(\x0c\x12\x16\n\x0etarget_offsets\x18\x03 \x01(\x0c\x12\x0f\n\x07targets\x18\x04 \x01(\x0c\"\x87\x01\n\x0cStepResponse\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x13\n\x0bstep_time_s\x18\x03 \x01(\x01\x12\x13\n\x0blogprob_ids\x18\x04 \x01(\x0c\x12\x16\n\x0elogprob_values\x18\x05 \x01(\x0c\x12\x11\n\tdraft_ids\x18\x06 \x01(\x0c\"z\n\x13StartProfileRequest\x12\x16\n\tnum_steps\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x12\n\nactivities\x18\x02 \x03(\t\x12\x12\n\nwith_stack\x18\x03 \x01(\x08\x12\x15\n\rrecord_shapes\x18\x04 \x01(\x08\x42\x0c\n\n_num_steps\"%\n\x14StartProfileResponse\x12\r\n\x05trace\x18\x01 \x01(\t\"\x14\n\x12StopProfileRequest\"$\n\x13StopProfileResponse\x12\r\n\x05trace\x18\x01 \x01(\t2\xd2\x03\n\rWorkerService\x12R\n\x07GetInfo\x12\".nanovllm.worker.v1.GetInfoRequest\x1a#.nanovllm.worker.v1.GetInfoResponse\x12X\n\tConfigure\x12$.nanovllm.worker.v1.ConfigureRequest\x1a%.nanovllm.worker.v1.ConfigureResponse\x12P\n\x07\x45xecute\x12\x1f.nanovllm.worker.v1.StepRequest\x1a .nanovllm.worker.v1.StepResponse(\x01\x30\x01\x12\x61\n\x0cStartProfile\x12\'.nanovllm.worker.v1.StartProfileRequest\x1a(.nanovllm.worker.v1.StartProfileResponse\x12^\n\x0bStopProfile\x12&.nanovllm.worker.v1.StopProfileRequest\x1a\'.nanovllm.worker.v1.StopProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFOREQUEST']._serialized_start=46
   _globals['_GETINFOREQUEST']._serialized_end=62
   _globals['_GETINFORESPONSE']._serialized_start=65
-  _globals['_GETINFORESPONSE']._serialized_end=370
-  _globals['_CONFIGUREREQUEST']._serialized_start=373
-  _globals['_CONFIGUREREQUEST']._serialized_end=503
-  _globals['_CONFIGURERESPONSE']._serialized_start=505
-  _globals['_CONFIGURERESPONSE']._serialized_end=542
-  _globals['_STEPREQUEST']._serialized_start=545
-  _globals['_STEPREQUEST']._serialized_end=951
-  _globals['_SAMPLINGFEATURES']._serialized_start=954
-  _globals['_SAMPLINGFEATURES']._serialized_end=1253
-  _globals['_PROMPTLOGPROBS']._serialized_start=1255
-  _globals['_PROMPTLOGPROBS']._serialized_end=1348
-  _globals['_STEPRESPONSE']._serialized_start=1350
-  _globals['_STEPRESPONSE']._serialized_end=1466
-  _globals['_STARTPROFILEREQUEST']._serialized_start=1468
-  _globals['_STARTPROFILEREQUEST']._serialized_end=1590
-  _globals['_STARTPROFILERESPONSE']._serialized_start=1592
-  _globals['_STARTPROFILERESPONSE']._serialized_end=1629
-  _globals['_STOPPROFILEREQUEST']._serialized_start=1631
-  _globals['_STOPPROFILEREQUEST']._serialized_end=1651
-  _globals['_STOPPROFILERESPONSE']._serialized_start=1653
-  _globals['_STOPPROFILERESPONSE']._serialized_end=1689
-  _globals['_WORKERSERVICE']._serialized_start=1692
-  _globals['_WORKERSERVICE']._serialized_end=2158
+  _globals['_GETINFORESPONSE']._serialized_end=386
+  _globals['_CONFIGUREREQUEST']._serialized_start=389
+  _globals['_CONFIGUREREQUEST']._serialized_end=519
+  _globals['_CONFIGURERESPONSE']._serialized_start=521
+  _globals['_CONFIGURERESPONSE']._serialized_end=558
+  _globals['_STEPREQUEST']._serialized_start=561
+  _globals['_STEPREQUEST']._serialized_end=967
+  _globals['_SAMPLINGFEATURES']._serialized_start=970
+  _globals['_SAMPLINGFEATURES']._serialized_end=1269
+  _globals['_PROMPTLOGPROBS']._serialized_start=1271
+  _globals['_PROMPTLOGPROBS']._serialized_end=1364
+  _globals['_STEPRESPONSE']._serialized_start=1367
+  _globals['_STEPRESPONSE']._serialized_end=1502
+  _globals['_STARTPROFILEREQUEST']._serialized_start=1504
+  _globals['_STARTPROFILEREQUEST']._serialized_end=1626
+  _globals['_STARTPROFILERESPONSE']._serialized_start=1628
+  _globals['_STARTPROFILERESPONSE']._serialized_end=1665
+  _globals['_STOPPROFILEREQUEST']._serialized_start=1667
+  _globals['_STOPPROFILEREQUEST']._serialized_end=1687
+  _globals['_STOPPROFILERESPONSE']._serialized_start=1689
+  _globals['_STOPPROFILERESPONSE']._serialized_end=1725
+  _globals['_WORKERSERVICE']._serialized_start=1728
+  _globals['_WORKERSERVICE']._serialized_end=2194
 # @@protoc_insertion_point(module_scope)

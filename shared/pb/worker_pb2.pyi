@@ -51,6 +51,7 @@ class GetInfoResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_ID_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     world_size: _builtins.int
     device: _builtins.str
@@ -73,6 +74,8 @@ class GetInfoResponse(_message.Message):
     """the maximum of tokens in a step"""
     cache_id: _builtins.str
     """of the cache that Configure may keep; empty: there is none"""
+    drafts: _builtins.bool
+    """whether there is a draft model, so that steps may have DRAFTED ids"""
     def __init__(
         self,
         *,
@@ -90,10 +93,11 @@ class GetInfoResponse(_message.Message):
         epoch: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
         cache_id: _builtins.str = ...,
+        drafts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "cache_id", b"cache_id", "device", b"device", "dtype", b"dtype", "epoch", b"epoch", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "cache_id", b"cache_id", "device", b"device", "drafts", b"drafts", "dtype", b"dtype", "epoch", b"epoch", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -154,7 +158,16 @@ Global___ConfigureResponse: _TypeAlias = ConfigureResponse  # noqa: Y015
 
 @_typing.final
 class StepRequest(_message.Message):
-    """A step of T tokens of S sequences, complete in itself. Arrays are little-endian bytes."""
+    """A step of T tokens of S sequences, complete in itself. Arrays are little-endian bytes.
+
+    Several rows may be of one sequence: its last token and tokens that may follow, at consecutive
+    positions. Each layer stores the keys and values of all rows before any row attends, so each of
+    these rows samples what it would sample in a later step of its own.
+
+    Instead of a token, such a row may have the input id DRAFTED = -2^31: the token that the draft
+    model proposes after the row before. Both rows have one token, and the row before samples. It has
+    the position one below, and its blocks begin the row's block table.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -178,7 +191,7 @@ class StepRequest(_message.Message):
     step_id: _builtins.int
     """1, 2, 3, ... within an epoch"""
     input_ids: _builtins.bytes
-    """int32[T]; -1-r: the token sampled at row r of the previous step"""
+    """int32[T]; -1-r: sampled at row r of the previous step; or DRAFTED"""
     positions: _builtins.bytes
     """int32[T]"""
     slot_mapping: _builtins.bytes
@@ -356,6 +369,7 @@ class StepResponse(_message.Message):
     STEP_TIME_S_FIELD_NUMBER: _builtins.int
     LOGPROB_IDS_FIELD_NUMBER: _builtins.int
     LOGPROB_VALUES_FIELD_NUMBER: _builtins.int
+    DRAFT_IDS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     token_ids: _builtins.bytes
     """int32[S], -1 for rows that sample nothing; empty on ranks other than 0"""
@@ -368,6 +382,10 @@ class StepResponse(_message.Message):
     """
     logprob_values: _builtins.bytes
     """float32[]"""
+    draft_ids: _builtins.bytes
+    """The tokens that the draft model proposed, in the order of their rows; on rank 0 only.
+    int32[]
+    """
     def __init__(
         self,
         *,
@@ -376,10 +394,11 @@ class StepResponse(_message.Message):
         step_time_s: _builtins.float = ...,
         logprob_ids: _builtins.bytes = ...,
         logprob_values: _builtins.bytes = ...,
+        draft_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "step_id", b"step_id", "step_time_s", b"step_time_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ids", b"draft_ids", "logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "step_id", b"step_id", "step_time_s", b"step_time_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -142,16 +142,19 @@ class Batch:
         num_prompt_logprobs: int = 0,
     ) -> StepRequest:
         """Makes a step that appends `chunks` (sequence, token ids); the sequences in `silent`
-        sample nothing. Features and prompt targets are by row."""
+        sample nothing. Features and prompt targets are by row. Several chunks may be of one
+        sequence."""
         size = self.limits.block_size
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         tables: list[int] = []
         offsets = [0]
+        contexts: list[int] = []
         for seq, tokens in chunks:
             start = self.contexts.get(seq, 0)
             self.contexts[seq] = end = start + len(tokens)
+            contexts.append(end)
             table = self.tables.setdefault(seq, [])
             while len(table) * size < end:
                 table.append(self.free.pop())
@@ -170,7 +173,7 @@ class Batch:
             positions=i4(positions),
             slot_mapping=i4(slots),
             query_lens=i4([len(tokens) for _, tokens in chunks]),
-            context_lens=i4([self.contexts[seq] for seq, _ in chunks]),
+            context_lens=i4(contexts),
             block_table=i4(tables),
             block_table_offsets=i4(offsets),
             samples=bytes(int(seq not in silent) for seq, _ in chunks),

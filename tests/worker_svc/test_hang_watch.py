@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from worker_svc.hang_watch import FIRST_STEP_S, HangWatch, StepTimes, size_of
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import DRAFTED, Step
 
 from .harness import Batch, limits
 
@@ -115,3 +115,12 @@ def test_a_step_may_take_a_few_times_as_long_as_those_of_its_size() -> None:
 def test_work_grows_with_tokens_and_context() -> None:
     sizes = [size_of(step_of(*args)) for args in ((1, 0), (64, 0), (64, 8000), (2048, 8000))]
     assert sizes == sorted(set(sizes))
+
+
+def test_drafted_tokens_make_a_step_larger() -> None:
+    """Each may take a pass of the draft model."""
+    sizes = []
+    for token in (1, DRAFTED):
+        batch = Batch(limits(drafts=True))
+        sizes.append(size_of(batch.step([(0, [1]), *[(0, [token])] * 4])))
+    assert sizes[0] < sizes[1]

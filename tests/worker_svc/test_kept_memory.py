@@ -358,7 +358,7 @@ def test_a_token_is_written_to_no_other_tokens_bytes(
     runner = runner_of(tmp_path, memory, block_size=8, **options)
     runner.configure(1, 2)
     parts = [
-        *(cache.view(torch.uint8) for cache in runner._caches),
+        *(cache.view(torch.uint8) for cache in runner._model.caches),
         runner._tokens.slots.view(torch.uint8),
     ]
 

@@ -35,7 +35,7 @@ from worker_svc import server as worker_server
 from worker_svc.errors import CaptureError, StartError
 from worker_svc.model_runner import ModelRunner
 from worker_svc.server import WorkerService
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import DRAFTED, Step
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import PendingStep
 
@@ -223,6 +223,29 @@ async def test_steps_are_answered_in_order(worker: Worker, tiny_dir: Path) -> No
         assert bool(ids) == (number == 1)
     await call.done_writing()
     assert await call.read() is aio.EOF
+
+
+async def test_drafted_tokens_are_in_the_answers(tiny_dir: Path, tmp_path: Path) -> None:
+    """Those of a model that drafts for itself are the tokens that it samples."""
+    async with running(tiny_dir, tmp_path, speculation=str(tiny_dir)) as worker:
+        await worker.service.load()
+        assert (await worker.stub.GetInfo(GetInfoRequest())).drafts
+        batch = await worker.configure(1)
+        call = await worker.execute(
+            batch.request([(0, [1, 2, 3])]),
+            batch.request([(0, [-1]), (0, [DRAFTED]), (0, [DRAFTED])]),
+        )
+        assert (await call.read()).draft_ids == b""
+        response = await call.read()
+        assert np.frombuffer(response.draft_ids, "<i4").tolist() == tokens(response)[:2]
+        call.cancel()
+
+
+async def test_drafted_tokens_need_a_draft_model(worker: Worker) -> None:
+    assert not (await worker.stub.GetInfo(GetInfoRequest())).drafts
+    batch = await worker.configure(1)
+    call = await worker.execute(batch.request([(0, [1]), (0, [DRAFTED])]))
+    assert "no draft model" in await rejected(end_of(call), INVALID)
 
 
 async def test_info_and_health_follow_the_load(tiny_dir: Path, tmp_path: Path) -> None:

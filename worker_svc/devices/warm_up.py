@@ -8,7 +8,7 @@ import numpy as np
 
 from shared.sampling_params import COLUMNS
 from worker_svc.sampling.logprobs import PIECE
-from worker_svc.step.decode import Step, made_up_step
+from worker_svc.step.decode import DRAFTED, Step, made_up_step
 from worker_svc.step.features import Features, PromptTargets
 from worker_svc.step.wire import Int32s
 
@@ -49,6 +49,13 @@ def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> Step:
     """Makes a step of decodes without features. All its tokens share one cache block."""
     ones = np.ones(num_seqs, np.int32)
     return _dummy_step(ones, ones * max_model_len, block_size)
+
+
+def half_drafted(step: Step) -> Step:
+    """Has a draft model draft every second token of a step of decodes."""
+    ids = step.input_ids.copy()
+    ids[1::2] = DRAFTED
+    return replace(step, input_ids=ids)
 
 
 def _dummy_step(query_lens: Int32s, context_lens: Int32s, block_size: int) -> Step:

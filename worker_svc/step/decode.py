@@ -27,6 +27,8 @@ from worker_svc.step.wire import (
     decode_column,
 )
 
+DRAFTED = -(2**31)  # an input id: the token that the draft model proposes after the row before
+
 
 @dataclass(frozen=True)
 class StepLimits:
@@ -38,6 +40,7 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    drafts: bool = False  # whether there is a draft model
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Step:
     """A step of T tokens of S sequences. It has the columns of `StepRequest` as host arrays."""
 
     step_id: int
-    input_ids: Int32s  # [T]; -1-r: the token sampled at row r of the previous step
+    input_ids: Int32s  # [T]; -1-r: the token sampled at row r of the previous step; or DRAFTED
     positions: Int32s  # [T]
     slot_mapping: Int32s  # [T]
     query_lens: Int32s  # [S]
@@ -66,6 +69,12 @@ class Step:
     @property
     def num_seqs(self) -> int:
         return len(self.query_lens)
+
+    @property
+    def drafted_rows(self) -> NDArray[np.intp]:
+        """The rows whose token is DRAFTED, ascending."""
+        tokens = np.flatnonzero(self.input_ids == DRAFTED)
+        return np.searchsorted(np.cumsum(self.query_lens), tokens, side="right")
 
     @property
     def decodes_only(self) -> bool:
@@ -107,6 +116,7 @@ def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None)
     _check_block_table(step, limits)
     _check_tokens(step, limits)
     _check_input_ids(step, limits, previous)
+    _check_drafted(step, limits)
     return _with_features(step, request, limits)
 
 
@@ -259,7 +269,7 @@ def _check_input_ids(step: Step, limits: StepLimits, previous: Step | None) -> N
         raise InvalidArgumentError(
             "input_ids", f"{ids.max()} is out of range; the vocabulary has {limits.vocab_size}"
         )
-    rows = -1 - ids[ids < 0]
+    rows = -1 - ids[(ids < 0) & (ids != DRAFTED)]
     if not len(rows):
         return
     if previous is None or rows.max() >= previous.num_seqs:
@@ -268,3 +278,36 @@ def _check_input_ids(step: Step, limits: StepLimits, previous: Step | None) -> N
         )
     if not previous.samples[rows].all():
         raise InvalidArgumentError("input_ids", "a row of the previous step that sampled nothing")
+
+
+def _check_drafted(step: Step, limits: StepLimits) -> None:
+    """Checks that each row whose token is DRAFTED continues the row before."""
+    rows = step.drafted_rows
+    if not len(rows):
+        return
+    if not limits.drafts:
+        raise InvalidArgumentError("input_ids", "a drafted token, but there is no draft model")
+    if rows[0] == 0:
+        raise InvalidArgumentError("input_ids", "a drafted token in the first row")
+    before, lens, offsets = rows - 1, step.query_lens, step.block_table_offsets
+    if (lens[rows] != 1).any() or (lens[before] != 1).any():
+        raise InvalidArgumentError("input_ids", "a drafted token in, or after, a row of several")
+    if not step.samples[before].all():
+        raise InvalidArgumentError("input_ids", "a drafted token after a row that samples nothing")
+    if (step.context_lens[rows] - step.context_lens[before] != 1).any():
+        raise InvalidArgumentError("input_ids", "a drafted token not at the next position")
+    num_blocks = offsets[rows] - offsets[before]
+    if (num_blocks > offsets[rows + 1] - offsets[rows]).any() or (
+        step.block_table[ranges(offsets[before], num_blocks)]
+        != step.block_table[ranges(offsets[rows], num_blocks)]
+    ).any():
+        raise InvalidArgumentError("input_ids", "a drafted token in blocks of another sequence")
+
+
+def ranges(starts: Int32s, lengths: Int32s) -> NDArray[np.int64]:
+    """The concatenated ranges [start, start + length), for starts and lengths [N]."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    numbers: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(
+        starts + lengths - ends, lengths
+    )
+    return numbers

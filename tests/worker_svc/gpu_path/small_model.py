@@ -78,6 +78,7 @@ def make_batch(runner: ModelRunner, num_blocks: int) -> Batch:
             max_num_batched_tokens=2**20,
             max_model_len=runner.info.max_model_len,
             max_num_seqs=runner._settings.max_num_seqs,
+            drafts=runner.drafts,
         )
     )
 

@@ -100,7 +100,7 @@ def run(
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Launches `ahead` steps beyond the one whose tokens are waited for -> the tokens of each step,
     and the caches."""
-    for cache in runner._caches:
+    for cache in runner._model.caches:
         cache.fill_(unwritten)
     pending, tokens = [], []
     for step in steps:
@@ -108,7 +108,7 @@ def run(
         if len(pending) > ahead:
             tokens.append(pending.pop(0).wait().token_ids.tolist())
     tokens += [each.wait().token_ids.tolist() for each in pending]
-    return tokens, [cache.clone() for cache in runner._caches]
+    return tokens, [cache.clone() for cache in runner._model.caches]
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -142,7 +142,7 @@ def test_logits_are_as_close_as_those_of_transformers(name: str, rounded: Oracle
 
 
 def poison(runner: ModelRunner) -> None:
-    for cache in runner._caches:
+    for cache in runner._model.caches:
         cache.fill_(torch.nan)
 
 
@@ -159,7 +159,7 @@ def test_padded_steps_on_static_buffers_equal_eager_ones(
         runner, batch = make_runner(small_dir, platform, captures=captures, block_size=16)
         poison(runner)
         assert decode(runner, batch) == tokens
-        caches.append(runner._caches[0])
+        caches.append(runner._model.caches[0])
     eager, padded = caches
     tolerance = by_device(cpu=1e-5, gpu=0)
     torch.testing.assert_close(padded, eager, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -47,6 +47,18 @@ def test_without_graphs_decodes_of_every_size_have_run(
     assert not [step for step in launched if step.decodes_only and step.features is None]
 
 
+def test_with_a_draft_model_both_have_run_every_size(tiny_dir: Path, launched: list[Step]) -> None:
+    """Also beside graphs, in which the draft model is not."""
+    settings = worker_settings(tiny_dir, max_num_seqs=20, max_model_len=40)
+    settings = settings.model_copy(update={"speculation": str(tiny_dir)})
+    platform = CompilingPlatform(settings)
+    platform.captures = True
+    ModelRunner(settings, platform)
+    plain = [step for step in launched if step.decodes_only and step.features is None]
+    assert [step.num_seqs for step in plain] == graph_sizes(20)
+    assert [len(step.drafted_rows) for step in plain] == [size // 2 for size in graph_sizes(20)]
+
+
 @pytest.mark.parametrize(
     ("asked", "max_num_seqs", "expected"), [("auto", 8, 640), ("auto", 700, 700), (50, 8, 50)]
 )

@@ -48,7 +48,7 @@ def start(model_dir: Path, quantization: str = "int8", **settings: Any) -> tuple
     with capture_logs() as logs:
         model = ModelRunner(
             worker_settings(model_dir, quantization=quantization, **settings)
-        )._model
+        )._model.decoder
     matrices = {"embedding": model.embed_tokens.weight}
     for i, layer in enumerate(model.layers):
         for part, names in (

@@ -112,7 +112,7 @@ def test_embedding_and_head_are_int8(tmp_path: Path) -> None:
     for tied in (True, False):
         save_model(tmp_path, tie_word_embeddings=tied, **SHAPE)
         for format in FORMATS:
-            model = ModelRunner(worker_settings(tmp_path, quantization=format))._model
+            model = ModelRunner(worker_settings(tmp_path, quantization=format))._model.decoder
             table, head = model.embed_tokens.weight, model.lm_head._weight
             assert isinstance(table, ExactWeight)
             assert isinstance(head, ExactWeight)

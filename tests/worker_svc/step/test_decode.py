@@ -8,7 +8,7 @@ import pytest
 from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.pb.worker_pb2 import StepRequest
 from tests.worker_svc.harness import f4, i4, limits
-from worker_svc.step.decode import decode_step
+from worker_svc.step.decode import DRAFTED, decode_step
 
 LIMITS = limits(num_blocks=8, block_size=4, max_num_seqs=3, max_num_batched_tokens=16)
 
@@ -154,3 +154,92 @@ def test_copies_are_pairs() -> None:
     request = valid()
     request.copies = i4([0, 1, 0, 4])
     assert decode_step(request, LIMITS, None).copies.tolist() == [[0, 1], [0, 4]]
+
+
+DRAFTING = dataclasses.replace(LIMITS, drafts=True, max_num_seqs=4)
+
+
+def drafting() -> StepRequest:
+    """A valid step: 2 tokens of a prompt in block 6; a token at 3 in block 2, the next at 4 in the
+    blocks 2 and 7, and the one after at 5. The last two are drafted."""
+    return StepRequest(
+        epoch=1,
+        step_id=1,
+        input_ids=i4([1, 2, 3, DRAFTED, DRAFTED]),
+        positions=i4([0, 1, 3, 4, 5]),
+        slot_mapping=i4([24, 25, 11, 28, 29]),
+        query_lens=i4([2, 1, 1, 1]),
+        context_lens=i4([2, 4, 5, 6]),
+        block_table=i4([6, 2, 2, 7, 2, 7]),
+        block_table_offsets=i4([0, 1, 2, 4, 6]),
+        samples=b"\x01\x01\x01\x01",
+        temperatures=f4([0, 0, 0, 0]),
+        seeds=b"\x00" * 32,
+    )
+
+
+def test_rows_of_drafted_tokens() -> None:
+    step = decode_step(drafting(), DRAFTING, None)
+    assert step.drafted_rows.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"input_ids": i4([1, DRAFTED, 3, DRAFTED, DRAFTED])}, "in the first row"),
+        ({"input_ids": i4([DRAFTED, 1, 2, 3, 4])}, "in the first row"),
+        ({"input_ids": i4([1, 2, DRAFTED, 3, 4])}, "in, or after, a row of several"),
+        ({"samples": b"\x01\x00\x01\x01"}, "after a row that samples nothing"),
+        (
+            {
+                "positions": i4([0, 1, 2, 4, 5]),
+                "slot_mapping": i4([24, 25, 10, 28, 29]),
+                "context_lens": i4([2, 3, 5, 6]),
+            },
+            "not at the next position",
+        ),
+        (
+            {"block_table": i4([6, 2, 3, 7, 3, 7])},
+            "in blocks of another sequence",
+        ),
+        (
+            {
+                "block_table": i4([6, 2, 7, 2, 7, 2, 7]),
+                "block_table_offsets": i4([0, 1, 3, 5, 7]),
+            },
+            None,
+        ),
+        (
+            {
+                "block_table": i4([6, 2, 7, 3, 2, 7, 2, 7]),
+                "block_table_offsets": i4([0, 1, 4, 6, 8]),
+            },
+            "in blocks of another sequence",
+        ),
+    ],
+)
+def test_a_drafted_token_continues_the_row_before(
+    columns: dict[str, bytes], reason: str | None
+) -> None:
+    request = drafting()
+    for name, value in columns.items():
+        setattr(request, name, value)
+    if reason is None:
+        decode_step(request, DRAFTING, None)
+        return
+    with pytest.raises(InvalidArgumentError, match=f"^input_ids: a drafted token {reason}"):
+        decode_step(request, DRAFTING, None)
+
+
+def test_without_a_draft_model_there_are_no_drafted_tokens() -> None:
+    limits = dataclasses.replace(DRAFTING, drafts=False)
+    with pytest.raises(InvalidArgumentError, match=r"^input_ids: .* there is no draft model"):
+        decode_step(drafting(), limits, None)
+
+
+def test_a_drafted_token_may_be_sampled_from() -> None:
+    """The next step may refer to what a row with a drafted token sampled."""
+    first = decode_step(drafting(), DRAFTING, None)
+    request = valid()
+    request.step_id, request.input_ids = 2, i4([1, 2, 3, 4, 5, -4])
+    assert decode_step(request, DRAFTING, first).input_ids[-1] == -4

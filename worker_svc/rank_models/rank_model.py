@@ -1,0 +1,117 @@
+"""A model on one rank: its weights, its KV cache, and how the device runs its layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from worker_svc.devices.base import Platform
+from worker_svc.distributed import TensorParallel
+from worker_svc.kept_memory import State, WeightMemory
+from worker_svc.kv_cache import NewTensor
+from worker_svc.loader import KeptLoader, WeightLoader
+from worker_svc.models.config import load_model_config
+from worker_svc.models.decoder import Decoder, attention_shape
+from worker_svc.models.registry import load_model
+from worker_svc.settings import WorkerSettings
+from worker_svc.step.decode import Step
+from worker_svc.step.tensors import StepTensors, upload_step
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.fingerprint import ModelFiles
+from worker_svc.weights.packed_cache import open_cache
+from worker_svc.weights.quantization.choice import choose_quantization
+
+
+class RankModel:
+    """A model on one rank. Call `load` or `restore`, then `allocate`, then run steps.
+
+    Args:
+        settings: say which model it is, and in which formats it runs.
+
+    Raises:
+        StartError: the model or the settings cannot be served.
+    """
+
+    def __init__(self, settings: WorkerSettings, platform: Platform, tp: TensorParallel) -> None:
+        config = load_model_config(Path(settings.model))
+        dtype = platform.choose_dtype(settings.dtype, config.dtype)
+        self.config = config = dataclasses.replace(config, dtype=dtype)
+        self._quantization = choose_quantization(settings.quantization, config.quantization)
+        shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
+        self.backend = platform.attention_backend(settings, shape)
+        self.caches: Sequence[torch.Tensor] = []  # one per layer
+        self._settings = settings
+        self._platform = platform
+        self._tp = tp
+
+    def load(self, max_model_len: int, memory: WeightMemory | None = None) -> str:
+        """Reads the model's files -> its fingerprint.
+
+        Args:
+            max_model_len: the maximum number of tokens in a sequence.
+            memory: keeps the weights for the next fork.
+
+        Raises:
+            ModelError: the files cannot be served.
+        """
+        settings, ops, dtype = self._settings, self._platform.ops, self.config.dtype
+        quantization, model_dir = self._quantization, Path(settings.model)
+        files, cache = ModelFiles(model_dir), None
+        if quantization.quantize_to:
+            cache = open_cache(
+                model_dir,
+                files.fingerprint,
+                quantization.name,
+                ops.layout,
+                dtype,
+                settings.rank,
+                settings.tp,
+            )
+        copies = self._platform.weight_copies()
+        with WeightReader(model_dir, dtype, self._platform.device, copies) as reader:
+            loader = WeightLoader(reader, ops, quantization, cache, memory)
+            self._make(loader, max_model_len)
+        files.check_unchanged()
+        if cache:
+            cache.save()
+        return f"{files.fingerprint}-{quantization.name}"
+
+    def restore(self, max_model_len: int, states: Iterator[State]) -> None:
+        """Makes the model of the weights that the last fork has kept."""
+        self._make(KeptLoader(states, self._platform.ops, self.config.dtype), max_model_len)
+
+    def _make(self, loader: WeightLoader, max_model_len: int) -> None:
+        platform, tp, backend = self._platform, self._tp, self.backend
+        self.decoder: Decoder = load_model(
+            loader, self.config, max_model_len, platform.ops, tp, backend
+        )
+        self._run_layers: Callable[..., torch.Tensor] = platform.prepare(
+            self.decoder.hidden_states, backend, tp
+        )
+
+    def allocate(self, num_blocks: int, new: NewTensor | None = None) -> None:
+        """Allocates a cache of `num_blocks` blocks, by `new` if it is given. 0 frees the cache."""
+        self.caches = self.backend.allocate(num_blocks, new) if num_blocks else []
+
+    def to_device(self, step: Step) -> StepTensors:
+        plan_column, platform = self.backend.plan_column(step), self._platform
+        return upload_step(step, plan_column, platform.device, pinned=platform.pinned)
+
+    def hidden_states(
+        self,
+        step: Step,
+        tensors: StepTensors,
+        last_tokens: torch.Tensor,
+        max_context_len: int,
+        *,
+        every_token: bool = False,
+    ) -> torch.Tensor:
+        """Runs the layers on a step, whose columns on the device are `tensors`. See
+        `Decoder.hidden_states`, and `AttentionBackend.plan` for max_context_len."""
+        metadata = self.backend.plan(step, tensors, max_context_len)
+        return self._run_layers(
+            tensors, last_tokens, self.caches, metadata, every_token=every_token
+        )
