@@ -40,8 +40,8 @@ NOT_OPTIONS = (
 
 # What `--help` shows; `--help-all` shows all.
 _COMMON = (
-    *("model", "device", "dtype", "quantization", "kv_dtype", "tp", "max_num_seqs"),
-    *("max_num_batched_tokens", "max_model_len", "kv_blocks", "memory_utilization"),
+    *("model", "device", "dtype", "quantization", "kv_dtype", "speculation", "tp"),
+    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_blocks", "memory_utilization"),
     *("attention", "enforce_eager", "max_waiting", "host", "port", "served_model_name"),
     *("tls_cert", "tls_key", "auth_tokens_file", "http_port", "ui_port"),
 )

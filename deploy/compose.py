@@ -31,6 +31,7 @@ from deploy.stack import (
     run_directory,
 )
 from shared.config import PREFIX
+from worker_svc.settings import NO_DRAFT_MODEL
 
 DOCKER = Path(__file__).parents[1] / "docker"
 SCHEDULER_PORT, WORKER_PORT = 50052, 50053  # within the stack's private network
@@ -49,6 +50,8 @@ def up(environment: Environment, layout: Layout) -> int:
     settings = read_settings(environment)
     if settings.internal_tls_cert:
         raise LaunchError("RUNTIME=docker: internal_tls: must be empty; the network is private")
+    if settings.speculation not in NO_DRAFT_MODEL:
+        raise LaunchError("SPECULATION: RUNTIME=docker has no draft model; use ngram or none")
     variables = compose_variables(settings, layout)
     # HOST is checked by now; the network inside is private to the stack.
     stack_settings(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from deploy.errors import LaunchError
+from worker_svc.settings import NO_DRAFT_MODEL
 from worker_svc.user_cache import cache_folder, private_folder
 
 HUB = "hub:"
@@ -56,6 +58,21 @@ def resolve_model(model: str) -> Path:
     if _HUB_ID.fullmatch(model) and not path.exists():
         hint = f"; for the hub, use {HUB}{model}@REVISION"
     raise LaunchError(f"MODEL: {model} is not a directory{hint}")
+
+
+def resolve_speculation(speculation: str) -> str:
+    """Returns the value of SPECULATION for services: the directory of a draft model, which may be
+    given as MODEL is, or an unchanged word.
+
+    Raises:
+        LaunchError: as `resolve_model`.
+    """
+    if speculation in NO_DRAFT_MODEL:
+        return speculation
+    try:
+        return os.path.abspath(resolve_model(speculation))
+    except LaunchError as error:
+        raise LaunchError(f"SPECULATION: {str(error).removeprefix('MODEL: ')}") from error
 
 
 def model_name(model: str, directory: Path) -> str:

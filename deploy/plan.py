@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from deploy.certificates import check_certificates, check_roles, pinned
 from deploy.engines import check_engines, extra_master_ports
 from deploy.errors import LaunchError
-from deploy.model import model_name, resolve_model
+from deploy.model import model_name, resolve_model, resolve_speculation
 from deploy.ports import choose_port, free_port, is_free
 from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
 from frontend.callers.tenants import Tokens
@@ -34,6 +34,7 @@ class StackSettings(PublicSettings):
     """The services' settings that the launcher reads or sets."""
 
     model: str = "models/demo"
+    speculation: str = "auto"
     served_model_name: str = ""
     tp: int = Field(1, gt=0)
     device: str = "auto"
@@ -180,6 +181,8 @@ def _shared_variables(settings: StackSettings, layout: Layout, stack: Stack) -> 
     if "worker" in stack.services:
         profiles = settings.profile_directory or str(stack.directory / "profiles")
         variables["PROFILE_DIRECTORY"] = profiles
+        if settings.speculation != "auto":
+            variables["SPECULATION"] = resolve_speculation(settings.speculation)
     return variables
 
 

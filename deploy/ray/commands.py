@@ -10,7 +10,7 @@ from pathlib import Path
 from deploy.errors import LaunchError
 from deploy.first_tokens import PROMPT
 from deploy.health import SERVING
-from deploy.model import model_name, resolve_model
+from deploy.model import model_name, resolve_model, resolve_speculation
 from deploy.native.processes import is_running
 from deploy.native.progress import report_lines
 from deploy.native.startup import poll_until_serving
@@ -155,6 +155,8 @@ def plan(
         or model_name(settings.model, model),
         f"{PREFIX}EXIT_WITH_PARENT": "1",
     }
+    if settings.speculation != "auto":
+        shared[f"{PREFIX}SPECULATION"] = resolve_speculation(settings.speculation)
     settings = read_settings(shared)
     nodes = cluster.nodes()
     example = f"{bracket_host(min(nodes, key=lambda each: stays_on_host(f'{each}:1')))}:1"

@@ -258,6 +258,15 @@ def test_an_impossible_model_is_named(model: str, message: str) -> None:
         plan(MODEL=model)
 
 
+def test_a_draft_model_is_found_as_a_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(DEMO).parent)
+    for given, expected in (("demo", DEMO), ("ngram", "ngram"), ("none", "none")):
+        assert plan(SPECULATION=given)[1]["NANO_SPECULATION"] == expected
+    assert "NANO_SPECULATION" not in plan()[1]
+    with pytest.raises(LaunchError, match=r"SPECULATION: no/such/directory is not a directory$"):
+        plan(SPECULATION="no/such/directory")
+
+
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
