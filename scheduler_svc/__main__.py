@@ -99,8 +99,7 @@ async def _run_engine(
         blocks = BlockManager(group.num_blocks, group.block_size, records)
         if kept:
             log.info("cache of the last scheduler kept", blocks=blocks.num_cached_blocks)
-        speculation = None if settings.speculation == "none" else Speculation()
-        scheduler = Scheduler(limits, blocks, speculation)
+        scheduler = Scheduler(limits, blocks, _speculation(settings, group))
         engine = Engine(
             scheduler,
             workers,
@@ -126,6 +125,15 @@ async def _run_engine(
         await asyncio.gather(servicer.run(engine, info, workers), on_serving(True), engine.run())
     finally:
         await workers.close()
+
+
+def _speculation(settings: SchedulerSettings, group: WorkerGroup) -> Speculation | None:
+    if settings.speculation == "none":
+        return None
+    by_model = settings.speculation not in ("auto", "ngram")
+    if by_model and not group.drafts:
+        raise WorkerMismatchError("speculation: the workers have no draft model")
+    return Speculation(by_model=by_model)
 
 
 def _limits(settings: SchedulerSettings, group: WorkerGroup) -> Limits:

@@ -42,6 +42,11 @@ def sample(state: int, seed: int = 0, banned: Collection[int] = ()) -> int:
     return next((t for t in allowed if t not in banned), token) if banned else token
 
 
+def draft(state: int, seed: int = 0) -> int:
+    """The guess of a draft model at the token sampled in a state, which is wrong in every third."""
+    return (sample(state, seed) + (state % 3 == 0)) % VOCAB_SIZE
+
+
 def logprobs(state: int, token: int, k: int) -> tuple[list[int], list[float]]:
     """Token ids and values in a state: those of `token`, then of the k deemed most likely."""
     ids = [token, *((state + i) % VOCAB_SIZE for i in range(k))]

@@ -16,8 +16,9 @@ from random import Random
 
 import numpy as np
 
+from scheduler_svc.core.guesses.guess import DRAFTED
 from shared.pb import worker_pb2
-from tests.oracle import EMPTY, VOCAB_SIZE, extend
+from tests.oracle import EMPTY, VOCAB_SIZE, draft, extend
 from tests.sanitizer_features import Features, Owner, SanitizerError, fail
 from tests.step_columns import Ints, StepColumns, describe, ints
 
@@ -141,6 +142,7 @@ class Sanitizer:
             features.check_owners(beside.owners)
         self._attended[step.attended_slots] = step.request.step_id
         answer = features.answer(self._states[step.attended_slots])
+        answer.draft_ids = np.array(self._draft_ids, "<i4").tobytes()
         self._last_tokens = ints(answer.token_ids).tolist()
         return answer
 
@@ -227,15 +229,19 @@ class Sanitizer:
 
     def _write(self, step: StepColumns, beside: Beside | None) -> None:
         ids, first = self._resolve(step.input_ids), 0
+        self._draft_ids: list[int] = []
         self._note_change(step, step.slots)
-        for query_len, context_len, offset in zip(
-            step.query_lens.tolist(), step.context_lens.tolist(), step.first_attended, strict=True
-        ):
+        lens = zip(step.query_lens.tolist(), step.context_lens.tolist(), strict=True)
+        for row, (query_len, context_len) in enumerate(lens):
+            offset = step.first_attended[row]
             start, end = context_len - query_len, first + query_len
             before = step.attended_slots[offset + start - 1]
             state = int(self._states[before]) if start else EMPTY  # may be of the row before
-            for slot, token in zip(step.slots[first:end], ids[first:end], strict=True):
-                self._states[slot] = state = extend(state, token)
+            for i, slot in enumerate(step.slots[first:end].tolist(), first):
+                if ids[i] == DRAFTED:
+                    ids[i] = draft(state, int(step.seeds[row]))
+                    self._draft_ids.append(ids[i])
+                self._states[slot] = state = extend(state, ids[i])
             first = end
         self._unanswered[step.slots] = 0
         self._tokens[step.slots] = ids
@@ -249,7 +255,7 @@ class Sanitizer:
     def _resolve(self, input_ids: Ints) -> list[int]:
         """Replaces references to the previous step's rows with the tokens sampled there."""
         ids: list[int] = input_ids.tolist()
-        for place in np.flatnonzero(input_ids < 0).tolist():
+        for place in np.flatnonzero((input_ids < 0) & (input_ids != DRAFTED)).tolist():
             row = -1 - ids[place]
             if row >= len(self._last_tokens):
                 fail(f"refers to row {row}, which the previous step did not have")

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.guesses.guess import DRAFTED
 from scheduler_svc.core.sequence import Row
 from scheduler_svc.core.step import Answer, Step
 from scheduler_svc.rpc.step_features import MalformedAnswerError, encode_features, read_logprobs
@@ -70,9 +71,17 @@ def read_answer(request: worker_pb2.StepRequest, response: worker_pb2.StepRespon
     token_ids: list[int] = np.frombuffer(response.token_ids, "<i4").tolist()
     if len(token_ids) != len(request.samples):
         raise MalformedAnswerError(f"{len(token_ids)} tokens for {len(request.samples)} rows")
+    draft_ids: list[int] = np.frombuffer(response.draft_ids, "<i4").tolist()
+    if len(draft_ids) != (expected := _num_drafted(request)):
+        raise MalformedAnswerError(f"{len(draft_ids)} drafted tokens, expected {expected}")
     if not (request.HasField("features") or request.HasField("prompt_logprobs")):
-        return Answer(token_ids)
-    return Answer(token_ids, *read_logprobs(request, response))
+        return Answer(token_ids, draft_ids=draft_ids)
+    return Answer(token_ids, *read_logprobs(request, response), draft_ids)
+
+
+def _num_drafted(request: worker_pb2.StepRequest) -> int:
+    """The number of tokens that the workers' draft model guesses."""
+    return int(np.count_nonzero(np.frombuffer(request.input_ids, "<i4") == DRAFTED))
 
 
 def _offsets(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -23,6 +23,7 @@ class WorkerGroup:
     max_num_batched_tokens: int  # of a step
     epoch: int  # the highest that any rank has seen
     model_fingerprint: str
+    drafts: bool  # whether they have a draft model
 
 
 def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
@@ -37,7 +38,7 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
                 f"worker_addresses: rank {rank} of {len(infos)} expected at place {rank}, "
                 f"found rank {info.rank} of {info.world_size}"
             )
-        for name in ("model_fingerprint", "dtype", "block_size", "vocab_size"):
+        for name in ("model_fingerprint", "dtype", "block_size", "vocab_size", "drafts"):
             if getattr(info, name) != getattr(infos[0], name):
                 raise WorkerMismatchError(
                     f"{name}: {getattr(infos[0], name)} on rank 0, "
@@ -51,4 +52,5 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
         max_num_batched_tokens=min(info.max_num_batched_tokens for info in infos),
         epoch=max(info.epoch for info in infos),
         model_fingerprint=infos[0].model_fingerprint,
+        drafts=infos[0].drafts,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from random import Random
 
+from scheduler_svc.core.guesses.guess import DRAFTED
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.speculation.speculation import Speculation
 from tests.oracle import VOCAB_SIZE
@@ -21,6 +22,7 @@ class Chances:
     drafts: float  # per decode, that tokens are drafted after it
     right: float  # per drafted token
     waits: float  # per step, that it waits for an answer
+    by_model: bool = False  # whether the workers' draft model guesses
 
 
 NO_DRAFTS = Chances(drafts=0.0, right=0.0, waits=0.0)
@@ -32,7 +34,7 @@ class SimulatedSpeculation(Speculation):
     def __init__(
         self, chances: Chances, rng: Random, next_tokens: Callable[[Sequence], Seq[int]]
     ) -> None:
-        super().__init__()
+        super().__init__(by_model=chances.by_model)
         self._chances = chances
         self._rng = rng
         self._next_tokens = next_tokens
@@ -45,11 +47,13 @@ class SimulatedSpeculation(Speculation):
         for seq in decodes:
             limit = min(room, seq.max_scheduled_tokens - seq.num_tokens, MAX_DRAFTS)
             if limit > 0 and not seq.params.stepwise and self._happens(self._chances.drafts):
-                drafts[seq] = self._guess(seq, self._rng.randint(1, limit))
+                drafts[seq] = self._guess_next(seq, self._rng.randint(1, limit))
                 room -= len(drafts[seq])
         return drafts
 
-    def _guess(self, seq: Sequence, count: int) -> list[int]:
+    def _guess_next(self, seq: Sequence, count: int) -> list[int]:
+        if self._chances.by_model:
+            return [DRAFTED] * count
         known = self._next_tokens(seq)
         return [
             known[i]

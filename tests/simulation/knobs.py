@@ -68,6 +68,7 @@ class Knobs:
             drafts=rng.choice([0.0, 0.3, 1.0]),
             right=rng.choice([0.0, 0.5, 0.9, 1.0]),
             waits=rng.choice([0.0, 0.5, 1.0]),
+            by_model=rng.random() < 0.3,
         )
 
     def __str__(self) -> str:

@@ -12,13 +12,13 @@ from scheduler_svc.core.guesses.acceptance import FORCED, Acceptance
 from scheduler_svc.core.guesses.draft_index import MAX_MATCH, DraftIndex
 
 MAX_DRAFTS = 16  # of one sequence in a step
-BY_MODEL = -(2**31)  # a token that the workers' draft model will guess
+DRAFTED = -(2**31)  # stands for a token that the workers' draft model guesses
 _MIN_LIKELY = 0.1  # less likely tokens are not worth a calculation
 
 
 class Guess:
     """A guess at the tokens after `sequence`, which others extend. It learns whether it was right
-    from the tokens that come, drafted or not. The guess `by_model` is `BY_MODEL` for every token,
+    from the tokens that come, drafted or not. The guess `by_model` is `DRAFTED` for every token,
     until the workers have answered what their model guessed.
 
     `num_drafted` and `num_accepted` count the sequence's drafted tokens.
@@ -62,7 +62,7 @@ class Guess:
                 break
         self._num_known = len(self._sequence)
         if self._index is None:
-            self.tokens, first_evidence = [BY_MODEL] * MAX_DRAFTS, 0
+            self.tokens, first_evidence = [DRAFTED] * MAX_DRAFTS, 0
         else:
             self.tokens, first_evidence = self._index.propose(MAX_DRAFTS)
         last_evidence = first_evidence + len(self.tokens)

@@ -20,7 +20,7 @@ from collections.abc import Sequence as Seq
 from math import log
 
 from scheduler_svc.core.guesses.acceptance import Acceptance
-from scheduler_svc.core.guesses.guess import BY_MODEL, MAX_DRAFTS, Guess
+from scheduler_svc.core.guesses.guess import DRAFTED, MAX_DRAFTS, Guess
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.speculation.step_times import StepTimes
 from scheduler_svc.core.step import Step, StepTiming
@@ -48,7 +48,7 @@ class Speculation:
         for seq in decodes:
             if guess := self._guess(seq):
                 num_sampled = seq.num_scheduled_tokens + 1 - seq.num_tokens
-                if guess.tokens[:1] == [BY_MODEL]:
+                if guess.tokens[:1] == [DRAFTED]:
                     num_sampled = 0  # the model guesses once the last token is known
                 # The last token that a sequence may have is not computed.
                 max_tokens = max(seq.max_scheduled_tokens - seq.num_tokens, 0)
@@ -72,7 +72,7 @@ class Speculation:
     def resolve(self, step: Step, draft_ids: Seq[int]) -> None:
         """Notes the tokens that the draft model guessed for the rows of a step, in their order."""
         guessed: dict[Sequence, list[int]] = {}
-        rows = (row for row in step.rows if row.draft == BY_MODEL)
+        rows = (row for row in step.rows if row.draft == DRAFTED)
         for row, token in zip(rows, draft_ids, strict=True):
             row.draft = token
             guessed.setdefault(row.seq, []).append(token)
