@@ -44,6 +44,8 @@ class Speculation:
     def choose(self, decodes: Seq[Sequence], room: int) -> dict[Sequence, Seq[int]]:
         """The tokens to draft, at most `room` in all. Those of a sequence whose last token is not
         known yet begin with a guess at that token."""
+        if not decodes or not self._times.may_gain(len(decodes)):
+            return {}
         gains: list[tuple[float, Sequence]] = []
         for seq in decodes:
             if guess := self._guess(seq):

@@ -8,6 +8,7 @@ from math import inf
 from scheduler_svc.core.step import Step, StepTiming
 
 _WEIGHT = 0.1  # of a new time
+_MIN_GAIN = 1.1  # below which guesses are not worth the time that they take
 _MAX_FACTOR = 4.0  # between the known time and one measurement, because machines pause
 
 
@@ -33,6 +34,15 @@ class StepTimes:
             self._seconds[rows] = timing.took_s
         else:
             self._seconds[rows] += _WEIGHT * (min(timing.took_s, _MAX_FACTOR * known) - known)
+
+    def may_gain(self, num_seqs: int) -> bool:
+        """Whether steps of so many sequences would gain at least a tenth from drafts that are always
+        right. Where the time of a step is proportional to its rows, they gain nothing."""
+        without_s = self.seconds(num_seqs)
+        return not without_s or any(
+            factor * without_s > _MIN_GAIN * (self.seconds(factor * num_seqs) + self.wait_s)
+            for factor in (2, 4, 8)
+        )
 
     def seconds(self, rows: int) -> float:
         """The time of a step of this many rows; 0 before the first step."""
