@@ -137,7 +137,8 @@ class Scheduler:
         rest of the token budget. When decodes find too few blocks, running sequences are preempted
         and computed again later, those of the lowest priority and latest arrival first. Preemption
         waits until all steps in flight are answered, because they still write those blocks and may
-        free others.
+        free others. Nothing is planned while drafts are in flight, or if it is better to wait for
+        an answer and then draft.
         """
         self._now = now
         sequences = self._open

@@ -57,7 +57,8 @@ class Guess:
             return
         new = self._sequence[self._num_known :]
         for guessed, evidence, token in zip(self.tokens, self._evidence, new, strict=False):
-            self._acceptance.learn(evidence, right=guessed == token)
+            if guessed != DRAFTED:  # else the model was not asked
+                self._acceptance.learn(evidence, right=guessed == token)
             if guessed != token:
                 break
         self._num_known = len(self._sequence)

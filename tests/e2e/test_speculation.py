@@ -1,0 +1,85 @@
+"""Speculation on real stacks: tokens are those of a stack without it, with every feature, though a
+worker dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import grpc
+import pytest
+from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from deploy.ports import free_port
+from nano_vllm_grpc import SamplingParams
+from tests.chaos.campaign import undisturbed
+from tests.chaos.workload import Request, draw_requests
+from tests.faults.transcript import Transcript
+from tests.stack import DEMO_MODEL, RealStack, running_stack
+
+REPEATED = [*range(40, 60)] * 4
+WAYS: dict[str, dict[str, Any]] = {
+    "from its own tokens": {"speculation": "ngram"},
+    "by a model": {"speculation": DEMO_MODEL, "draft_quantization": "int4"},
+    "on two ranks": {"speculation": DEMO_MODEL, "tp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Requests with each feature, and some whose prompts repeat themselves."""
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    repeating = [Request(f"repeats {i}", [i + 1, *REPEATED], greedy) for i in range(6)]
+    return [*draw_requests(Random(36), 22), *repeating]
+
+
+@pytest.fixture(scope="module")
+def expected(requests: list[Request]) -> dict[str, Transcript]:
+    with running_stack(speculation="none", dtype="float32") as stack:
+        found = asyncio.run(undisturbed(stack.address, requests))
+        assert not stack.load().draft_tokens
+    return found
+
+
+@pytest.fixture(params=WAYS)
+def stack(request: pytest.FixtureRequest) -> Iterator[tuple[RealStack, str]]:
+    gateway = f"127.0.0.1:{free_port()}"
+    variables = WAYS[request.param]
+    with running_stack(dtype="float32", gateway_addresses=gateway, **variables) as running:
+        yield running, gateway
+
+
+def test_tokens_are_those_without_speculation(
+    stack: tuple[RealStack, str], requests: list[Request], expected: dict[str, Transcript]
+) -> None:
+    running, gateway = stack
+
+    async def run() -> dict[str, Transcript]:
+        reading = asyncio.create_task(undisturbed(running.address, requests))
+        await asyncio.to_thread(running.wait_load, lambda load: load.accepted_tokens > 0)
+        await asyncio.to_thread(running.kill, "worker")
+        return await reading
+
+    found = asyncio.run(run())
+    differences = [
+        difference
+        for name, transcript in found.items()
+        for difference in transcript.compare(expected[name]).differences
+    ]
+    assert not differences
+    load = running.wait_idle()
+    assert 0 < load.accepted_tokens <= load.draft_tokens
+
+    with grpc.insecure_channel(gateway) as channel:
+        engine: Any = VllmEngineStub(channel)  # type: ignore[no-untyped-call]
+        asked = vllm.GenerateRequest(
+            request_id="repeats",
+            tokenized=vllm.TokenizedInput(input_ids=[1, *REPEATED]),
+            sampling_params=vllm.SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+        )
+        *_, last = engine.Generate(asked)
+    assert list(last.complete.output_ids) == expected["repeats 0"].parts[0].token_ids
+    assert 0 < last.complete.spec_accepted_tokens <= last.complete.spec_draft_tokens

@@ -1,0 +1,148 @@
+"""The choice of drafts: as many as are worth their time, of the sequences that gain most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scheduler_svc.core.guesses.guess import DRAFTED, MAX_DRAFTS
+from scheduler_svc.core.sampling import Grammar, SamplingParams
+from scheduler_svc.core.sequence import Row, Sequence
+from scheduler_svc.core.speculation.speculation import Speculation
+from scheduler_svc.core.step import Step, StepTiming
+
+CYCLE = [5, 6, 7, 8]
+Time = Callable[[int], float]  # seconds of a step of so many rows
+
+
+def decoding(tokens: list[int], max_tokens: int = 100) -> Sequence:
+    """A sequence of which all tokens but the last are computed."""
+    seq = Sequence((0, 1), tokens, SamplingParams(max_tokens))
+    seq.begin_at(len(tokens) - 1)
+    return seq
+
+
+def flat(rows: int) -> float:
+    return 0.01
+
+
+def proportional(rows: int) -> float:
+    return 0.01 * rows
+
+
+def taught(seconds: Time, wait_s: float = 0.0) -> Speculation:
+    """Speculation that knows how long steps take."""
+    speculation = Speculation()
+    for size in range(1, 65):
+        rows = [Row(decoding(CYCLE), 3, 1, True)] * size
+        step = Step(1, rows, num_decodes=size, num_drafts=size - 1)
+        for _ in range(100):
+            speculation.step_answered(step, StepTiming(seconds(size), wait_s, 0.0))
+    return speculation
+
+
+def extend(seq: Sequence, token: int) -> None:
+    """Appends a sampled token."""
+    seq.tokens.append(token)
+    seq.begin_at(len(seq.tokens) - 1)
+
+
+def test_a_cycle_is_drafted_as_far_as_it_is_likely() -> None:
+    speculation, seq = taught(flat), decoding(CYCLE * 4)
+    few = len(speculation.choose([seq], 100)[seq])
+    for i in range(40):
+        extend(seq, CYCLE[i % 4])
+        drafts = speculation.choose([seq], 100)[seq]
+        assert drafts == [CYCLE[(i + 1 + j) % 4] for j in range(len(drafts))]
+    assert few < len(drafts) == MAX_DRAFTS
+
+
+def test_wrong_guesses_end_drafting() -> None:
+    speculation, seq = taught(lambda rows: 0.01 + 0.003 * rows), decoding(CYCLE * 4)
+    assert speculation.choose([seq], 100)
+    for i in range(200):
+        extend(seq, 100 + i)
+        extend(seq, 5)
+        speculation.choose([seq], 100)
+    assert not speculation.choose([seq], 100)
+
+
+def test_nothing_is_drafted_without_an_earlier_occurrence() -> None:
+    seq = decoding([1, 2, 3, 4])
+    assert not taught(flat).choose([seq], 100)
+
+
+def test_nothing_is_drafted_where_each_row_takes_its_time() -> None:
+    seq = decoding(CYCLE * 4)
+    assert not taught(proportional).choose([seq], 100)
+
+
+def test_as_many_rows_are_drafted_as_cost_nothing() -> None:
+    speculation, seq = taught(lambda rows: 0.01 if rows <= 4 else 0.01 * rows), decoding(CYCLE * 4)
+    for i in range(40):
+        extend(seq, CYCLE[i % 4])
+        drafts = speculation.choose([seq], 100)
+    assert len(drafts[seq]) == 3
+
+
+def test_many_streams_do_not_pay_for_the_drafts_of_one() -> None:
+    """A step of 9 rows takes twice as long: one stream would gain more than that, but seven others
+    would lose."""
+    speculation = taught(lambda rows: 0.01 if rows <= 8 else 0.02)
+    copies, others = decoding(CYCLE * 4), [decoding([10 * i, 10 * i + 1]) for i in range(1, 8)]
+    for i in range(40):
+        extend(copies, CYCLE[i % 4])
+        drafts = speculation.choose([copies, *others], 100)
+    assert not drafts
+    assert len(speculation.choose([copies], 100)[copies]) == 7
+
+
+@pytest.mark.parametrize("room", [1, 5])
+def test_drafts_fit_into_the_room(room: int) -> None:
+    speculation, seqs = taught(flat), [decoding(CYCLE * 4), decoding(CYCLE * 5)]
+    drafts = speculation.choose(seqs, room)
+    assert sum(map(len, drafts.values())) == room
+
+
+def test_the_last_token_is_not_computed() -> None:
+    seq = decoding(CYCLE * 4, max_tokens=3)
+    assert len(taught(flat).choose([seq], 100)[seq]) == 2
+
+
+def test_waiting_must_gain_more_than_it_costs() -> None:
+    seq = decoding(CYCLE * 4)
+    seq.schedule(1, 1, 0)
+    assert taught(flat).waits([seq])
+    assert not taught(flat, wait_s=1.0).waits([seq])
+    assert not taught(flat).waits([decoding([1, 2, 3])])
+
+
+def test_a_draft_model_guesses_until_it_is_wrong() -> None:
+    speculation, seq = Speculation(by_model=True), decoding(CYCLE * 4)
+    for _ in range(100):
+        drafts = speculation.choose([seq], 100)
+        if not drafts:
+            break
+        assert {*drafts[seq]} == {DRAFTED}
+        rows = [Row(seq, 15 + i, 1, True, None, DRAFTED) for i in range(len(drafts[seq]))]
+        step = Step(1, [Row(seq, 15, 1, True), *rows], num_decodes=1 + len(rows))
+        speculation.resolve(step, [99] * len(rows))
+        assert [row.draft for row in step.rows] == [None, *([99] * len(rows))]
+        speculation.step_answered(step, StepTiming(0.01 * len(step.rows), 0.0, 0.0))
+        extend(seq, 5)
+    else:
+        raise AssertionError("drafts for ever")
+
+
+def test_under_a_grammar_only_what_it_allows_is_drafted() -> None:
+    speculation = taught(flat)
+    seq = Sequence((0, 1), CYCLE * 4, SamplingParams(100, grammar=Grammar(1, "{}")))
+    seq.begin_at(15)
+    assert not speculation.choose([seq], 100)
+    guess = speculation.guess(seq)
+    assert guess.tokens[:4] == CYCLE
+    guess.constrain([5, 6, 900])
+    assert speculation.choose([seq], 100) == {seq: [5, 6, 900]}
+    extend(seq, 5)
+    assert not speculation.choose([seq], 100)
