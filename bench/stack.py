@@ -62,9 +62,10 @@ class SingleStream:
 
 
 def private_stack(model: str | Path, console: Console, **options: Any) -> PrivateStack:
-    """Starts a `PrivateStack` with `options`, and shows a status line meanwhile."""
+    """Starts a `PrivateStack` with `options`, and shows a status line meanwhile. Unless they say
+    otherwise it does not speculate, because models with random weights repeat themselves."""
     with console.status(f"starting a private stack with {model}"):
-        return PrivateStack(model, **options)
+        return PrivateStack(model, **{"speculation": "none", **options})
 
 
 async def run_stack(

@@ -17,8 +17,10 @@ from nano_vllm_grpc import AsyncLLM, PrivateStack
 
 
 def variables(entry: Entry) -> dict[str, str]:
-    """The stack's variables. Weights and caches that are not quantized are bfloat16 by default."""
+    """The stack's variables. Weights and caches that are not quantized are bfloat16 by default.
+    Nothing is speculated: other servers do not by default, and random weights repeat themselves."""
     return {
+        "speculation": "none",
         "dtype": "bfloat16",
         "quantization": "auto" if entry.weights == "bf16" else entry.weights,
         "kv_dtype": "auto" if entry.cache == "bf16" else entry.cache,

@@ -239,6 +239,41 @@ def test_tokens_that_do_not_match_are_rejected(compile: Compile) -> None:
             begin(wrong)
 
 
+def drafted(matcher: Matcher, guess: Iterable[int], max_tokens: int = 8) -> list[int]:
+    """The drafted tokens. Each must come with the mask that follows it, and the matcher stay."""
+    before = matcher.mask()
+    draft = matcher.draft(guess, max_tokens)
+    assert matcher.mask() == before
+    masks = [mask for _, mask in draft]
+    for token, mask in draft:
+        matcher.accept(token)
+        assert matcher.mask() == mask
+    assert len(masks) <= max_tokens
+    return [token for token, _ in draft]
+
+
+def test_forced_text_is_drafted(compile: Compile) -> None:
+    begin = compile(GrammarKind.REGEX, '(a|b)"name": [0-9]', ENDS)
+    assert not drafted(begin(), [])
+    assert text_of(drafted(begin(spell("a")), [])) == '"name": '
+    assert text_of(drafted(begin(spell("b")), [], max_tokens=1)) == '"'
+
+
+def test_a_guess_is_drafted_as_far_as_it_is_allowed(compile: Compile) -> None:
+    begin = compile(GrammarKind.REGEX, "[ab]{5}x(y|z)", ENDS)
+    a, b, x = spell("a", "b", "x")
+    assert drafted(begin(), [a, b, a]) == [a, b, a]
+    assert drafted(begin(), [a, b, x, a]) == [a, b]
+    assert drafted(begin(), [a, b, a, b, b, IM_END]) == [a, b, a, b, b, x]
+    assert drafted(begin(), [IM_END, a]) == []
+
+
+def test_no_end_is_drafted(compile: Compile) -> None:
+    assert not drafted(compile(GrammarKind.REGEX, "a", ENDS)(spell("a")), [IM_END])
+    a = spell("a")
+    assert not drafted(compile(GrammarKind.REGEX, "a", ())(), a)  # nothing can follow
+
+
 def test_a_dead_end_is_an_error(compile: Compile) -> None:
     """`b` cannot follow `a`: it is an end token, and the grammar is not complete before it."""
     dead = compile(GrammarKind.REGEX, "ab|c", spell("b"))(spell("a"))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import pytest
 
 from scheduler_svc.core.sampling import GrammarKind
@@ -37,7 +38,7 @@ from scheduler_svc.grammar.grammar import Grammar, GrammarUse, RemoteMatcher
 from scheduler_svc.grammar.grammars import MAX_TEXT_BYTES, Grammars
 from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
-from scheduler_svc.grammar.wire import Answer, Row, answer
+from scheduler_svc.grammar.wire import Answer, Draft, Row, answer
 from tests.scheduler_svc.grammar.attempts import ATTEMPTS, surroundings
 from tests.scheduler_svc.grammar.host import DEMO, TestHost, is_running, wait_dead
 from tests.waiting import wait_for
@@ -148,6 +149,38 @@ async def test_masks_are_those_that_a_matcher_in_this_process_gives(grammars: Gr
                 matcher.accept(token)
                 resumed = Completion(compiled, each.tokens[2 : 2 + i])
                 assert await masks([resumed.matcher]) == [outcome]
+
+
+async def test_drafts_come_with_a_mask_for_each_position(grammars: Grammars) -> None:
+    compiled = await grammars.compile(REGEX, "[ab]{3}cat[de]", ENDS)
+    a, b, c = (VOCABULARY.index(letter) for letter in (b"a", b"b", b"c"))
+    guessed, forced, plain = (Completion(compiled, tokens) for tokens in ([], [a, b, a], []))
+    matchers = [each.matcher for each in (guessed, forced, plain)]
+    first, second, third = await guessed.matcher.grammar.masks(matchers, [[a, b], [c], None])
+    assert isinstance(first, Draft)
+    assert isinstance(second, Draft)
+    assert list(first.tokens) == [a, b]
+    spelled = b"".join(VOCABULARY[token] for token in second.tokens)
+    assert spelled == b"cat"
+    assert third == first.masks[0]
+    for each, draft in ((guessed, first), (forced, second)):
+        for token, mask in zip(draft.tokens, draft.masks[1:], strict=True):
+            each.tokens.append(token)
+            assert await masks([each.matcher]) == [mask]
+
+
+async def test_a_grammar_whose_process_died_drafts_nothing_more(grammars: Grammars) -> None:
+    compiled = await grammars.compile(REGEX, "[ab]{3}cat[de]", ENDS)
+    a = VOCABULARY.index(b"a")
+    completion = Completion(compiled)
+    assert compiled.grammar.process
+    child = psutil.Process(compiled.grammar.process.pid)
+    child.suspend()
+    asking = asyncio.ensure_future(compiled.grammar.masks([completion.matcher], [[a]]))
+    await asyncio.sleep(0)
+    child.kill()
+    (mask,) = await soon(asking)
+    assert a in allowed(mask)
 
 
 async def test_a_completion_that_is_complete_or_does_not_match_has_no_mask(
@@ -486,6 +519,8 @@ LIMIT = bytes([Death.AT_LIMIT])
         (answer(SAME_MASK, b"\xff" * 4), Death.CRASHED),
         (answer(SAME_MASK), Death.CRASHED),
         (answer(ERROR, b"\xff"), Death.CRASHED),
+        (answer(Answer.DRAFT), Death.CRASHED),
+        (answer(Answer.DRAFT, b"\x02" + bytes(11)), Death.CRASHED),
         (bytes(4) + b"\x09", Death.CRASHED),
         (answer(MASK, bytes(9))[:-1] + LIMIT, Death.CRASHED),  # never a mask
         (answer(MASK, bytes(9))[:-2] + LIMIT, Death.AT_LIMIT),
