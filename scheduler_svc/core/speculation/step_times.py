@@ -36,7 +36,7 @@ class StepTimes:
             self._seconds[rows] += _WEIGHT * (min(timing.took_s, _MAX_FACTOR * known) - known)
 
     def may_gain(self, num_seqs: int) -> bool:
-        """Whether steps of so many sequences would gain at least a tenth from drafts that are always
+        """Whether steps of so many sequences gain at least a tenth from drafts that are always
         right. Where the time of a step is proportional to its rows, they gain nothing."""
         without_s = self.seconds(num_seqs)
         return not without_s or any(
