@@ -98,6 +98,18 @@ def test_many_streams_do_not_pay_for_the_drafts_of_one() -> None:
     assert len(speculation.choose([copies], 100)[copies]) == 7
 
 
+def test_a_slower_machine_is_slower_at_every_size() -> None:
+    """Only steps of one row are timed, so nothing says that larger ones are as fast as before."""
+    speculation, seq = taught(lambda rows: 0.01 if rows <= 4 else 0.01 * rows), decoding(CYCLE * 4)
+    for _ in range(200):
+        step = Step(1, [Row(seq, 15, 1, True)], num_decodes=1)
+        speculation.step_answered(step, StepTiming(0.1, 0.0, 0.0))
+    for i in range(40):
+        extend(seq, CYCLE[i % 4])
+        drafts = speculation.choose([seq], 100)
+    assert len(drafts[seq]) == 3
+
+
 @pytest.mark.parametrize("room", [1, 5])
 def test_drafts_fit_into_the_room(room: int) -> None:
     speculation, seqs = taught(flat), [decoding(CYCLE * 4), decoding(CYCLE * 5)]

@@ -7,9 +7,12 @@ from math import inf
 
 from scheduler_svc.core.step import Step, StepTiming
 
-_WEIGHT = 0.1  # of a new time
-_MIN_GAIN = 1.1  # below which guesses are not worth the time that they take
+# How far a new time moves what is known of all sizes, because contexts grow and the machine does
+# other work, and of its own size alone. Geometric, so that halves and doubles weigh the same.
+_PACE_WEIGHT, _SIZE_WEIGHT = 0.1, 0.05
 _MAX_FACTOR = 4.0  # between the known time and one measurement, because machines pause
+_WAIT_WEIGHT = 0.1
+_MIN_GAIN = 1.1  # below which guesses are not worth the time that they take
 
 
 class StepTimes:
@@ -17,23 +20,26 @@ class StepTimes:
     that larger steps are tried in small increments. Other times are interpolated."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # by number of rows
+        self._pace = 1.0
+        self._relative: dict[int, float] = {}  # seconds at a pace of 1, by number of rows
         self._sizes: list[int] = []  # of these, ascending
         self.wait_s = 0.0  # of the workers, for a step that is planned after the last answer
 
     def step_answered(self, step: Step, timing: StepTiming) -> None:
         """Learns from a step, unless it has prompts."""
         rows = len(step.rows)
-        if rows != step.num_decodes:
+        if rows != step.num_decodes or timing.took_s <= 0:
             return
         if step.num_drafts:
-            self.wait_s += _WEIGHT * (min(timing.gap_s, timing.took_s) - self.wait_s)
-        known = self._seconds.get(rows)
-        if known is None:
+            self.wait_s += _WAIT_WEIGHT * (min(timing.gap_s, timing.took_s) - self.wait_s)
+        if rows not in self._relative:
             insort(self._sizes, rows)
-            self._seconds[rows] = timing.took_s
-        else:
-            self._seconds[rows] += _WEIGHT * (min(timing.took_s, _MAX_FACTOR * known) - known)
+            self._relative[rows] = timing.took_s / self._pace
+            return
+        factor = timing.took_s / self.seconds(rows)
+        factor = min(max(factor, 1 / _MAX_FACTOR), _MAX_FACTOR)
+        self._pace *= factor**_PACE_WEIGHT
+        self._relative[rows] *= factor**_SIZE_WEIGHT
 
     def may_gain(self, num_seqs: int) -> bool:
         """Whether steps of so many sequences gain at least a tenth from drafts that are always
@@ -46,15 +52,15 @@ class StepTimes:
 
     def seconds(self, rows: int) -> float:
         """The time of a step of this many rows; 0 before the first step."""
-        sizes, times = self._sizes, self._seconds
+        sizes, relative = self._sizes, self._relative
         if not sizes:
             return 0.0
         place = bisect_left(sizes, rows)
         if place == len(sizes):
-            return times[sizes[-1]] if rows <= 2 * sizes[-1] else inf
+            return self._pace * relative[sizes[-1]] if rows <= 2 * sizes[-1] else inf
         above = sizes[place]
         if above == rows or not place:
-            return times[above]
+            return self._pace * relative[above]
         below = sizes[place - 1]
         share = (rows - below) / (above - below)
-        return times[below] + share * (times[above] - times[below])
+        return self._pace * (relative[below] + share * (relative[above] - relative[below]))
