@@ -237,7 +237,7 @@ def with_features() -> tuple[worker_pb2.StepRequest, Owner]:
     seq = Sequence((0, 1), [1, 2, 3], WANTS)
     seq.block_table = array("i", [0, 1])
     assert seq.features is not None
-    seq.features.mask = mask(all_but=next_token([1, 2, 3]))
+    seq.features.masks = [mask(all_but=next_token([1, 2, 3]))]
     plain = sequence([4, 5], [3])
     plain_owner = owner([1, 2, 3])
     return request(1, Row(plain, 0, 2, True), Row(seq, 0, 3, True)), replace(
