@@ -15,8 +15,12 @@ from tests.faults.streams import open_streams
 from tests.stack import DEMO_MODEL, RealStack, UnmetPreconditionError, running_stack
 from tests.worker_svc.quantization.writers import FORMATS, quantize_checkpoint
 
-# A cache so small that sequences are preempted, and chunks of a few tokens.
-SMALL = {"kv_blocks": 24, "block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 8}
+# A cache so small that sequences are preempted, and chunks of a few tokens. With speculation, some
+# would end before others need their blocks.
+SMALL = {
+    **{"kv_blocks": 24, "block_size": 16, "max_num_batched_tokens": 48, "max_num_seqs": 8},
+    "speculation": "none",
+}
 
 
 def draws(vocab_size: int) -> dict[str, GenerateRequest]:

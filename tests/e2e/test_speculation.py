@@ -23,6 +23,7 @@ from tests.stack import DEMO_MODEL, RealStack, running_stack
 REPEATED = [*range(40, 60)] * 4
 WAYS: dict[str, dict[str, Any]] = {
     "from its own tokens": {"speculation": "ngram"},
+    "in int8": {"speculation": "ngram", "quantization": "int8", "kv_dtype": "int8"},
     "by a model": {"speculation": DEMO_MODEL, "draft_quantization": "int4"},
     "on two ranks": {"speculation": DEMO_MODEL, "tp": 2},
 }
@@ -36,19 +37,24 @@ def requests() -> list[Request]:
     return [*draw_requests(Random(36), 22), *repeating]
 
 
-@pytest.fixture(scope="module")
-def expected(requests: list[Request]) -> dict[str, Transcript]:
-    with running_stack(speculation="none", dtype="float32") as stack:
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return WAYS[request.param]
+
+
+@pytest.fixture
+def expected(requests: list[Request], way: dict[str, Any]) -> dict[str, Transcript]:
+    formats = {name: way[name] for name in ("quantization", "kv_dtype") if name in way}
+    with running_stack(dtype="float32", **{**formats, "speculation": "none"}) as stack:
         found = asyncio.run(undisturbed(stack.address, requests))
         assert not stack.load().draft_tokens
     return found
 
 
-@pytest.fixture(params=WAYS)
-def stack(request: pytest.FixtureRequest) -> Iterator[tuple[RealStack, str]]:
+@pytest.fixture
+def stack(expected: object, way: dict[str, Any]) -> Iterator[tuple[RealStack, str]]:
     gateway = f"127.0.0.1:{free_port()}"
-    variables = WAYS[request.param]
-    with running_stack(dtype="float32", gateway_addresses=gateway, **variables) as running:
+    with running_stack(dtype="float32", gateway_addresses=gateway, **way) as running:
         yield running, gateway
 
 

@@ -23,12 +23,12 @@ const CHARTS = [
   { title: "KV cache in use", format: percent, series: [["", "cache"]], max: 1 },
   { title: "Step time", format: seconds, series: [["", "step_s"]], sparse: true },
   {
-    title: "Accepted drafts per step", format: decimal, sparse: true,
-    series: [["", "accepted_per_step"]],
-  },
-  {
     title: "Time to first token", format: seconds, sparse: true, none: "none yet",
     series: [["", "first_token_s"]],
+  },
+  {
+    title: "Accepted drafts per step", format: decimal, sparse: true,
+    series: [["", "accepted_per_step"]],
   },
 ];
 

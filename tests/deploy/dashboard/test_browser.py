@@ -98,6 +98,7 @@ def test_charts_show_what_the_engine_does(stack: RealStack, tab: Tab) -> None:
     wait_for(lambda: value(1).isdecimal() and int(value(1)) > 0, "tokens")
     wait_for(lambda: value(4).endswith("s"), "the time of a step")
     wait_for(lambda: value(5).endswith("s"), "the time to the first token")
+    wait_for(lambda: "." in value(6), "the accepted drafts")
     tab.press("Escape")
     wait_for(lambda: value(1) == "0", "no more tokens")
 
