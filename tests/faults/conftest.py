@@ -40,6 +40,9 @@ def victims() -> Iterator[Callable[[int], Victim]]:
         "max_num_batched_tokens": 32,
         "max_num_prefill_tokens": 16,
         "max_num_seqs": 32,
+        # So that streams last until the fault. tests/e2e/test_speculation.py and campaigns have
+        # faults with speculation.
+        "speculation": "none",
     }
     with ExitStack() as stacks:
 
