@@ -41,7 +41,7 @@ _PERCENTILES = {"median": 50, "first_quartile": 25, "third_quartile": 75}
 
 @dataclass(frozen=True)
 class Case:
-    """What runs at a time. A group of prompts is a kind of text."""
+    """A kind of text, the number of streams, and a temperature."""
 
     group: str
     streams: int

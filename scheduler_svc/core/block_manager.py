@@ -214,15 +214,7 @@ class BlockManager:
                 self._ref_counts[first] += 1
                 self._release(source)
 
-    def append_slot(self, seq: Sequence) -> bool:
-        """Makes room for a running sequence's next token. Returns False when no block is left."""
-        if seq.num_scheduled_tokens == len(seq.block_table) * self.block_size:
-            if not self.num_free_blocks:
-                return False
-            seq.block_table.append(self._take())
-        return True
-
-    def reserve(self, seq: Sequence, num_tokens: int, keep_free: int) -> int:
+    def reserve(self, seq: Sequence, num_tokens: int, keep_free: int = 0) -> int:
         """Makes room for up to `num_tokens` next tokens of a running sequence, but leaves
         `keep_free` blocks. Returns the number of tokens that there is room for."""
         end = seq.num_scheduled_tokens + num_tokens

@@ -170,7 +170,7 @@ class Scheduler:
                 if preempted in queue:
                     queue.remove(preempted)
         for seq in full:
-            self.blocks.append_slot(seq)
+            self.blocks.reserve(seq, 1)
 
         number = sequences.last_step + 1
         if speculation and not (in_flight or crowded):
@@ -317,7 +317,7 @@ class Scheduler:
         """Lets the sequences with drafts in an answered step continue after what was accepted."""
         for seq in {row.seq: None for row in step.rows if row.draft is not None}:
             if seq.status is Status.RUNNING:
-                seq.settle()
+                seq.begin_at(seq.num_computed_tokens)
 
     def _charge(self, step: Step, outputs: list[Output]) -> None:
         """Charges clients for a step's sampled tokens, including those of beams. The tokens of a

@@ -254,7 +254,7 @@ class Sequence:
 
     def schedule_drafts(self, drafts: Iterable[int]) -> list[Row]:
         """Schedules drafted tokens as the rows after the decode of its last token. Nothing more is
-        scheduled until `settle`, after the answer."""
+        scheduled before the answer, which tells where it continues (`begin_at`)."""
         start = self.num_scheduled_tokens
         rows = [Row(self, start + i, 1, True, None, draft) for i, draft in enumerate(drafts)]
         self.num_scheduled_tokens = start + len(rows)
@@ -262,15 +262,8 @@ class Sequence:
         return rows
 
     def accepts(self, row: Row) -> bool:
-        """Whether the rows before this one, which are answered, sampled the token that it is given
-        at `row.start`."""
-        if row.draft is None:
-            return True
+        """Whether the rows before this one, which are answered, sampled its drafted token."""
         return len(self.tokens) > row.start and self.tokens[row.start] == row.draft
-
-    def settle(self) -> None:
-        """Continues after the last accepted token of an answered step."""
-        self.begin_at(self.num_computed_tokens)
 
     def pause(self) -> None:
         """Makes it wait for `unpause`, after the answer to a step that sampled for it."""

@@ -84,14 +84,12 @@ def read_draft(contents: bytes) -> Draft:
         struct.error, ValueError: it is malformed.
     """
     (count,) = INDEX.unpack_from(contents)
-    tokens, masks = (
-        contents[INDEX.size : (1 + count) * INDEX.size],
-        contents[(1 + count) * INDEX.size :],
-    )
+    end = (1 + count) * INDEX.size
+    tokens, masks = array("i", contents[INDEX.size : end]), contents[end:]
     size, rest = divmod(len(masks), 1 + count)
-    if rest or not size or len(tokens) != count * INDEX.size:
+    if rest or not size or len(tokens) != count:
         raise ValueError("a draft of another size")
-    return Draft(array("i", tokens), [masks[i : i + size] for i in range(0, len(masks), size)])
+    return Draft(tokens, [masks[i : i + size] for i in range(0, len(masks), size)])
 
 
 def compile_request(kind: GrammarKind, text: str) -> bytes:

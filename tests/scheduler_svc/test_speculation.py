@@ -144,7 +144,7 @@ def test_a_draft_model_guesses_until_it_is_wrong() -> None:
         speculation.step_answered(step, StepTiming(0.01 * len(step.rows), 0.0, 0.0))
         extend(seq, 5)
     else:
-        raise AssertionError("drafts for ever")
+        raise AssertionError("never stops drafting")
 
 
 def test_under_a_grammar_only_what_it_allows_is_drafted() -> None:

@@ -104,7 +104,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if seq not in self.live or seq.num_computed_tokens < seq.num_tokens:
             return
         free, room = self.blocks.num_free_blocks, len(seq.block_table) * BLOCK - seq.num_tokens
-        assert self.blocks.append_slot(seq) == (room > 0 or free > 0)
+        assert self.blocks.reserve(seq, 1) == (room > 0 or free > 0)
         if room > 0 or free > 0:
             seq.tokens.append(token)
             assert len(seq.block_table) == self.blocks.blocks_for(seq.num_tokens)

@@ -21,7 +21,7 @@ def _compute(blocks: BlockManager, seq: Sequence, tokens: list[int]) -> None:
     """Computes all that a sequence has, then as many of `tokens` as there is room for."""
     seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_tokens
     for token in tokens:
-        if not blocks.append_slot(seq):
+        if not blocks.reserve(seq, 1):
             break
         seq.tokens.append(token)
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_tokens

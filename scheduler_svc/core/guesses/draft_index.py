@@ -3,7 +3,7 @@
 This is prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding). The last tokens are
 searched for at earlier positions, and the tokens after the longest match are the draft. As in LZ77,
 positions with equal tokens are chained, and the search follows the newest of them. It first tries
-the place where the last match goes on, however far back that is.
+the place where the last match continues, even if it is far back.
 
 On recorded completions, neither longer keys nor a suffix tree nor earlier completions of the same
 client were faster by 5 %.

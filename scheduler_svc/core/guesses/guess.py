@@ -55,7 +55,7 @@ class Guess:
         """Learns from the sequence's new tokens, and guesses the tokens after them."""
         if self.is_current:
             return
-        new = self._sequence[self._num_known :]
+        new = self._sequence[self._num_known : self._num_known + len(self.tokens)]
         for guessed, evidence, token in zip(self.tokens, self._evidence, new, strict=False):
             if guessed != DRAFTED:  # else the model was not asked
                 self._acceptance.learn(evidence, right=guessed == token)

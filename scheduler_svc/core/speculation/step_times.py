@@ -16,8 +16,8 @@ _MIN_GAIN = 1.1  # below which guesses are not worth the time that they take
 
 
 class StepTimes:
-    """Times in seconds. A step of more than twice the rows of any step so far takes for ever, so
-    that larger steps are tried in small increments. Other times are interpolated."""
+    """Times in seconds. Unknown times are interpolated. Larger steps are tried in small increments:
+    the time of a step with more than twice the rows of any step so far is infinite."""
 
     def __init__(self) -> None:
         self._pace = 1.0
