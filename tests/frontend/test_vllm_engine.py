@@ -28,6 +28,7 @@ from tests.frontend.fake_scheduler import (
     FakeScheduler,
     echo_from_seed,
     logprob_row,
+    logprob_rows,
 )
 from tests.turns import counting_turns
 
@@ -173,6 +174,24 @@ async def test_logprobs_of_prompt_and_output(service: Service, engine: Any, stre
     assert [v.value for v in first.token_logprobs] == [0, -1.25, -2.25]
     assert [list(t.token_ids) for t in first.top_logprobs] == [[], [0], [0]]
     assert not any(part.HasField("input_logprobs") for part in parts[1:])
+
+
+async def test_tokens_that_arrive_together_are_chunks_of_their_own(
+    service: Service, engine: Any
+) -> None:
+    """Gateways' parsers of thoughts miss markers that a chunk cuts."""
+    service.scheduler.automatic = False
+    call = engine.Generate(request(stream=True, logprobs=1))
+    number = (await service.scheduler.submits.get()).request
+    service.scheduler.send(
+        [(number, offset, 7 + offset) for offset in range(5)],
+        [scheduler_pb2.Finished(request=number, cause=scheduler_pb2.FINISH_CAUSE_LENGTH)],
+        [logprob_rows(number, False, 0, [logprob_row(7 + i, i, 1) for i in range(5)])],
+    )
+    chunks, completes = await collect(call)
+    assert [list(chunk.token_ids) for chunk in chunks] == [[7], [8], [9], [10], [11]]
+    assert all(chunk.output_logprobs.token_ids == chunk.token_ids for chunk in chunks)
+    assert list(completes[0].output_ids) == [7, 8, 9, 10, 11]
 
 
 async def test_unset_parameters_are_the_models_and_zero_turns_filters_off(

@@ -20,20 +20,27 @@ from shared.pb import scheduler_pb2
 _ROWS_AT_ONCE = 32
 
 
-def chunk(
+def chunks(
     generation: Generation, completion: CompletionReader, delta: Delta, cached_tokens: int
-) -> bytes:
-    """Serializes the tokens of one delta."""
+) -> list[bytes]:
+    """Serializes a delta's tokens, each in a message of its own.
+
+    smg's parsers of thoughts miss a marker of several tokens ("</think>") of which a message ends
+    with a part, unless the message has nothing else.
+    """
     message = vllm.GenerateStreamChunk(
-        token_ids=delta.token_ids,
         prompt_tokens=len(generation.request.prompt_ids),
-        completion_tokens=len(delta.token_ids),
+        completion_tokens=1,
         cached_tokens=cached_tokens,
         index=completion.index,
     )
-    if delta.logprobs:
-        message.output_logprobs.CopyFrom(_output_logprobs(delta.logprobs))
-    return vllm.GenerateResponse(chunk=message).SerializeToString()
+    serialized = []
+    for number, token_id in enumerate(delta.token_ids):
+        message.token_ids[:] = (token_id,)
+        if delta.logprobs:
+            message.output_logprobs.CopyFrom(_output_logprobs(delta.logprobs[number : number + 1]))
+        serialized.append(vllm.GenerateResponse(chunk=message).SerializeToString())
+    return serialized
 
 
 class Complete:

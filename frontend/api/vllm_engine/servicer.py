@@ -106,10 +106,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 if delta.prompt_logprobs:
                     prompt = await self._input_logprobs(generation, delta.prompt_logprobs, streamed)
                     delta.prompt_logprobs = ()
-                if streamed and (delta.token_ids or prompt):
-                    chunk = responses.chunk(generation, completion, delta, cached)
-                    await context.write(chunk + prompt)
-                    prompt = b""
+                if streamed:
+                    for chunk in responses.chunks(generation, completion, delta, cached):
+                        await context.write(chunk + prompt)
+                        prompt = b""
                 if completion.ending is not None:
                     await context.write(whole.end(generation, completion, cached) + prompt)
                     prompt = b""
