@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from bench.engine_stats import EngineStats
@@ -59,11 +60,19 @@ class InProcessExecutor:
         self._pending: deque[Pending] = deque()
         self._step_id = 0
 
-    async def send(self, step: Step) -> None:
+    @property
+    def max_run(self) -> int:
+        return 1
+
+    async def send(self, run: Seq[Step]) -> None:
+        (step,) = run
         self._step_id += 1
         request = encode_step(step, self._limits.block_size, _EPOCH, self._step_id)
         self._last = worker_step.decode_step(request, self._limits, self._last)
         self._pending.append(self._runner.launch(self._last))
+
+    async def cut(self) -> None:
+        pass
 
     async def receive(self) -> Answer:
         return Answer(self._pending.popleft().wait()[0].tolist())

@@ -58,15 +58,18 @@ class InstantWorker(WorkerServiceServicer):
     ) -> Iterator[worker_pb2.StepResponse]:
         done = 0.0  # end of the previous step; steps run one after another
         for step in request_iterator:
+            if step.cut:  # all steps before it have been answered
+                continue
             duration = self._step_s + self._token_s * (len(step.input_ids) // 4)
-            if duration:
-                done = max(done, time.monotonic()) + duration
-                time.sleep(max(0.0, done - time.monotonic()))
             # Every row gets the same token, or -1 if it samples nothing.
             token_ids = np.frombuffer(step.samples, "u1").astype("<i4") * 8 - 1
-            yield worker_pb2.StepResponse(
-                step_id=step.step_id, token_ids=token_ids.tobytes(), step_time_s=duration
-            )
+            for step_id in range(step.step_id, step.step_id + max(step.num_steps, 1)):
+                if duration:
+                    done = max(done, time.monotonic()) + duration
+                    time.sleep(max(0.0, done - time.monotonic()))
+                yield worker_pb2.StepResponse(
+                    step_id=step_id, token_ids=token_ids.tobytes(), step_time_s=duration
+                )
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
 """The engine loop: schedules a step, has it run, applies its answer and informs the frontends.
 
 The loop runs one step ahead. While the workers run step N, they already hold step N + 1, so that
-they never wait for the scheduler."""
+they never wait for the scheduler. While nothing waits, step N + 1 may begin a run of decodes, which
+are sent at once. If something arrives, the run is cut: workers drop the steps that have not begun,
+and the scheduler plans them again."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,7 +19,15 @@ import structlog
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Status
-from scheduler_svc.core.step import Answer, End, Output, Step, StepObserver, StepTiming
+from scheduler_svc.core.step import (
+    DROPPED,
+    Answer,
+    End,
+    Output,
+    Step,
+    StepObserver,
+    StepTiming,
+)
 from scheduler_svc.grammar.constraints import Constraints
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.load import Load
@@ -36,15 +47,26 @@ class WorkersLostError(Exception):
 class Executor(Protocol):
     """Runs steps: over gRPC in the service, in the same process in the benchmark."""
 
-    async def send(self, step: Step) -> None:
-        """Queues `step` behind those sent before it.
+    @property
+    def max_run(self) -> int:
+        """The maximum number of steps of a run. With 1, it is never asked to cut one."""
+
+    async def send(self, run: Seq[Step]) -> None:
+        """Queues a step, or a run of decodes of the same sequences, behind those sent before.
 
         Raises:
-            WorkersLostError: the step will never be answered.
+            WorkersLostError: the steps will never be answered.
+        """
+
+    async def cut(self) -> None:
+        """Drops the steps that have not begun.
+
+        Raises:
+            WorkersLostError: as `send` does.
         """
 
     async def receive(self) -> Answer:
-        """Returns the answer to the oldest step that `receive` has not been called for.
+        """Returns the answer to the oldest step that `receive` has not been called for, or DROPPED.
 
         Raises:
             WorkersLostError: the answer will never come.
@@ -111,7 +133,10 @@ class Engine:
         self._on_serving = on_serving
         self._serving = True
         self._steps_ahead = 0 if sync else 1
-        self._max_in_flight = 1 + self._steps_ahead
+        self._max_in_flight = 1 + self._steps_ahead  # when steps are sent; a run may exceed it
+        self._max_run = 1 if sync else executor.max_run
+        self._runs = False  # whether a run was sent last
+        self._is_cut = False
         self._in_flight: deque[tuple[Step, float]] = deque()  # and its send time; oldest first
         self._free_since = clock()  # when the workers could have begun the next step
         self._answer: asyncio.Future[Answer] | None = None  # to the oldest step in flight
@@ -197,6 +222,8 @@ class Engine:
             self.emit(expired)
         if self._suspects or self._trying:
             await self._try_suspects()
+        if self._runs and len(self._in_flight) > 1 and self.scheduler.run_is_useless:
+            await self._cut()
         wait_s = await self._send_steps()
         if not self._in_flight:
             self._at_rest.set()
@@ -209,22 +236,38 @@ class Engine:
     async def _send_steps(self) -> float:
         """Sends as many steps as may be in flight. Returns the seconds that the next step must wait
         for masks; 0 if it need not wait, or if there is no next step."""
-        while len(self._in_flight) < self._max_in_flight:
+        while len(self._in_flight) < self._max_in_flight and not self._is_cut:
             if wait_s := self._masks_wait_s():
                 return wait_s
             # Sequences are tried as they were when the workers were lost, or simpler.
             self.scheduler.may_draft = not self._suspects
-            step = self.scheduler.schedule(self.clock())
-            if step is None:
+            max_run = 1 if self._suspects or self._traces.active else self._max_run
+            run = self.scheduler.schedule_run(self.clock(), max_run)
+            if not run:
                 break
-            self._traces.begin(step)
-            self._in_flight.append((step, self.clock()))  # first: a step that cannot be sent fails
-            await self._executor.send(step)
+            self._traces.begin(run[0])
+            now = self.clock()
+            self._in_flight.extend((step, now) for step in run)  # first: what cannot be sent fails
+            self._runs = len(run) > 1
+            await self._executor.send(run)
         return 0.0
+
+    async def _cut(self) -> None:
+        """Has the workers drop the steps that have not begun. No step is sent before all steps in
+        flight are answered."""
+        if not self._is_cut:
+            self._is_cut = True
+            await self._executor.cut()
 
     def _apply_answer(self, answer: Answer) -> None:
         """Applies the answer to the oldest step, and informs frontends and observers."""
         step, sent_at = self._in_flight.popleft()
+        if self._is_cut and not self._in_flight:
+            self._is_cut = False
+            if answer is DROPPED:
+                self.scheduler.rewind_all()
+        if answer is DROPPED:
+            return
         now, free_since = self.clock(), self._free_since
         self._free_since = now
         outputs = self.scheduler.apply(step, answer)
@@ -323,6 +366,7 @@ class Engine:
             self._watching = None
 
     def _forget_steps(self) -> None:
+        self._is_cut = False
         self._in_flight.clear()
         if self._answer is not None:
             if not self._answer.cancel() and not self._answer.cancelled():

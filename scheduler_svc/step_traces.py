@@ -31,6 +31,11 @@ class StepTraces:
         self._num_steps: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._spans: dict[Step, list[Span]] = {}  # of steps in flight
 
+    @property
+    def active(self) -> bool:
+        """Whether a sequence that has not ended is traced."""
+        return bool(self._num_steps)
+
     def add(self, seq: Sequence) -> None:
         """Traces a sequence that has been queued, if it comes with a trace."""
         if self._tracing and seq.request.traceparent:

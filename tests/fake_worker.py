@@ -15,6 +15,7 @@ from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from tests.oracle import VOCAB_SIZE, completion, next_token
 from tests.sanitizer import Limits, Sanitizer, SanitizerError
+from tests.step_columns import steps_of
 
 Context = aio.ServicerContext[worker_pb2.ConfigureRequest, worker_pb2.ConfigureResponse]
 
@@ -107,23 +108,33 @@ class FakeWorker(WorkerServiceServicer):
         request_iterator: AsyncIterator[worker_pb2.StepRequest],
         context: aio.ServicerContext[worker_pb2.StepRequest, worker_pb2.StepResponse],
     ) -> AsyncIterator[worker_pb2.StepResponse]:
-        async for step in request_iterator:
-            self.steps.append(step)
-            self.step_arrived.set()
-            await self.gate.wait()
-            fails = step.step_id in self.fail_steps or self.fails(step)
-            assert self.sanitizer is not None
-            try:
-                answer = self.sanitizer.run(step)
-            except SanitizerError as error:
-                self.violations.append(str(error))
-                raise
-            if fails:
-                await self.may_fail.wait()
-                self.fail_steps.discard(step.step_id)
-                await context.abort(grpc.StatusCode.INTERNAL, "planted failure")
-            self._answered = step.step_id
-            yield answer
+        async for message in request_iterator:
+            if message.cut:  # all steps before it have been answered
+                continue
+            for step in steps_of(message, self.info.block_size):
+                yield await self._answer(step, context)
+
+    async def _answer(
+        self,
+        step: worker_pb2.StepRequest,
+        context: aio.ServicerContext[worker_pb2.StepRequest, worker_pb2.StepResponse],
+    ) -> worker_pb2.StepResponse:
+        self.steps.append(step)
+        self.step_arrived.set()
+        await self.gate.wait()
+        fails = step.step_id in self.fail_steps or self.fails(step)
+        assert self.sanitizer is not None
+        try:
+            answer = self.sanitizer.run(step)
+        except SanitizerError as error:
+            self.violations.append(str(error))
+            raise
+        if fails:
+            await self.may_fail.wait()
+            self.fail_steps.discard(step.step_id)
+            await context.abort(grpc.StatusCode.INTERNAL, "planted failure")
+        self._answered = step.step_id
+        return answer
 
 
 async def start_worker(worker: FakeWorker, address: str = "127.0.0.1:0") -> tuple[aio.Server, str]:

@@ -20,11 +20,12 @@ from scheduler_svc.core.guesses.guess import DRAFTED
 from shared.pb import worker_pb2
 from tests.oracle import EMPTY, VOCAB_SIZE, draft, extend
 from tests.sanitizer_features import Features, Owner, SanitizerError, fail
-from tests.step_columns import Ints, StepColumns, describe, ints
+from tests.step_columns import Ints, StepColumns, describe, ints, steps_of
 
 __all__ = ["Beside", "Limits", "Owner", "Sanitizer", "SanitizerError"]
 
-_MAX_IN_FLIGHT = 2  # steps that an engine sends before it has an answer
+MAX_RUN = 4  # steps
+_MAX_IN_FLIGHT = 1 + MAX_RUN  # steps that an engine sends before it has an answer
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,21 @@ class Sanitizer:
         self._epoch, self._step_id, self._last_tokens = epoch, 0, []
         for column in (self._computed, self._written, self._attended):
             column[:] = 0
+
+    def drop(self, begun: int) -> None:
+        """Forgets the steps after step `begun`, whose ids are used up."""
+        dropped = [change for change in self._changes if change.step_id > begun]
+        for change in reversed(dropped):
+            for column, before in zip(self._columns, change.content, strict=True):
+                column[change.slots] = before
+            self._changes.remove(change)
+        self._last_tokens = []
+
+    def run_all(
+        self, request: worker_pb2.StepRequest, beside: Beside | None = None
+    ) -> list[worker_pb2.StepResponse]:
+        """Answers the steps of a message."""
+        return [self.run(step, beside) for step in steps_of(request, self._block_size)]
 
     def run(
         self, request: worker_pb2.StepRequest, beside: Beside | None = None

@@ -50,6 +50,33 @@ class StepColumns:
         return slots
 
 
+def steps_of(request: worker_pb2.StepRequest, block_size: int) -> list[worker_pb2.StepRequest]:
+    """The steps of a message, each in a message of its own, with no block that it does not need."""
+    steps = []
+    columns, size = StepColumns(request, block_size), block_size
+    rows = np.arange(len(columns.query_lens))
+    for number in range(max(request.num_steps, 1)):
+        step = worker_pb2.StepRequest()
+        step.CopyFrom(request)
+        lens, positions = columns.context_lens + number, columns.positions + number
+        counts = -(-lens // size)
+        tables = [columns.table[o : o + n] for o, n in zip(columns.offsets, counts, strict=False)]
+        step.num_steps, step.step_id = 1, request.step_id + number
+        step.block_table = np.concatenate(tables).astype("<i4").tobytes()
+        step.block_table_offsets = np.cumsum([0, *counts]).astype("<i4").tobytes()
+        if number:
+            slots = [
+                int(t[p // size]) * size + p % size for t, p in zip(tables, positions, strict=True)
+            ]
+            step.slot_mapping = np.array(slots, "<i4").tobytes()
+            step.positions = positions.astype("<i4").tobytes()
+            step.context_lens = lens.astype("<i4").tobytes()
+            step.input_ids = (-1 - rows).astype("<i4").tobytes()
+            step.ClearField("copies")
+        steps.append(step)
+    return steps
+
+
 def describe(request: worker_pb2.StepRequest, names: Seq[str] | None = None) -> str:
     """Shows a step, which may be malformed, as text: one line per row."""
     input_ids, query_lens = ints(request.input_ids).tolist(), ints(request.query_lens).tolist()

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -42,6 +42,19 @@ class Epoch:
     limits: StepLimits
     last_step: Step | None = None  # has been received, but may not have run yet
     ended: bool = False  # a newer epoch or a failed step ends it
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A step that waits for its turn, runs or has run."""
+
+    result: asyncio.Future[StepResult | None]  # None: it was dropped
+    turn: Future[None]
+
+    def drop(self) -> None:
+        """Drops the step unless it has begun."""
+        if self.turn.cancel():
+            self.result.set_result(None)
 
 
 class Execution:
@@ -123,19 +136,23 @@ class Execution:
 
         return await asyncio.get_running_loop().run_in_executor(self._launches, watched)
 
-    def submit(self, runner: ModelRunner, epoch: Epoch, step: Step) -> asyncio.Future[StepResult]:
-        """Runs `step` after the steps submitted before it, unless it is cancelled before its turn.
+    def submit(self, runner: ModelRunner, epoch: Epoch, step: Step) -> Launch:
+        """Runs `step` after the steps submitted before it, unless its result is cancelled or it is
+        dropped before its turn.
 
-        The future may raise:
+        The result may raise:
             FailedPreconditionError: the epoch has ended.
             InternalError: the step failed, which ends the epoch.
         """
-        result: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
-        self._launches.submit(self._launch, runner, epoch, step, result)
-        return result
+        result: asyncio.Future[StepResult | None] = asyncio.get_running_loop().create_future()
+        return Launch(result, self._launches.submit(self._launch, runner, epoch, step, result))
 
     def _launch(
-        self, runner: ModelRunner, epoch: Epoch, step: Step, result: asyncio.Future[StepResult]
+        self,
+        runner: ModelRunner,
+        epoch: Epoch,
+        step: Step,
+        result: asyncio.Future[StepResult | None],
     ) -> None:
         """Launches a step on the execution thread. Sets `result`, unless the step is still running:
         then the results thread sets it."""
@@ -166,7 +183,7 @@ class Execution:
         epoch: Epoch,
         step: Step,
         pending: PendingStep,
-        result: asyncio.Future[StepResult],
+        result: asyncio.Future[StepResult | None],
     ) -> None:
         """Waits for a step on the results thread and sets `result`."""
         try:
@@ -193,7 +210,7 @@ def end_if_device_lost(error: Exception) -> None:
         os._exit(EXIT_DEVICE_LOST)  # a clean exit would wait for the device
 
 
-def _set_result(result: asyncio.Future[StepResult], found: StepResult | Exception) -> None:
+def _set_result(result: asyncio.Future[StepResult | None], found: StepResult | Exception) -> None:
     """Sets the result or the exception of a future of the RPC loop, from another thread."""
 
     def set_result() -> None:

@@ -6,11 +6,13 @@ import asyncio
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import structlog
 from grpc import aio
 
@@ -30,13 +32,13 @@ from shared.pb.worker_pb2 import (
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer
 from shared.telemetry.tracing import open_tracing
 from worker_svc.errors import StartError
-from worker_svc.execution import EXIT_DEVICE_LOST, Epoch, Execution, end_if_device_lost
+from worker_svc.execution import EXIT_DEVICE_LOST, Epoch, Execution, Launch, end_if_device_lost
 from worker_svc.kept_memory import KeptMemory
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.model_runner import ModelRunner
 from worker_svc.profiling.profiler import MAX_STEPS, ProfileOptions
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import Step, StepLimits, decode_step
+from worker_svc.step.decode import Step, StepLimits, decode_run
 from worker_svc.step_result import StepResult
 
 log = structlog.get_logger(__name__)
@@ -48,7 +50,7 @@ Context = aio.ServicerContext[Any, Any]
 MAX_EPOCHS_AHEAD = 1 << 32
 MAX_FIRST_EPOCH = 1 << 63
 # The maximum number of steps of a stream that are received but not answered. Further steps stay
-# unread. A scheduler sends one step ahead.
+# unread. A scheduler sends one step ahead, or a run of up to four.
 MAX_STEPS_AHEAD = 8
 _MAX_SPANS = 16  # per step
 
@@ -58,7 +60,7 @@ class Launched:
     """A step of an Execute stream that has not been answered yet."""
 
     step: Step
-    result: asyncio.Future[StepResult]
+    launch: Launch
     traceparents: Seq[str]
 
 
@@ -195,7 +197,7 @@ class WorkerService(WorkerServiceServicer):
             await asyncio.gather(reader, return_exceptions=True)
             while not running.empty():
                 if launched := running.get_nowait():
-                    _drop(launched.result)
+                    _forget(launched.launch.result)
 
     async def StartProfile(
         self, request: StartProfileRequest, context: Context
@@ -220,19 +222,27 @@ class WorkerService(WorkerServiceServicer):
         running: asyncio.Queue[Launched | None],
         places: asyncio.Semaphore,
     ) -> None:
+        launches: deque[Launch] = deque(maxlen=MAX_STEPS_AHEAD)  # the last ones
         try:
             async for request in requests:
-                await places.acquire()
                 epoch = self._current_epoch(request.epoch)
-                step = decode_step(request, epoch.limits, epoch.last_step)
-                epoch.last_step = step
-                result = self._execution.submit(self._loaded(), epoch, step)
-                running.put_nowait(Launched(step, result, [*request.traceparents[:_MAX_SPANS]]))
+                if request.cut:
+                    _drop(launches, epoch)
+                    continue
+                traceparents = [*request.traceparents[:_MAX_SPANS]]
+                for step in decode_run(request, epoch.limits, epoch.last_step):
+                    await places.acquire()
+                    launch = self._execution.submit(self._loaded(), epoch, step)
+                    launches.append(launch)
+                    running.put_nowait(Launched(step, launch, traceparents))
+                    epoch.last_step = step
         finally:
             running.put_nowait(None)
 
     async def _answer(self, launched: Launched) -> StepResponse:
-        result = await launched.result
+        result = await launched.launch.result
+        if result is None:
+            return StepResponse(step_id=launched.step.step_id, dropped=True)
         self._metrics.execution.observe(result.seconds)
         if self._tracing:
             began_at = time.monotonic() - result.seconds
@@ -284,7 +294,16 @@ class WorkerService(WorkerServiceServicer):
         )
 
 
-def _drop(result: asyncio.Future[StepResult]) -> None:
+def _drop(launches: deque[Launch], epoch: Epoch) -> None:
+    """Drops the steps that have not begun, the last one first, so that none of them begins after a
+    step that was dropped."""
+    while launches:
+        launches.pop().drop()
+    if step := epoch.last_step:  # perhaps dropped: the next step cannot take its tokens
+        epoch.last_step = replace(step, samples=np.zeros_like(step.samples))
+
+
+def _forget(result: asyncio.Future[StepResult | None]) -> None:
     """Discards a result or an error that nobody will read."""
     if not result.cancel() and not result.cancelled():
         result.exception()

@@ -37,10 +37,13 @@ class Pace:
     """The times of steps, and the limits that follow from them. Numbers of decodes and lengths of
     contexts are grouped by the power of two below."""
 
+    # Seconds that a run may take. Longer steps gain nothing from runs, and drafts need the answers.
+    max_run_s = 0.02
+
     def __init__(self) -> None:
         self._steps: dict[int, float] = {}  # seconds of a step of decodes, by their number
         self._tokens: dict[int, float] = {}  # seconds of a prompt token, by its context
-        self._is_shared = False
+        self.is_shared = False  # several clients have sequences, or had a moment ago
         self._shared_until = 0.0
         self._turn = 0
         self._since_measure = 0  # steps
@@ -63,11 +66,11 @@ class Pace:
         """Notes whether several clients have sequences, or had a moment ago and may soon again."""
         if shared:
             self._shared_until = now + _SHARED_S
-        self._is_shared = now < self._shared_until
+        self.is_shared = now < self._shared_until
 
     def decodes(self, decodes: list[Sequence]) -> list[Sequence]:
         """Returns the decodes whose turn it is, in unchanged order."""
-        if not self._is_shared:
+        if not self.is_shared:
             return decodes
         counts = Counter(seq.request.client.name for seq in decodes)
         room = self._max_decodes(counts) if len(counts) > 1 else len(decodes)
@@ -116,6 +119,26 @@ class Pace:
         """The seconds that `num_decodes` decodes take; 0 if unknown."""
         return (num_decodes and _nearest(self._steps, num_decodes.bit_length())) or 0.0
 
+    def run_length(self, step: Step, max_steps: int) -> int:
+        """How many steps may have the same decodes as `step`, which has been planned."""
+        seqs = [row.seq for row in step.rows]
+        seconds = self.decodes_s(len(seqs))
+        if (
+            self.is_shared
+            or not seconds
+            or step.num_drafts
+            or step.num_decodes < len(seqs)
+            # The workers do not know what rows after this step need.
+            or any(
+                seq.params.stepwise
+                or seq.num_scheduled_tokens < seq.num_prompt_tokens + seq.params.min_tokens
+                for seq in seqs
+            )
+        ):
+            return 1
+        left = min(seq.max_scheduled_tokens - seq.num_scheduled_tokens for seq in seqs)
+        return min(max_steps, 1 + left, int(self.max_run_s / seconds))
+
     @property
     def prompt_token_s(self) -> float:
         """The seconds that a prompt token usually takes; 0 if unknown."""
@@ -123,7 +146,7 @@ class Pace:
 
     def prompt_budget(self, num_decodes: int, max_tokens: int) -> PromptBudget:
         """The budget of prompts in the step being planned, beside `num_decodes` decodes."""
-        if not self._is_shared:
+        if not self.is_shared:
             return PromptBudget(self, max_tokens)
         if not num_decodes:
             return PromptBudget(self, max_tokens, _LONG_S)

@@ -186,6 +186,22 @@ class Scheduler:
             return self.schedule(now) if sequences.preempt_idle_beam() else None
         return self._step(number, rows, num_decodes, num_drafts)
 
+    def schedule_run(self, now: float = 0.0, max_steps: int = 1) -> list[Step]:
+        """Plans the next step, or up to `max_steps` decodes of the same sequences, if nothing else
+        is to be planned before they are answered. Returns nothing if `schedule` returns None."""
+        run: list[Step] = []
+        while len(run) < max_steps and (step := self.schedule(now)):
+            if not run:
+                alone = not self._waiting and len(step.rows) == len(self._running)
+                max_steps = self.pace.run_length(step, max_steps) if alone else 1
+            run.append(step)
+        return run
+
+    @property
+    def run_is_useless(self) -> bool:
+        """Whether the steps in flight keep what waits from running, or serve nobody any more."""
+        return bool(self._waiting) or not self._running
+
     def apply(self, step: Step, answer: Answer) -> list[Output]:
         """Applies the answer to the oldest step in flight, and returns its outputs."""
         sequences = self._open

@@ -240,7 +240,7 @@ class Sequence:
     def schedule(self, num_tokens: int, step: int, index: int) -> Row:
         """Schedules the next `num_tokens` tokens as row `index` of a step."""
         start = self.num_scheduled_tokens
-        previous_row = self.last_row if start == len(self.tokens) else None
+        previous_row = self.last_row if start >= len(self.tokens) else None
         end = self.num_scheduled_tokens = start + num_tokens
         self.last_step, self.last_row = step, index
         samples = False

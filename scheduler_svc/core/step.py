@@ -68,6 +68,9 @@ class Answer:
     draft_ids: Seq[int] = ()
 
 
+DROPPED = Answer([])  # to a step that was not run
+
+
 @dataclass(frozen=True, slots=True)
 class End:
     """The reason why a sequence ended, and the message to its client."""

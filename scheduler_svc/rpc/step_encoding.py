@@ -18,13 +18,16 @@ from shared.pb import worker_pb2
 __all__ = ["MalformedAnswerError", "encode_step", "read_answer"]
 
 
-def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker_pb2.StepRequest:
-    """Encodes a step of T tokens of S sequences, with T and S as in `worker.proto`."""
+def encode_step(
+    step: Step, block_size: int, epoch: int, step_id: int, num_steps: int = 1
+) -> worker_pb2.StepRequest:
+    """Encodes a step of T tokens of S sequences, with T and S as in `worker.proto`, or a run of
+    `num_steps` that begins with it."""
     rows, seqs = step.rows, [row.seq for row in step.rows]
     starts = np.array([row.start for row in rows], np.int32)
     query_lens = np.array([row.num_tokens for row in rows], np.int32)
     context_lens = starts + query_lens
-    num_blocks = -(-context_lens // block_size)
+    num_blocks = -(-(context_lens + num_steps - 1) // block_size)
     tables = [seq.block_table for seq in seqs]
     if int(num_blocks.sum()) < sum(map(len, tables)):  # a prompt has blocks for later chunks too
         tables = [table[:n] for table, n in zip(tables, num_blocks.tolist(), strict=True)]
@@ -54,6 +57,7 @@ def encode_step(step: Step, block_size: int, epoch: int, step_id: int) -> worker
         temperatures=array("f", [seq.params.temperature for seq in seqs]).tobytes(),
         seeds=array("Q", [seq.params.seed for seq in seqs]).tobytes(),
         traceparents=step.traceparents,
+        num_steps=num_steps,
     )
     if step.copies:
         request.copies = array("i", chain.from_iterable(step.copies)).tobytes()

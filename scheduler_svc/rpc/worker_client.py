@@ -18,7 +18,7 @@ from nano_vllm_grpc.tls import FileError
 from scheduler_svc.block_records import BlockRecords, RecordedCache
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Row, Sequence
-from scheduler_svc.core.step import Answer, Step
+from scheduler_svc.core.step import DROPPED, Answer, Step
 from scheduler_svc.engine import WorkersLostError
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.rpc.execute_stream import ExecuteStream
@@ -39,6 +39,7 @@ Result = TypeVar("Result")
 # Workers that do not serve are asked again after this share of the time so far.
 _RETRY_SHARE, _MIN_RETRY_S, _MAX_RETRY_S = 0.2, 0.01, 0.1
 _INFO_TIMEOUT_S = 10.0
+_MAX_RUN = 4  # steps
 # A channel that cannot connect is replaced after that share of the time, and at the latest after
 # this long: gRPC waits at least 0.1 s before it connects again, and maybe two minutes before it
 # looks up a name again.
@@ -76,7 +77,8 @@ class WorkerClient:
         self._group: WorkerGroup | None = None  # as configured last
         self._epoch = self._step_id = 0
         self._num_answers = 0
-        self._sent: deque[worker_pb2.StepRequest] = deque()  # not answered yet
+        # The ids of the steps that are not answered yet, and the messages that had them.
+        self._sent: deque[tuple[int, worker_pb2.StepRequest]] = deque()
 
     async def connect(self, *, keep: bool = False) -> tuple[WorkerGroup, bool]:
         """Waits for every rank, however long it loads, then configures all ranks for one epoch. The
@@ -140,20 +142,33 @@ class WorkerClient:
                 self._hang_up()
                 return reason
 
-    async def send(self, step: Step) -> None:
+    @property
+    def max_run(self) -> int:
+        # Several ranks would not drop the same steps.
+        return _MAX_RUN if len(self.stubs) == 1 else 1
+
+    async def send(self, run: Seq[Step]) -> None:
         assert self._group is not None
-        self._step_id += 1
-        request = encode_step(step, self._group.block_size, self._epoch, self._step_id)
+        first = self._step_id + 1
+        size = self._group.block_size
+        request = encode_step(run[0], size, self._epoch, first, len(run))
         await _together([stream.write(request) for stream in self._streams])
-        self._sent.append(request)
+        self._step_id += len(run)
+        self._sent.extend((step_id, request) for step_id in range(first, self._step_id + 1))
+
+    async def cut(self) -> None:
+        request = worker_pb2.StepRequest(epoch=self._epoch, cut=True)
+        await _together([stream.write(request) for stream in self._streams])
 
     async def receive(self) -> Answer:
-        request = self._sent.popleft()
+        step_id, request = self._sent.popleft()
         answers = await _together([stream.read() for stream in self._streams])
         for answer in answers:
-            if answer.step_id != request.step_id:
-                raise WorkersLostError(f"answer to step {answer.step_id}, not {request.step_id}")
+            if answer.step_id != step_id:
+                raise WorkersLostError(f"answer to step {answer.step_id}, not {step_id}")
         self._num_answers += 1
+        if answers[0].dropped:
+            return DROPPED
         try:
             return read_answer(request, answers[0])
         except MalformedAnswerError as error:
@@ -212,9 +227,8 @@ class WorkerClient:
         seq.block_table.append(0)
         watching = asyncio.ensure_future(self.watch())
         try:
-            await self.send(
-                Step(1, [Row(seq, start=0, num_tokens=1, samples=True)], has_features=False)
-            )
+            row = Row(seq, start=0, num_tokens=1, samples=True)
+            await self.send([Step(1, [row], has_features=False)])
             await self.receive()
         finally:
             watching.cancel()

@@ -167,6 +167,13 @@ class StepRequest(_message.Message):
     Instead of a token, such a row may have the input id DRAFTED = -2^31: the token that the draft
     model proposes after the row before. Both rows have one token, and the row before samples. It has
     the position one below, and its blocks begin the row's block table.
+
+    A message may have a run of steps: this one, and `num_steps` - 1 after it with the same rows, each
+    of which continues with the token that it has sampled. So all rows are decodes that sample. Their
+    blocks are enough for the whole run. Each step of a run has an id and an answer of its own.
+
+    A message with `cut` has no step. It drops the steps of its stream that have not begun. They are
+    answered, too, and their ids are used up.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -187,6 +194,8 @@ class StepRequest(_message.Message):
     FEATURES_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TRACEPARENTS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
     """1, 2, 3, ... within an epoch"""
@@ -212,6 +221,9 @@ class StepRequest(_message.Message):
     """uint64[S]"""
     copies: _builtins.bytes
     """int32[2C]: from block, to block, ...; copied before anything is written"""
+    num_steps: _builtins.int
+    """of the run; 0 means 1"""
+    cut: _builtins.bool
     @_builtins.property
     def features(self) -> Global___SamplingFeatures:
         """absent if no row has features"""
@@ -241,10 +253,12 @@ class StepRequest(_message.Message):
         features: Global___SamplingFeatures | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
         traceparents: _abc.Iterable[_builtins.str] | None = ...,
+        num_steps: _builtins.int = ...,
+        cut: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_offsets", b"block_table_offsets", "context_lens", b"context_lens", "copies", b"copies", "epoch", b"epoch", "features", b"features", "input_ids", b"input_ids", "positions", b"positions", "prompt_logprobs", b"prompt_logprobs", "query_lens", b"query_lens", "samples", b"samples", "seeds", b"seeds", "slot_mapping", b"slot_mapping", "step_id", b"step_id", "temperatures", b"temperatures", "traceparents", b"traceparents"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_offsets", b"block_table_offsets", "context_lens", b"context_lens", "copies", b"copies", "cut", b"cut", "epoch", b"epoch", "features", b"features", "input_ids", b"input_ids", "num_steps", b"num_steps", "positions", b"positions", "prompt_logprobs", b"prompt_logprobs", "query_lens", b"query_lens", "samples", b"samples", "seeds", b"seeds", "slot_mapping", b"slot_mapping", "step_id", b"step_id", "temperatures", b"temperatures", "traceparents", b"traceparents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -370,6 +384,7 @@ class StepResponse(_message.Message):
     LOGPROB_IDS_FIELD_NUMBER: _builtins.int
     LOGPROB_VALUES_FIELD_NUMBER: _builtins.int
     DRAFT_IDS_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     token_ids: _builtins.bytes
     """int32[S], -1 for rows that sample nothing; empty on ranks other than 0"""
@@ -386,6 +401,8 @@ class StepResponse(_message.Message):
     """The tokens that the draft model proposed, in the order of their rows; on rank 0 only.
     int32[]
     """
+    dropped: _builtins.bool
+    """the step was not run; then nothing else but its id is set"""
     def __init__(
         self,
         *,
@@ -395,10 +412,11 @@ class StepResponse(_message.Message):
         logprob_ids: _builtins.bytes = ...,
         logprob_values: _builtins.bytes = ...,
         draft_ids: _builtins.bytes = ...,
+        dropped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ids", b"draft_ids", "logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "step_id", b"step_id", "step_time_s", b"step_time_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ids", b"draft_ids", "dropped", b"dropped", "logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "step_id", b"step_id", "step_time_s", b"step_time_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence as Seq
 
 import pytest
 
@@ -27,8 +28,13 @@ class Workers:
         self._sent: deque[Step] = deque()
         self._num_answers = 0
 
-    async def send(self, step: Step) -> None:
-        self._sent.append(step)
+    max_run = 1
+
+    async def send(self, run: Seq[Step]) -> None:
+        self._sent += run
+
+    async def cut(self) -> None:
+        raise AssertionError
 
     async def receive(self) -> Answer:
         self._num_answers += 1

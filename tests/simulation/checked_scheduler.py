@@ -20,6 +20,7 @@ class CheckedScheduler(Scheduler):
         self, limits: Limits, blocks: BlockManager, speculation: Speculation | None = None
     ) -> None:
         super().__init__(limits, blocks, speculation)
+        self.pace.max_run_s = 100.0  # so that no run takes too long
         self.answered = 0  # steps since the workers were last lost
         self.cache_is_kept = False  # whether they came back with their cache
         self.num_copied_again = 0  # at the last loss

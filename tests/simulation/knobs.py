@@ -70,6 +70,7 @@ class Knobs:
             waits=rng.choice([0.0, 0.5, 1.0]),
             by_model=rng.random() < 0.3,
         )
+        self.max_run = rng.choice([1, 2, 4, 4])  # here, several ranks drop the same steps
 
     def __str__(self) -> str:
         return f"knobs: {vars(self)}"

@@ -7,22 +7,35 @@ import asyncio
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from random import Random
 from weakref import WeakKeyDictionary
 
 from scheduler_svc.core.sequence import Sequence, SequenceKey, Status
-from scheduler_svc.core.step import Answer, Step
+from scheduler_svc.core.step import DROPPED, Answer, Step
 from scheduler_svc.engine import WorkersLostError
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from shared.pb import worker_pb2
 from tests.sanitizer import Beside, Limits, Sanitizer
 from tests.simulation.checked_scheduler import CheckedScheduler
 from tests.simulation.knobs import Knobs
-from tests.step_columns import describe
+from tests.step_columns import describe, steps_of
 
 Pending = asyncio.Future[Answer | None]  # None if the workers were lost
 _SHOWN_STEPS = 8
 _COPIES_LOSS = 0.3  # that a step with copies loses the workers, if any may: such steps are rare
+
+
+@dataclass
+class _Running:
+    """A step that has been sent, and when the first rank begins it."""
+
+    step_id: int
+    begins_at: float
+    ends_at: list[float]  # by rank
+    answer: Pending
+    due: asyncio.TimerHandle  # sets `answer`, or breaks the workers
 
 
 class SimulatedWorkers:
@@ -55,10 +68,15 @@ class SimulatedWorkers:
         self._goals: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
         self._configure()
 
-    async def send(self, step: Step) -> None:
-        self._step_id += 1
-        self._steps.append(step)
-        request = encode_step(step, self._knobs.block_size, self._epoch, self._step_id)
+    @property
+    def max_run(self) -> int:
+        return self._knobs.max_run
+
+    async def send(self, run: Seq[Step]) -> None:
+        size, step = self._knobs.block_size, run[0]
+        request = encode_step(step, size, self._epoch, self._step_id + 1, len(run))
+        self._step_id += len(run)
+        self._steps += run
         beside = self._beside(step)
         names = [owner.name for owner in beside.owners]
         self._shown.append((self._loop.time(), request, names))
@@ -68,23 +86,10 @@ class SimulatedWorkers:
         loses = self._counts["losses"] < self._knobs.max_losses and self._happens(loss)
         if self._broken or (loses and self._happens(0.25)):
             raise self._lost("before a step was written")
-        response = self._sanitizer.run(request, beside)
-        self._counts["steps"] += 1
-        self._counts["rows"] += len(step.rows)
-        self._counts["rows mid-prompt"] += sum(not row.samples for row in step.rows)
-        self._counts["tokens not known yet"] += sum(
-            row.previous_row is not None for row in step.rows
-        )
+        for each, message in zip(run, steps_of(request, size), strict=True):
+            self._run(each, message, beside)
         self.digest = zlib.crc32(request.SerializeToString(deterministic=True), self.digest)
-        answer: Pending = self._loop.create_future()
-        self._answers.append(answer)
-        self._unread.append(answer)
-        if self._is_poisoned(step):
-            self._poisoned_epoch = self._epoch
-            self._loop.call_at(self._answered_at(), self._break, self._epoch)
-        else:
-            answered = read_answer(request, response)
-            self._loop.call_at(self._answered_at(), _resolve, answer, answered)
+        self._counts["runs"] += len(run) > 1
         if loses and self._happens(0.3):
             raise self._lost("after a step was written")
         if loses:
@@ -92,10 +97,51 @@ class SimulatedWorkers:
             self._loop.call_later(delay, self._break, self._epoch)
         await asyncio.sleep(self._rng.uniform(0, self._knobs.send_s))
 
+    async def cut(self) -> None:
+        await asyncio.sleep(self._rng.uniform(0, self._knobs.send_s))
+        if self._broken:
+            raise self._lost("before a cut was written")
+        now = self._loop.time()
+        begun = [each for each in self._running if each.begins_at <= now]
+        dropped = self._running[len(begun) :]
+        if not dropped:
+            return
+        self._counts["dropped steps"] += len(dropped)
+        self._free_at = [*begun[-1].ends_at] if begun else [now] * self._knobs.ranks
+        self._sanitizer.drop(dropped[0].step_id - 1)
+        self._steps[-len(dropped) :] = [Step(0, [])] * len(dropped)
+        for each in dropped:
+            each.due.cancel()
+            answered_at = now + self._rng.uniform(0, self._knobs.answer_s)
+            self._loop.call_at(answered_at, _resolve, each.answer, DROPPED)
+        self._running = begun
+
+    def _run(self, step: Step, request: worker_pb2.StepRequest, beside: Beside) -> None:
+        response = self._sanitizer.run(request, beside)
+        self._counts["steps"] += 1
+        self._counts["rows"] += len(step.rows)
+        self._counts["rows mid-prompt"] += sum(not row.samples for row in step.rows)
+        self._counts["tokens not known yet"] += sum(
+            row.previous_row is not None for row in step.rows
+        )
+        answer: Pending = self._loop.create_future()
+        self._answers.append(answer)
+        self._unread.append(answer)
+        begins_at = max(min(self._free_at), self._loop.time())
+        answered_at = self._answered_at()
+        if self._is_poisoned(step):
+            due = self._loop.call_at(answered_at, self._break_of_poison, self._epoch)
+        else:
+            answered = read_answer(request, response)
+            due = self._loop.call_at(answered_at, _resolve, answer, answered)
+        self._running.append(_Running(request.step_id, begins_at, [*self._free_at], answer, due))
+
     async def receive(self) -> Answer:
         answer = await self._unread.popleft()
         if answer is None:
             raise self._lost("before an answer came")
+        if answer is DROPPED:
+            self._scheduler.answered += 1  # as far as the order of steps is concerned
         return answer
 
     async def watch(self) -> str:
@@ -149,6 +195,7 @@ class SimulatedWorkers:
         self._steps: list[Step] = []  # of this epoch
         self._broken = False
         self._answers: list[Pending] = []
+        self._running: list[_Running] = []
         self._unread: deque[Pending] = deque()
         self._free_at = [0.0] * knobs.ranks
         if answered is None:
@@ -167,6 +214,10 @@ class SimulatedWorkers:
 
     def _happens(self, probability: float) -> bool:
         return self._rng.random() < probability
+
+    def _break_of_poison(self, epoch: int) -> None:
+        self._poisoned_epoch = epoch
+        self._break(epoch)
 
     def _break(self, epoch: int) -> None:
         if epoch == self._epoch:

@@ -27,6 +27,7 @@ from worker_svc.step.wire import (
     decode_column,
 )
 
+MAX_RUN = 8  # steps of one message
 DRAFTED = -(2**31)  # an input id: the token that the draft model proposes after the row before
 
 
@@ -74,6 +75,8 @@ class Step:
     def drafted_rows(self) -> NDArray[np.intp]:
         """The rows whose token is DRAFTED, ascending."""
         tokens = np.flatnonzero(self.input_ids == DRAFTED)
+        if not len(tokens):
+            return tokens
         return np.searchsorted(np.cumsum(self.query_lens), tokens, side="right")
 
     @property
@@ -118,6 +121,55 @@ def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None)
     _check_input_ids(step, limits, previous)
     _check_drafted(step, limits)
     return _with_features(step, request, limits)
+
+
+def decode_run(request: StepRequest, limits: StepLimits, previous: Step | None) -> list[Step]:
+    """Decodes and checks the steps of a message, as `decode_step` does."""
+    step, num_steps = decode_step(request, limits, previous), request.num_steps
+    if num_steps in (0, 1):
+        return [step]
+    _check_run(step, num_steps, limits)
+    run = [step]
+    for _ in range(1, num_steps):
+        run.append(_following(run[-1], limits.block_size))
+    return run
+
+
+def _check_run(step: Step, num_steps: int, limits: StepLimits) -> None:
+    """Checks that the rows of a step can continue by themselves."""
+    if not 1 < num_steps <= MAX_RUN:
+        raise InvalidArgumentError("num_steps", f"{num_steps} is not in 0..{MAX_RUN}")
+    features = step.features
+    if (
+        not (step.decodes_only and step.samples.all())
+        or len(step.drafted_rows)
+        or step.prompt_targets is not None
+        or (features is not None and len(features.masked))
+    ):
+        raise InvalidArgumentError("num_steps", "a run has decodes that sample, without masks")
+    context_lens = step.context_lens + (num_steps - 1)
+    if (longest := context_lens.max()) > limits.max_model_len:
+        raise InvalidArgumentError(
+            "num_steps", f"{longest} tokens in the end, the limit is {limits.max_model_len}"
+        )
+    if (np.diff(step.block_table_offsets) * limits.block_size < context_lens).any():
+        raise InvalidArgumentError("block_table", "fewer blocks than a sequence needs in the run")
+
+
+def _following(step: Step, block_size: int) -> Step:
+    """The next step of a run."""
+    context_lens = step.context_lens + np.int32(1)
+    columns = step.query_lens, context_lens, step.block_table, step.block_table_offsets
+    positions, slots = _places(*columns, block_size)
+    return replace(
+        step,
+        step_id=step.step_id + 1,
+        input_ids=-1 - np.arange(step.num_seqs, dtype=np.int32),
+        positions=positions.astype(np.int32),
+        slot_mapping=slots.astype(np.int32),
+        context_lens=context_lens,
+        copies=step.copies[:0],
+    )
 
 
 def _with_features(step: Step, request: StepRequest, limits: StepLimits) -> Step:

@@ -113,7 +113,13 @@ class Worker:
         limits = StepLimits(8, 32, 4 * self._num_blocks)
         self._sanitizer = Sanitizer(limits, self._num_blocks, 4, self._epoch)
 
-    async def send(self, step: Step) -> None:
+    max_run = 1
+
+    async def cut(self) -> None:
+        raise AssertionError
+
+    async def send(self, run: Seq[Step]) -> None:
+        (step,) = run
         self._sent += 1
         if self._sent in self._losses:
             raise WorkersLostError("planted")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +14,7 @@ from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Row, Sequence
-from scheduler_svc.core.step import Answer, End, Output, Step
+from scheduler_svc.core.step import DROPPED, Answer, End, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.rpc.servicer import SchedulerServicer
 from shared.pb import scheduler_pb2 as pb
@@ -31,6 +32,7 @@ STEP, TOKEN, WORKERS = POISONS = range(901, 904)
 READ = 904
 DEADLY_TOKEN = 5
 _SALT = 331  # between models' tokens
+_MAX_RUN = 4  # steps
 _KEEPS = 0.5  # that workers keep their cache, if they may
 
 
@@ -76,7 +78,8 @@ class _Workers:
         self._host = host
         self._process = process
         self._loop = asyncio.get_running_loop()
-        self._steps: deque[tuple[Step, float]] = deque()
+        # With the times at which they begin and end; None: it was dropped.
+        self._steps: deque[tuple[Step | None, float, float]] = deque()
         self._free_at = 0.0
         self._states: WeakKeyDictionary[Sequence, tuple[int, int]] = WeakKeyDictionary()
         self._back_at = 0.0
@@ -88,26 +91,42 @@ class _Workers:
         if not self._lost.done():
             self._lost.set_result(None)
 
-    async def send(self, step: Step) -> None:
+    @property
+    def max_run(self) -> int:
+        return _MAX_RUN
+
+    async def send(self, run: Seq[Step]) -> None:
         if self._lost.done():
             raise WorkersLostError("lost")
         shape = self._host.shape
-        num_prompt_tokens = step.num_tokens - step.num_decodes
-        seconds = shape.step_s + shape.decode_s * step.num_decodes
-        self._free_at = max(self._free_at, self._loop.time()) + seconds
-        self._free_at += shape.prompt_token_s * num_prompt_tokens
-        self._steps.append((step, self._free_at))
+        for step in run:
+            num_prompt_tokens = step.num_tokens - step.num_decodes
+            begins_at = max(self._free_at, self._loop.time())
+            self._free_at = begins_at + shape.step_s + shape.decode_s * step.num_decodes
+            self._free_at += shape.prompt_token_s * num_prompt_tokens
+            self._steps.append((step, begins_at, self._free_at))
+
+    async def cut(self) -> None:
+        now = self._loop.time()
+        if self._lost.done():
+            raise WorkersLostError("lost")
+        for place, (_, begins_at, _) in enumerate(self._steps):
+            if begins_at > now:
+                self._steps[place] = (None, now, now)
+        self._free_at = max((ends_at for _, _, ends_at in self._steps), default=now)
 
     async def receive(self) -> Answer:
-        step, at = self._steps[0]
+        step, _, at = self._steps[0]
         wait_s = max(at - self._loop.time(), 0.0)
         await asyncio.wait([self._lost], timeout=wait_s)
-        for row in step.rows:
+        for row in step.rows if step else ():
             if row.seq.tokens[0] == WORKERS and not self._lost.done():
                 self._host.poisoned(self._process, row.seq)
         if self._lost.done():
             raise WorkersLostError("lost")
         self._steps.popleft()
+        if step is None:
+            return DROPPED
         tokens, state = [0] * len(step.rows), EMPTY
         for i, row in enumerate(step.rows):
             if row.samples:

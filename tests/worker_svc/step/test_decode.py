@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.pb.worker_pb2 import StepRequest
 from tests.worker_svc.harness import f4, i4, limits
-from worker_svc.step.decode import DRAFTED, decode_step
+from worker_svc.step.decode import DRAFTED, decode_run, decode_step
 
 LIMITS = limits(num_blocks=8, block_size=4, max_num_seqs=3, max_num_batched_tokens=16)
 
@@ -243,3 +244,71 @@ def test_a_drafted_token_may_be_sampled_from() -> None:
     request = valid()
     request.step_id, request.input_ids = 2, i4([1, 2, 3, 4, 5, -4])
     assert decode_step(request, DRAFTING, first).input_ids[-1] == -4
+
+
+def run_of(num_steps: int, **columns: bytes) -> StepRequest:
+    """A run of decodes of two sequences: from position 2 on, in the blocks 6 and 2; and from 3 on,
+    in 7 and 1."""
+    request = StepRequest(
+        epoch=1,
+        step_id=1,
+        input_ids=i4([5, 6]),
+        positions=i4([2, 3]),
+        slot_mapping=i4([26, 31]),
+        query_lens=i4([1, 1]),
+        context_lens=i4([3, 4]),
+        block_table=i4([6, 2, 7, 1]),
+        block_table_offsets=i4([0, 2, 4]),
+        samples=b"\x01\x01",
+        temperatures=f4([0, 0.5]),
+        seeds=b"\x00" * 16,
+        copies=i4([0, 4]),
+        num_steps=num_steps,
+    )
+    request.MergeFrom(StepRequest(**columns))
+    return request
+
+
+def test_the_steps_of_a_run_follow_from_the_first() -> None:
+    run = decode_run(run_of(3), LIMITS, None)
+    assert [step.step_id for step in run] == [1, 2, 3]
+    assert [step.input_ids.tolist() for step in run] == [[5, 6], [-1, -2], [-1, -2]]
+    assert [step.positions.tolist() for step in run] == [[2, 3], [3, 4], [4, 5]]
+    assert [step.slot_mapping.tolist() for step in run] == [[26, 31], [27, 4], [8, 5]]
+    assert [step.context_lens.tolist() for step in run] == [[3, 4], [4, 5], [5, 6]]
+    assert [len(step.copies) for step in run] == [1, 0, 0]
+    for step, following in pairwise(run):
+        request = run_of(1)
+        for name in ("input_ids", "positions", "slot_mapping", "context_lens", "copies"):
+            setattr(request, name, getattr(following, name).astype("<i4").tobytes())
+        request.step_id = following.step_id
+        decode_step(request, LIMITS, step)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "columns", "reason"),
+    [
+        (9, {}, "num_steps: 9 is not in 0..8"),
+        (-1, {}, "num_steps: -1 is not in 0..8"),
+        (2, {"samples": b"\x01\x00"}, "num_steps: a run has decodes that sample"),
+        (6, {}, "block_table: fewer blocks than a sequence needs in the run"),
+    ],
+)
+def test_runs_that_cannot_continue_by_themselves(
+    num_steps: int, columns: dict[str, bytes], reason: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        decode_run(run_of(num_steps, **columns), LIMITS, None)
+
+
+def test_runs_within_the_models_length() -> None:
+    short = dataclasses.replace(LIMITS, max_model_len=5)
+    with pytest.raises(InvalidArgumentError, match="num_steps: 6 tokens in the end"):
+        decode_run(run_of(3), short, None)
+
+
+def test_no_runs_of_prompts_or_drafted_tokens() -> None:
+    for request, allowed in ((valid(), LIMITS), (drafting(), DRAFTING)):
+        request.num_steps = 2
+        with pytest.raises(InvalidArgumentError, match="num_steps"):
+            decode_run(request, allowed, None)
