@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 import worker_svc.__main__ as worker_main
@@ -144,20 +144,33 @@ async def _send(target: Target, tally: Tally, cases: Sequence[Case]) -> None:
 
 
 async def _step(target: Target, call: Any, message: bytes, tally: Tally) -> list[int] | None:
-    """Returns the tokens that a step samples, -1 for rows that sample none; None if the stream
-    ends."""
+    """Returns the tokens that the last step of a message samples, -1 for rows that sample none;
+    None if the stream ends."""
     try:
         await call.write(message)
     except asyncio.InvalidStateError:
         return None
-    data = await call.read()
-    if not isinstance(data, bytes):
-        return None
-    target.next_step += 1
-    tokens: list[int] = np.frombuffer(pb.StepResponse.FromString(data).token_ids, "<i4").tolist()
-    if not tokens or not all(-1 <= token < _VOCAB_SIZE for token in tokens):
-        tally.problem(f"sampled {tokens}", message)
+    tokens = [-1]
+    for _ in range(_num_answers(target, message)):
+        data = await call.read()
+        if not isinstance(data, bytes):
+            return None
+        target.next_step += 1
+        tokens = np.frombuffer(pb.StepResponse.FromString(data).token_ids, "<i4").tolist()
+        if not tokens or not all(-1 <= token < _VOCAB_SIZE for token in tokens):
+            tally.problem(f"sampled {tokens}", message)
     return tokens
+
+
+def _num_answers(target: Target, message: bytes) -> int:
+    """How many answers a message gets, if it does not end the stream."""
+    try:
+        request = pb.StepRequest.FromString(message)
+    except DecodeError:
+        return 1
+    if request.cut and request.epoch == target.epoch:
+        return 0
+    return max(request.num_steps, 1)
 
 
 async def _valid_step(target: Target) -> list[int] | None:
@@ -192,7 +205,10 @@ def examples() -> list[pb.StepRequest]:
         bias={5: 1.5, 6: -2.0},
         allowed=range(100),
     )
+    run = step([(0, [1]), (1, [2])], features={0: Asked(logprobs=2)})
+    run.num_steps = 4
     return [
+        run,
         step(prompts),
         step(prompts, silent=[1], temperatures=[0.5, 1, 0], seeds=[1, 2, 3]),
         step(prompts, temperatures=[0.5, 1, 0], features={0: every, 1: Asked(allowed=[3, 4])}),

@@ -10,7 +10,7 @@ import pytest
 from tests.simulation.mutations import ROOT, find
 from tests.simulation.planted_bugs import BUGS
 
-SEEDS = 20
+SEEDS = 40
 SOME = (
     "blocks are freed while a step is in flight",
     "eviction forgets to unname a block",
