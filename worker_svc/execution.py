@@ -48,6 +48,7 @@ class Epoch:
 class Launch:
     """A step that waits for its turn, runs or has run."""
 
+    step: Step
     result: asyncio.Future[StepResult | None]  # None: it was dropped
     turn: Future[None]
 
@@ -145,7 +146,8 @@ class Execution:
             InternalError: the step failed, which ends the epoch.
         """
         result: asyncio.Future[StepResult | None] = asyncio.get_running_loop().create_future()
-        return Launch(result, self._launches.submit(self._launch, runner, epoch, step, result))
+        turn = self._launches.submit(self._launch, runner, epoch, step, result)
+        return Launch(step, result, turn)
 
     def _launch(
         self,

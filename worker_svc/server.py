@@ -9,7 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ from worker_svc.metrics import WorkerMetrics
 from worker_svc.model_runner import ModelRunner
 from worker_svc.profiling.profiler import MAX_STEPS, ProfileOptions
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import Step, StepLimits, decode_run
+from worker_svc.step.decode import StepLimits, decode_run
 from worker_svc.step_result import StepResult
 
 log = structlog.get_logger(__name__)
@@ -55,13 +55,8 @@ MAX_STEPS_AHEAD = 8
 _MAX_SPANS = 16  # per step
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A step of an Execute stream that has not been answered yet."""
-
-    step: Step
-    launch: Launch
-    traceparents: Seq[str]
+# A step of an Execute stream that has not been answered yet, and its trace contexts.
+Running = tuple[Launch, Seq[str]]
 
 
 class WorkerService(WorkerServiceServicer):
@@ -184,20 +179,20 @@ class WorkerService(WorkerServiceServicer):
         self, request_iterator: AsyncIterator[StepRequest], context: Context
     ) -> AsyncIterator[StepResponse]:
         # Steps wait here in order while earlier steps run. None follows the last step.
-        running: asyncio.Queue[Launched | None] = asyncio.Queue()
+        running: asyncio.Queue[Running | None] = asyncio.Queue()
         places = asyncio.Semaphore(MAX_STEPS_AHEAD)
         reader = asyncio.create_task(self._read_steps(request_iterator, running, places))
         try:
-            while (launched := await running.get()) is not None:
-                yield await self._answer(launched)
+            while (oldest := await running.get()) is not None:
+                yield await self._answer(*oldest)
                 places.release()
             await reader
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             while not running.empty():
-                if launched := running.get_nowait():
-                    _forget(launched.launch.result)
+                if unanswered := running.get_nowait():
+                    _forget(unanswered[0].result)
 
     async def StartProfile(
         self, request: StartProfileRequest, context: Context
@@ -219,7 +214,7 @@ class WorkerService(WorkerServiceServicer):
     async def _read_steps(
         self,
         requests: AsyncIterator[StepRequest],
-        running: asyncio.Queue[Launched | None],
+        running: asyncio.Queue[Running | None],
         places: asyncio.Semaphore,
     ) -> None:
         launches: deque[Launch] = deque(maxlen=MAX_STEPS_AHEAD)  # the last ones
@@ -234,21 +229,21 @@ class WorkerService(WorkerServiceServicer):
                     await places.acquire()
                     launch = self._execution.submit(self._loaded(), epoch, step)
                     launches.append(launch)
-                    running.put_nowait(Launched(step, launch, traceparents))
+                    running.put_nowait((launch, traceparents))
                     epoch.last_step = step
         finally:
             running.put_nowait(None)
 
-    async def _answer(self, launched: Launched) -> StepResponse:
-        result = await launched.launch.result
+    async def _answer(self, launch: Launch, traceparents: Seq[str]) -> StepResponse:
+        step_id, result = launch.step.step_id, await launch.result
         if result is None:
-            return StepResponse(step_id=launched.step.step_id, dropped=True)
+            return StepResponse(step_id=step_id, dropped=True)
         self._metrics.execution.observe(result.seconds)
         if self._tracing:
             began_at = time.monotonic() - result.seconds
-            for traceparent in launched.traceparents:
+            for traceparent in traceparents:
                 self._tracing.add("execution", traceparent, began_at, rank=self._settings.rank)
-        response = StepResponse(step_id=launched.step.step_id, step_time_s=result.seconds)
+        response = StepResponse(step_id=step_id, step_time_s=result.seconds)
         if self._settings.rank == 0:
             response.token_ids = result.token_ids.tobytes()
             response.logprob_ids = result.logprob_ids.tobytes()

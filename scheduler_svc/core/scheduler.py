@@ -199,7 +199,7 @@ class Scheduler:
 
     @property
     def run_is_useless(self) -> bool:
-        """Whether the steps in flight keep what waits from running, or serve nobody any more."""
+        """Whether the steps in flight delay a sequence that waits, or all their sequences ended."""
         return bool(self._waiting) or not self._running
 
     def apply(self, step: Step, answer: Answer) -> list[Output]:

@@ -23,22 +23,23 @@ _ROWS_AT_ONCE = 32
 def chunks(
     generation: Generation, completion: CompletionReader, delta: Delta, cached_tokens: int
 ) -> list[bytes]:
-    """Serializes a delta's tokens, each in a message of its own.
+    """Serializes a delta's tokens, each in a message of its own, or a message without tokens.
 
     smg's parsers of thoughts miss a marker of several tokens ("</think>") of which a message ends
     with a part, unless the message has nothing else.
     """
     message = vllm.GenerateStreamChunk(
         prompt_tokens=len(generation.request.prompt_ids),
-        completion_tokens=1,
         cached_tokens=cached_tokens,
         index=completion.index,
     )
     serialized = []
-    for number, token_id in enumerate(delta.token_ids):
-        message.token_ids[:] = (token_id,)
+    for first in range(max(len(delta.token_ids), 1)):
+        token_ids = delta.token_ids[first : first + 1]
+        message.token_ids[:] = token_ids
+        message.completion_tokens = len(token_ids)
         if delta.logprobs:
-            message.output_logprobs.CopyFrom(_output_logprobs(delta.logprobs[number : number + 1]))
+            message.output_logprobs.CopyFrom(_output_logprobs(delta.logprobs[first : first + 1]))
         serialized.append(vllm.GenerateResponse(chunk=message).SerializeToString())
     return serialized
 

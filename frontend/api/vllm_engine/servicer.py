@@ -106,7 +106,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 if delta.prompt_logprobs:
                     prompt = await self._input_logprobs(generation, delta.prompt_logprobs, streamed)
                     delta.prompt_logprobs = ()
-                if streamed:
+                if streamed and (delta.token_ids or prompt):
                     for chunk in responses.chunks(generation, completion, delta, cached):
                         await context.write(chunk + prompt)
                         prompt = b""
