@@ -82,7 +82,9 @@ Port = Annotated[
 Address = Annotated[
     str | None, typer.Option(help="HOST:PORT of a frontend (default: the stack on PORT)")
 ]
-Runtime = Annotated[Literal["native", "docker", "ray"], typer.Option()]
+Runtime = Annotated[
+    Literal["native", "docker", "ray"], typer.Option(help="runtime of the stack's processes")
+]
 Service = Annotated[
     str | None,
     typer.Option(
@@ -150,7 +152,7 @@ def restart(
     engine: Annotated[int | None, typer.Option(min=0, help="only this engine")] = None,
     model: Annotated[str | None, typer.Option(help="new model of the stack")] = None,
     handover_timeout_s: Annotated[
-        float, typer.Option(min=0, help="seconds for streams to move to another engine or end")
+        float, typer.Option(min=0, help="seconds for streams to end or move to another engine")
     ] = DRAIN_S,
 ) -> int:
     """Restart processes or engines one at a time; wait until each one serves."""
@@ -184,10 +186,12 @@ def chat(
     address: Address = None,
     port: Port = None,
     system: Annotated[str, typer.Option(help="system prompt")] = "",
-    temperature: float | None = None,
-    max_tokens: Annotated[int | None, typer.Option(help="maximum of each answer")] = None,
-    seed: int | None = None,
-    stop: Annotated[list[str] | None, typer.Option(help="may be given more than once")] = None,
+    temperature: Annotated[float | None, typer.Option(help="sampling temperature")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="maximum length of each answer")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of each answer")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="stop string; may be given more than once")
+    ] = None,
 ) -> int:
     """Talk to the model in the terminal."""
     params = SamplingParams(
@@ -208,7 +212,7 @@ def generate(
     ] = "{}",
     token_ids: Annotated[bool, typer.Option("--token-ids", help="write token ids, too")] = False,
 ) -> int:
-    """Complete all prompts of a file. After an interruption, the same command continues."""
+    """Complete all prompts of a file. After an interruption, the same command resumes."""
     # Imported here, because other commands do not need it.
     from cli.generate.run import Options, generate_file
 
@@ -239,7 +243,7 @@ def doctor(environment: Environment, layout: Layout) -> int:
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 def bench(context: typer.Context) -> int:
-    """Run benchmarks. --help lists the modes, --mode MODE --help the options of a mode."""
+    """Run benchmarks. --help lists the modes; --mode MODE --help lists the options of a mode."""
     from bench.__main__ import main
 
     return main(context.args)

@@ -68,7 +68,7 @@ def takes_variables(command: Callable[..., int]) -> Callable[..., int]:
 
     def call(
         frontends: Annotated[int, _Host(min=1, help="frontends, which share the port")] = 1,
-        engines: Annotated[int, _Host(min=1, help="a scheduler and its workers each")] = 1,
+        engines: Annotated[int, _Host(min=1, help="engines, each a scheduler and its workers")] = 1,
         services: Annotated[
             str, _Host(hidden=True, help="services to run on this host")
         ] = " ".join(SERVICES),
@@ -114,7 +114,7 @@ def _settings() -> dict[str, Parameter]:
                 option = typer.Option(
                     *(f"--{each.replace('_', '-')}" for each in names),
                     help=_help(field),
-                    metavar=_metavar(field.annotation),
+                    metavar=metavar_of(field.annotation),
                     rich_help_panel=panel,
                     hidden=name not in _COMMON,
                 )
@@ -134,7 +134,7 @@ def _help(field: FieldInfo) -> str:
     return " ".join(filter(None, words))
 
 
-def _metavar(annotation: Any) -> str:
+def metavar_of(annotation: Any) -> str:
     """The values that a setting may have: `auto|INT`."""
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
@@ -143,5 +143,5 @@ def _metavar(annotation: Any) -> str:
     if isinstance(annotation, type):
         return "TEXT" if annotation is str else annotation.__name__.upper()
     if get_origin(annotation) in (Annotated, tuple):
-        return _metavar(get_args(annotation)[0])
-    return "|".join(_metavar(each) for each in get_args(annotation))
+        return metavar_of(get_args(annotation)[0])
+    return "|".join(metavar_of(each) for each in get_args(annotation))

@@ -44,13 +44,19 @@ class StackSettings(PublicSettings):
     worker_addresses: Addresses = ()
     gateway_addresses: Addresses = ()
     profile_directory: str = ""
-    http_port: HttpPort = Field("auto", description="port of the HTTP gateway; 0: none")
-    ui_port: HttpPort = Field("auto", description="port of the dashboard, on loopback; 0: none")
+    http_port: HttpPort = Field(
+        "auto", description="port of the HTTP gateway (auto: 8000 or a free port; 0: no gateway)"
+    )
+    ui_port: HttpPort = Field(
+        "auto",
+        description="loopback port of the dashboard (auto: 8080 or a free port; 0: no dashboard)",
+    )
     master_port: int = 0
 
-    # For the launcher's own requests, if clients must have a certificate.
-    client_cert: str = ""
-    client_key: str = ""
+    client_cert: str = Field(
+        "", description="PEM file of the launcher's certificate, if clients must have one"
+    )
+    client_key: str = Field("", description="PEM file of the key of client_cert")
 
     _split = field_validator(
         "scheduler_addresses", "worker_addresses", "gateway_addresses", mode="before"

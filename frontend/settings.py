@@ -18,21 +18,21 @@ class PublicSettings(ServiceSettings):
     _tls_prefix: ClassVar[str] = "tls"
     _plaintext: ClassVar[str] = "allow_public_plaintext"
 
-    host: str = Field("127.0.0.1", description="public address")
+    host: str = Field("127.0.0.1", description="address that the public port listens on")
     port: int = Field(50051, ge=0, le=65535, description="public port, which names the stack")
-    tls_cert: str = Field("", description="PEM file: the certificate shown to clients")
-    tls_key: str = Field("", description="PEM file")
+    tls_cert: str = Field("", description="PEM file of the certificate that clients see")
+    tls_key: str = Field("", description="PEM file of the key of tls_cert")
     tls_client_ca: str = Field(
-        "", description="PEM file: clients must show a certificate signed by this CA"
+        "", description="PEM file of a CA; clients must present a certificate that it signed"
     )
     allow_public_plaintext: bool = Field(
         False, description="serve clients beyond loopback without TLS"
     )
     auth_tokens_file: str = Field(
-        "", description="path of a file with a token on each line; clients must send one of them"
+        "", description="file with a token on each line; clients must send one of the tokens"
     )
     max_requests_per_client: int = Field(
-        4096, gt=0, description="in progress at one time, per frontend"
+        4096, gt=0, description="maximum number of a client's calls in progress, per frontend"
     )
 
     @model_validator(mode="after")
@@ -70,22 +70,26 @@ class FrontendSettings(PublicSettings):
     model: str = Field("models/demo", description="model directory, for its tokenizer and defaults")
     served_model_name: str = Field(
         "",
-        description="the model's name for clients; if empty, the name of its directory",
+        description="name of the model for clients (empty: the name of its directory)",
         max_length=256,
         pattern=r"^[^\x00-\x1f\x7f]*$",
     )
-    scheduler_address: str = "127.0.0.1:50052"
+    scheduler_address: str = Field(
+        "127.0.0.1:50052", description="address of the scheduler: host:port or unix:path"
+    )
     scheduler_addresses: Addresses = Field(
         (),
-        description="of several engines: host:port or unix:path of each, dns:host:port for all "
-        "addresses of a name, file:path for the addresses on the lines of a file",
+        description="schedulers of several engines: host:port, unix:path, dns:host:port (all "
+        "addresses of a name), or file:path (an address per line)",
     )
-    tokenizer_threads: int = Field(2, gt=0)
-    index: int = Field(0, ge=0, description="of this frontend among those that share the port")
+    tokenizer_threads: int = Field(2, gt=0, description="threads that tokenize prompts")
+    index: int = Field(
+        0, ge=0, description="number of this frontend among those that share the port"
+    )
     operator_tokens_file: str = Field(
         "",
-        description="path of a file with a token on each line; operators who send one may flush "
-        "and watch the cache, and profile the workers",
+        description="file with a token on each line; its tokens permit flushing and watching the "
+        "cache, and profiling the workers",
     )
     gateway_addresses: Addresses = Field(
         (), description="host:port at which each frontend serves vLLM's engine protocol"

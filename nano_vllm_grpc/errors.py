@@ -40,7 +40,8 @@ class LLMError(Exception):
 
 
 class InvalidRequestError(LLMError):
-    """The request is wrong. `violations` pairs each bad field's path with what is wrong with it."""
+    """The request is wrong. `violations` pairs each bad field's path with what is wrong with it.
+    Change these fields."""
 
     def __init__(self, message: str, violations: tuple[tuple[str, str], ...] = ()) -> None:
         super().__init__(message, grpc.StatusCode.INVALID_ARGUMENT)
@@ -48,8 +49,8 @@ class InvalidRequestError(LLMError):
 
 
 class QueueFullError(LLMError):
-    """The server accepts no more requests for now. `retry_after_s`, in seconds, is set if the
-    server said when to retry."""
+    """The server accepts no more requests for now. The attribute `retry_after_s`, in seconds, is
+    set if the server said when to retry. Send fewer requests, or try again later."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -58,7 +59,8 @@ class QueueFullError(LLMError):
 
 class UnavailableError(LLMError):
     """Nothing listens at the address, the server there has no engine ready, or the connection was
-    cut. `retry_after_s`, in seconds, is set if the server said when to retry."""
+    cut. The attribute `retry_after_s`, in seconds, is set if the server said when to retry. Try
+    again once the server is back."""
 
     def __init__(
         self, message: str, code: grpc.StatusCode, retry_after_s: float | None = None
@@ -68,23 +70,24 @@ class UnavailableError(LLMError):
 
 
 class DeadlineError(LLMError):
-    """The call's `timeout_s` has passed."""
+    """The call's `timeout_s` has passed. Allow more time, or ask for fewer tokens."""
 
 
 class RequestCancelledError(LLMError):
-    """The server, or something on the way, cancelled the request."""
+    """The server, or a proxy on the way, canceled the request. It may be sent again."""
 
 
 class UnauthenticatedError(LLMError):
-    """The server requires valid credentials."""
+    """The server requires a valid token. Set `token` or NANO_TOKEN."""
 
 
 class ServerError(LLMError):
-    """The server failed; the reason is in its log."""
+    """The server ended the call with another status, `code`. The message or the server's log says
+    why."""
 
 
 class StackError(LLMError):
-    """A private stack did not start. The message is the launcher's."""
+    """A private stack did not start. The launcher's message says why."""
 
 
 _BY_CODE: dict[grpc.StatusCode, type[LLMError]] = {

@@ -47,8 +47,8 @@ class EngineMetrics(ServiceMetrics):
             ("step_gap_seconds", "Time that the workers waited for a step.", self._step_gap),
             ("step_sequences", "Sequences in a step.", self._step_sequences),
             ("iteration_tokens_total", "Tokens in a step.", self._step_tokens),
-            ("grammar_compile_seconds", "Wait of a request for a grammar.", self.grammar_compile),
-            ("grammar_mask_seconds", "Wait for a grammar's masks of a step.", self.grammar_mask),
+            ("grammar_compile_seconds", "Time until a grammar is ready.", self.grammar_compile),
+            ("grammar_mask_seconds", "Time until masks of a step are ready.", self.grammar_mask),
         ):
             yield self._histogram(name, help_text, histogram)
         yield self._recoveries("worker", self.recovery)

@@ -25,28 +25,39 @@ class SchedulerSettings(ServiceSettings):
     max_message_bytes: int = Field(64 << 20, gt=0)
     # The drain need not wait: frontends hold the streams and resubmit their requests.
     drain_timeout_s: float = Field(0.0, ge=0)
-    scheduler_address: str = "127.0.0.1:50052"
-    engine_name: EngineName = Field("0", description="name of this engine")
-    index: int = Field(0, ge=0, description="number of this scheduler on its host")
-    worker_addresses: Addresses = ("127.0.0.1:50053",)
+    scheduler_address: str = Field(
+        "127.0.0.1:50052", description="address of the scheduler: host:port or unix:path"
+    )
+    engine_name: EngineName = "0"
+    index: int = Field(0, ge=0, description="number of this scheduler on the host")
+    worker_addresses: Addresses = Field(
+        ("127.0.0.1:50053",), description="addresses of the workers, by rank"
+    )
     model: str = Field("models/demo", description="model directory, for structured output")
-    max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
+    max_num_seqs: int = Field(256, gt=0, description="maximum number of sequences in a step")
     max_num_batched_tokens: AutoInt = Field(
-        "auto", description="tokens in a step (auto: as the workers report)"
+        "auto", description="maximum number of tokens in a step (auto: as the workers report)"
     )
     max_num_prefill_tokens: AutoInt = Field(
-        "auto", description="prompt tokens in a step with decodes (auto: half a step)"
+        "auto",
+        description="maximum number of prompt tokens in a step with decodes (auto: half a step)",
     )
-    max_waiting: int = Field(4096, gt=0, description="requests in the waiting queue")
-    max_waiting_tokens: int = Field(1 << 20, gt=0, description="tokens in the waiting queue")
-    kv_blocks: AutoInt = "auto"
+    max_waiting: int = Field(
+        4096, gt=0, description="maximum number of requests in the waiting queue"
+    )
+    max_waiting_tokens: int = Field(
+        1 << 20, gt=0, description="maximum number of tokens in the waiting queue"
+    )
+    kv_blocks: AutoInt = Field(
+        "auto", description="blocks of the KV cache (auto: as the workers report)"
+    )
     max_json_whitespace: int = Field(
-        20, ge=0, description="spaces in a row in structured output's JSON (0: no limit)"
+        20, ge=0, description="maximum run of spaces in JSON of structured output (0: no limit)"
     )
     speculation: str = Field(
-        "auto", description="tokens to draft: none, ngram (auto), or a draft model's directory"
+        "auto", description="source of drafts: none, ngram (auto), or a draft model's directory"
     )
-    sync: bool = Field(False, description="plan a step only once the previous one is answered")
+    sync: bool = Field(False, description="plan a step only after the previous step's answer")
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 

@@ -24,7 +24,10 @@ PREFIX = "NANO_"
 
 Addresses = Annotated[tuple[str, ...], NoDecode]
 AutoInt = Literal["auto"] | Annotated[int, Field(gt=0)]
-EngineName = Annotated[str, Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+EngineName = Annotated[
+    str,
+    Field(max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$", description="name of the engine"),
+]
 
 
 class SettingsError(ValueError):
@@ -36,30 +39,36 @@ class ServiceSettings(SecuritySettings):
 
     program: ClassVar[str] = "nano-vllm-grpc"  # the command that reads them
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["auto", "console", "json"] = "auto"
-    drain_timeout_s: float = Field(10.0, ge=0, description="seconds left to calls in progress")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="lowest level of the lines that are logged"
+    )
+    log_format: Literal["auto", "console", "json"] = Field(
+        "auto", description="format of log lines (auto: console on a terminal, else json)"
+    )
+    drain_timeout_s: float = Field(
+        10.0, ge=0, description="seconds that calls in progress have to end when a process stops"
+    )
     hang_timeout_s: float = Field(
         3.0, gt=0, description="seconds without a sign of life after which a process is replaced"
     )
     exit_with_parent: bool = Field(False, description="end with the parent process")
-    max_message_bytes: int = Field(4 << 20, gt=0, description="maximum size of a request")
-    metrics_host: str = Field("127.0.0.1", description="address of metrics_port")
+    max_message_bytes: int = Field(4 << 20, gt=0, description="maximum size of a message, in bytes")
+    metrics_host: str = Field("127.0.0.1", description="address that metrics_port listens on")
     metrics_port: int = Field(0, ge=0, le=65535, description="port for Prometheus (0: none)")
     metrics_directory: str = Field(
         "",
-        description="serve metrics on a free loopback port instead, and list it in this directory",
+        description="directory in which the process lists a free loopback port for Prometheus",
     )
     otlp_endpoint: str = Field(
         "",
         pattern="^(https?://.+)?$",
-        description="OpenTelemetry collector: http://HOST:PORT (empty: no traces)",
+        description="OpenTelemetry collector, http://HOST:PORT (empty: no traces)",
     )
     trace_sample_ratio: float = Field(
         0.01,
         ge=0,
         le=1,
-        description="share of the calls without a trace flag that is traced",
+        description="share of calls without a trace flag that are traced",
     )
 
     @property
@@ -83,11 +92,20 @@ _NAMES_OF_SERVICES = """
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))
 # Variables that PyTorch's launchers and clusters set without the prefix.
-_PYTORCH_NAMES = ("master_addr", "master_port")
+PYTORCH_NAMES = ("master_addr", "master_port")
 # Settings of clients and of the launcher, which may share the services' environment.
-_CLIENT_NAMES = ("token", "tls_ca", "tls_server_name", "client_cert", "client_key")
+CLIENT_NAMES = {
+    "token": "token that the client sends with its calls",
+    "tls_ca": "PEM file of the CA that signed the server's certificate",
+    "tls_server_name": "name in the server's certificate, if it differs from the host",
+    "client_cert": "PEM file of the certificate that the client presents",
+    "client_key": "PEM file of the key of client_cert",
+}
 # Variables that are not settings.
-_OTHER_NAMES = ("config_file", "cpu_features")
+OTHER_NAMES = {
+    "config_file": "TOML file of settings",
+    "cpu_features": "features of the CPU that workers may use, such as avx2,fma (for tests)",
+}
 
 
 def load_settings(
@@ -98,13 +116,13 @@ def load_settings(
     Raises:
         SettingsError: settings are unknown or have impossible values; the message names each.
     """
-    names = (*KNOWN_NAMES, *_CLIENT_NAMES, *_OTHER_NAMES)
+    names = (*KNOWN_NAMES, *CLIENT_NAMES, *OTHER_NAMES)
     variables = {PREFIX + name.upper(): name for name in names}
     given = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
     if unknown := given.keys() - variables:
         raise SettingsError(f"unknown in the environment: {', '.join(sorted(unknown))}")
     values: dict[str, Any] = {
-        name: environment[name.upper()] for name in _PYTORCH_NAMES if name.upper() in environment
+        name: environment[name.upper()] for name in PYTORCH_NAMES if name.upper() in environment
     }
     values |= _read_file(given.get(PREFIX + "CONFIG_FILE", ""))
     values |= {variables[name]: value for name, value in given.items()}

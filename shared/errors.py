@@ -58,7 +58,8 @@ class ServiceError(Exception):
 
 
 class InvalidArgumentError(ServiceError):
-    """A field of the request is wrong; `field` is its path in the message."""
+    """A field of the request is wrong. `field` is its path in the message. The client must change
+    the request."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
@@ -75,16 +76,23 @@ class InvalidArgumentError(ServiceError):
 
 
 class FailedPreconditionError(ServiceError):
+    """The state of the server excludes the call. The message names the state, such as a model that
+    was replaced. The client may begin again without `resume_token_ids`, or repeat the call once the
+    state has changed."""
+
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
 class NotFoundError(ServiceError):
+    """The server lacks the service that a health check names. The client must correct the name."""
+
     code = grpc.StatusCode.NOT_FOUND
 
 
 class QueueFullError(ServiceError):
-    """There is no room for the request, but there may be in `retry_after_s` seconds. `limit` is the
-    name of the limit that was reached, if it has one. The message begins with it."""
+    """There is no room for the request, but there may be in `retry_after_s` seconds. The client
+    should repeat the call after that time. The message begins with `limit`, the name of the limit
+    that was reached, if it has one."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -98,34 +106,45 @@ class QueueFullError(ServiceError):
 
 
 class UnauthenticatedError(ServiceError):
+    """No valid token came with the call. The client must send one."""
+
     code = grpc.StatusCode.UNAUTHENTICATED
 
 
 class PermissionDeniedError(ServiceError):
+    """The caller may not call this method. It needs another token or another certificate."""
+
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
 class OutOfRangeError(ServiceError):
+    """A position in a stream is no longer kept. The client should begin with a new snapshot."""
+
     code = grpc.StatusCode.OUT_OF_RANGE
 
 
 class DataLossError(ServiceError):
+    """The reader of a stream fell behind. The client should open the stream again."""
+
     code = grpc.StatusCode.DATA_LOSS
 
 
 class StreamEndedError(ServiceError):
-    """This process ends a stream, and the caller should open another. gRPC itself ends no call with
-    this code, so the caller knows that the process has not died."""
+    """This process ends a stream, and the caller should open another. The caller knows that the
+    process has not died, because gRPC itself ends no call with this code."""
 
     code = grpc.StatusCode.ABORTED
 
 
 class UnimplementedError(ServiceError):
+    """This model or stack lacks the method. Repeating the call does not help."""
+
     code = grpc.StatusCode.UNIMPLEMENTED
 
 
 class UnavailableError(ServiceError):
-    """The request cannot be served now; `retry_after_s` is None if no time to retry is known."""
+    """The request cannot be served now. `retry_after_s` is None if no time to retry is known. The
+    client should repeat the call, with the tokens that it already has as `resume_token_ids`."""
 
     code = grpc.StatusCode.UNAVAILABLE
 
@@ -138,10 +157,15 @@ class UnavailableError(ServiceError):
 
 
 class DeadlineError(ServiceError):
+    """The deadline passed before the request was finished. The client may allow more time."""
+
     code = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class InternalError(ServiceError):
+    """The server failed. Its log has the reason, but the message does not. The client should not
+    repeat the call, because the request itself may be the cause."""
+
     code = grpc.StatusCode.INTERNAL
 
 

@@ -21,16 +21,26 @@ class SecuritySettings(BaseSettings):
     _tls_prefix: ClassVar[str] = "internal_tls"
     _plaintext: ClassVar[str] = "allow_plaintext"
 
-    internal_tls_cert: str = Field("", description="PEM file: presented to other services")
-    internal_tls_key: str = Field("", description="PEM file")
-    internal_tls_ca: str = Field("", description="PEM file: CA of all services' certificates")
+    internal_tls_cert: str = Field(
+        "", description="PEM file of the certificate that other services see"
+    )
+    internal_tls_key: str = Field("", description="PEM file of the key of internal_tls_cert")
+    internal_tls_ca: str = Field(
+        "", description="PEM file of the CA that signed the certificates of all services"
+    )
     internal_tls_roles: Literal["optional", "required"] = Field(
         "optional", description="required: reject services whose certificate names no role"
     )
-    allow_plaintext: bool = Field(False, description="permit services without TLS beyond loopback")
-    reflection: Literal["auto", "on", "off"] = Field("auto", description="auto: off with tokens")
+    allow_plaintext: bool = Field(
+        False, description="permit calls between services without TLS beyond loopback"
+    )
+    reflection: Literal["auto", "on", "off"] = Field(
+        "auto", description="gRPC reflection (auto: off if clients need tokens)"
+    )
     keepalive_s: float = Field(
-        KEEPALIVE_S, gt=0, description="seconds between pings of idle streams"
+        KEEPALIVE_S,
+        gt=0,
+        description="seconds of silence on a connection with open calls until a ping",
     )
 
     @classmethod

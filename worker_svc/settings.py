@@ -25,12 +25,16 @@ class WorkerSettings(ServiceSettings):
 
     max_message_bytes: int = Field(64 << 20, gt=0)
     drain_timeout_s: float = Field(0.0, ge=0)
-    model: str = Field("models/demo", description="model directory as Hugging Face lays it out")
+    model: str = Field(
+        "models/demo",
+        description="model directory; up also takes a GGUF file, smollm2, or "
+        "hub:OWNER/NAME@REVISION",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: a GPU if there is one"
+        "auto", description="device of the workers (auto: a GPU if there is one)"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: the model's"
+        "auto", description="number format of computations (auto: the model's)"
     )
     quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         "auto", description="format of the weights (auto: the checkpoint's)"
@@ -39,38 +43,59 @@ class WorkerSettings(ServiceSettings):
         "auto", description="format of the KV cache (auto: the dtype)"
     )
     speculation: str = Field(
-        "auto", description="tokens to draft: none, ngram (auto), or a draft model's directory"
+        "auto", description="source of drafts: none, ngram (auto), or a draft model's directory"
     )
     draft_quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         "auto", description="format of the draft model's weights (auto: its checkpoint's)"
     )
-    rank: int = Field(0, ge=0)
-    tp: int = Field(1, gt=0, description="tensor-parallel ranks")
+    rank: int = Field(0, ge=0, description="tensor-parallel rank of this worker")
+    tp: int = Field(1, gt=0, description="number of tensor-parallel ranks")
     index: int | None = Field(
-        None, ge=0, description="of this rank among those of all engines here (default: the rank)"
+        None, ge=0, description="number of this process among those of its service on the host"
     )
-    engines_on_host: int = Field(1, gt=0, description="that share this host's cores and memory")
+    engines_on_host: int = Field(
+        1, gt=0, description="number of engines that share the host's cores and memory"
+    )
     engine_name: EngineName = "0"
-    worker_addresses: Addresses = ("127.0.0.1:50053",)
+    worker_addresses: Addresses = Field(
+        ("127.0.0.1:50053",), description="addresses of the workers, by rank"
+    )
     # `load_settings` also reads MASTER_ADDR and MASTER_PORT, which PyTorch's launchers set.
     master_addr: str = Field(
-        "127.0.0.1", description="host of rank 0, where the ranks meet (or MASTER_ADDR)"
+        "127.0.0.1", description="host of rank 0, to which the other ranks connect"
     )
-    master_port: int = Field(50054, gt=0, le=65535, description="of rank 0 (or MASTER_PORT)")
-    max_num_seqs: int = Field(256, gt=0, description="sequences in a step")
+    master_port: int = Field(
+        50054, gt=0, le=65535, description="port of rank 0, to which the other ranks connect"
+    )
+    max_num_seqs: int = Field(256, gt=0, description="maximum number of sequences in a step")
     max_num_batched_tokens: AutoInt = Field(
-        "auto", description="tokens in a step (auto: 2048 on a CPU, 8192 on a GPU)"
+        "auto",
+        description="maximum number of tokens in a step (auto: 2048 on a CPU, 8192 on a GPU)",
     )
-    max_model_len: AutoInt = Field("auto", description="tokens in a sequence (auto: the model's)")
-    kv_blocks: AutoInt = Field("auto", description="blocks of the KV cache (auto: measured)")
-    block_size: AutoInt = Field("auto", description="tokens in a block (auto: the backend's)")
-    memory_utilization: float | Literal["auto"] = Field("auto", description="share of the memory")
+    max_model_len: AutoInt = Field(
+        "auto", description="maximum number of tokens in a sequence (auto: the model's)"
+    )
+    kv_blocks: AutoInt = Field(
+        "auto", description="blocks of the KV cache (auto: as many as fit the memory)"
+    )
+    block_size: AutoInt = Field(
+        "auto", description="tokens in a block of the KV cache (auto: the backend's)"
+    )
+    memory_utilization: float | Literal["auto"] = Field(
+        "auto",
+        description="share of a GPU's memory (auto: 0.9), or of a CPU's free memory for the cache "
+        "(auto: 0.4)",
+    )
     attention: Literal["auto", "fa3", "flash_attn", "triton", "torch"] = Field(
-        "auto", description="attention backend: of prompts; on a GPU, Triton's kernel decodes"
+        "auto", description="attention backend of prompts; on a GPU, Triton's kernel decodes"
     )
-    enforce_eager: bool = Field(False, description="no CUDA graphs")
-    threads: AutoInt = Field("auto", description="CPU threads of a step")
-    profile_directory: str = Field("", description="for traces of torch's profiler; empty: off")
+    enforce_eager: bool = Field(False, description="run decodes without CUDA graphs")
+    threads: AutoInt = Field(
+        "auto", description="CPU threads of a step (auto: a rank's share of the cores)"
+    )
+    profile_directory: str = Field(
+        "", description="directory for traces of torch's profiler (empty: no profiling)"
+    )
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 

@@ -51,7 +51,7 @@ _REMEDIES = {
     "device": "see nvidia-smi; install the build for the driver (pytorch.org), or use DEVICE=cpu",
     "kernels": "install GCC 11 or newer, such as with apt install g++",
     "attention": "",  # the reason names an alternative
-    "model": "docs/models.md lists the models that are served",
+    "model": "docs/get-started/models.md lists the models that are served",
     "weights": "download or copy the model again",
     "memory": "use QUANTIZATION=int8 or int4, or a smaller model, or end other processes",
     "tokenizer": "download or copy the model again",

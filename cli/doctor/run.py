@@ -59,7 +59,7 @@ def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
             environment = environment | {f"{PREFIX}{name}_PORT": "0" for name in ("HTTP", "UI")}
         _, shared = plan_stack(environment, layout, directory, settings.port)
     except (LaunchError, SettingsError) as error:
-        yield Check("settings", "wrong", str(error), "docs/operations.md#variables")
+        yield Check("settings", "wrong", str(error), "docs/reference/settings.md")
         return
     yield Check("settings", "ok", "valid")
     several = {f"{PREFIX}ENGINES_ON_HOST": str(layout.engines)}

@@ -19,7 +19,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -177,15 +177,18 @@ def command(stack: Stack, process: Process) -> list[str]:
 
 
 class SupervisorMetrics(ServiceMetrics):
-    """Metrics of the supervisor. Prometheus' own `up` shows whether it runs and answers."""
+    """Metrics of the supervisor. Prometheus' own `up` shows whether it runs and answers.
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    `restarts` returns how often each process has been restarted, by name.
+    """
+
+    def __init__(self, restarts: Callable[[], Mapping[str, int]]) -> None:
         super().__init__()
-        self._supervisor = supervisor
+        self._process_restarts = restarts
 
     def families(self) -> Iterator[Metric]:
-        restarts = [((name,), count) for name, count in self._supervisor.restarts().items()]
-        help_text = "Number of times that the supervisor has restarted a process."
+        restarts = [((name,), count) for name, count in self._process_restarts().items()]
+        help_text = "Restarts of a process by the supervisor."
         yield self._counters("process_restarts", help_text, ("process",), restarts)
 
 
@@ -206,7 +209,8 @@ def main() -> int:
     supervisor = Supervisor(args.directory)
     supervisor.start()
     try:
-        if endpoint := open_endpoint(settings, "supervisor", 0, SupervisorMetrics(supervisor)):
+        metrics = SupervisorMetrics(supervisor.restarts)
+        if endpoint := open_endpoint(settings, "supervisor", 0, metrics):
             endpoint.serve(0)
         supervisor.run()
     finally:

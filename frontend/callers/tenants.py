@@ -46,20 +46,29 @@ def _check_order(priorities: tuple[int, int]) -> tuple[int, int]:
 class Client:
     """A client that has a name, and its limits. None and 0 mean no limit of its own."""
 
-    name: str
-    # Its share of the engine, relative to other clients' shares.
-    weight: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)] = 1.0
-    max_requests: Annotated[int, Field(ge=1, le=1 << 20)] | None = None  # in progress, per frontend
-    # Of messages being read or held, per frontend.
-    max_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
-    input_tokens_per_minute: _PerMinute = 0
-    output_tokens_per_minute: _PerMinute = 0
-    # The first and the last priority that it may use.
+    name: str = Field(description="name of the client, which several tokens may share")
+    weight: Annotated[float, Field(ge=0.001, le=1000, allow_inf_nan=False)] = Field(
+        default=1.0, description="share of the engine, relative to the shares of other clients"
+    )
+    max_requests: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+        default=None, description="maximum number of calls in progress, per frontend"
+    )
+    max_bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(
+        default=None, description="maximum size of messages being read or held, per frontend"
+    )
+    input_tokens_per_minute: _PerMinute = Field(
+        default=0, description="maximum number of prompt tokens per minute, per engine"
+    )
+    output_tokens_per_minute: _PerMinute = Field(
+        default=0, description="maximum number of generated tokens per minute, per engine"
+    )
     priorities: Annotated[
         tuple[_Priority, _Priority], BeforeValidator(_split_range), AfterValidator(_check_order)
-    ] = (0, _MAX_PRIORITY)
-    # Shared: with all clients, for requests without a salt.
-    cache: Literal["own", "shared"] = "own"
+    ] = Field(default=(0, _MAX_PRIORITY), description="first and last priority of its requests")
+    cache: Literal["own", "shared"] = Field(
+        default="own",
+        description="shared: requests without a salt share cached prefixes with all clients",
+    )
 
 
 _KEYS = tuple(field.name for field in fields(Client))

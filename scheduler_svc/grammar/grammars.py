@@ -23,11 +23,12 @@ from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.grammar.process import GrammarProcess
 from shared.round_robin import RoundRobin
 
-# docs/architecture.md, structured output, says how the numbers were found.
+# docs/internals/structured-output.md describes these limits.
 MAX_TEXT_BYTES = 64 << 10
 _MAX_COMPILING = 2  # at a time; and as many more to replace processes that died
 _MAX_PROCESSES = 64
 _MAX_BYTES = 1 << 30  # of all grammars' private memory when they were compiled
+_WAIT_S = 30.0  # for a slot, and then for the compilation
 # A grammar that killed its process while it was compiled is rejected for this long.
 _GUILTY_S = 300.0
 
@@ -86,7 +87,7 @@ class Grammars:
         self,
         link: HostLink,
         *,
-        timeout_s: float = 30.0,
+        timeout_s: float = _WAIT_S,
         max_processes: int = _MAX_PROCESSES,
         max_bytes: int = _MAX_BYTES,
     ) -> None:

@@ -11,8 +11,7 @@ little-endian uint32, the length of its contents, then the contents, then its ty
 host's last message is a `Death`, a byte that is no answer's type, so it cannot complete an answer
 that the process began.
 
-This module also has the limits of such a process. docs/architecture.md, structured output, says how
-they were found.
+This module also has the limits of such a process (docs/internals/structured-output.md).
 """
 
 from __future__ import annotations

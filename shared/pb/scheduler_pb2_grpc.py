@@ -102,14 +102,15 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Start and end a profile of the next steps on all ranks.
+        """Starts a profile of the next steps on all ranks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Ends the profile, and waits until its traces are written.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -65,7 +65,8 @@ class WorkerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the worker's limits and state.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -87,15 +88,15 @@ class WorkerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Records the next steps with torch's profiler. FAILED_PRECONDITION if a profile is in progress,
-        or if profiling is off.
+        """Records the next steps with torch's profiler. The status is FAILED_PRECONDITION if a profile is
+        in progress, or if profiling is off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Ends the profile, unless all of its steps have run, and waits until its trace is written.
+        """Ends the profile if necessary, and waits until its trace is written. The status is
         FAILED_PRECONDITION if no profile was started since the last call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -66,7 +66,7 @@ class ServiceMetrics(Collector):
         self.restarts = 0
 
     def collect(self) -> Iterator[Metric]:
-        yield self._counter("restarts", "Forks that died before this one.", self.restarts)
+        yield self._counter("restarts", "Earlier forks of this process that died.", self.restarts)
         yield from self.families()
 
     @abstractmethod
@@ -74,7 +74,7 @@ class ServiceMetrics(Collector):
         """The service's own metrics, as they are now."""
 
     def _recoveries(self, lost: str, histogram: Histogram) -> Metric:
-        help_text = "Time from the loss of a process until requests could go on."
+        help_text = "Time from the loss of a process until requests continued."
         return self._histogram("recovery_seconds", help_text, histogram, lost=lost)
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:

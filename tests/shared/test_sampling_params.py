@@ -17,7 +17,7 @@ from shared.sampling_params import BOUNDS, COLUMNS, NUMBERS, SamplingNumbers
 PUBLIC = frontend_pb2.SamplingParams.DESCRIPTOR
 TO_SCHEDULER = scheduler_pb2.TokenSampling.DESCRIPTOR
 TO_WORKERS = worker_pb2.SamplingFeatures.DESCRIPTOR
-API_PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+API_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "sampling.md"
 
 # Numbers in the public contract with a meaning of their own.
 OTHER_NUMBERS = {"seed", "min_tokens"}

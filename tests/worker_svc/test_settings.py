@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 
 from shared.config import SettingsError, load_settings
+from worker_svc.devices.cpu import CACHE_SHARE, CpuPlatform
+from worker_svc.devices.cuda import MEMORY_SHARE, CudaPlatform
 from worker_svc.settings import WorkerSettings
 
 
@@ -45,3 +47,13 @@ def test_addresses_are_split_at_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANO_WORKER_ADDRESSES", "unix:a.sock,host:2")
     monkeypatch.setenv("NANO_TP", "2")
     assert load_settings(WorkerSettings, []).worker_addresses == ("unix:a.sock", "host:2")
+
+
+def test_help_says_what_auto_is_on_each_device() -> None:
+    fields = WorkerSettings.model_fields
+    tokens = fields["max_num_batched_tokens"].description or ""
+    for platform in (CpuPlatform, CudaPlatform):
+        assert f"{platform.num_batched_tokens} on a" in tokens
+    share = fields["memory_utilization"].description or ""
+    for value in (CACHE_SHARE, MEMORY_SHARE):
+        assert f"(auto: {value})" in share

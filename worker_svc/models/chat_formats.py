@@ -12,7 +12,7 @@ from worker_svc.errors import ModelError
 from worker_svc.models.families import read_model_file
 
 # What templates contain, and smg's name for the format of tool calls that goes with it.
-_TOOL_CALLS = {
+TOOL_CALLS = {
     "<｜tool▁calls▁begin｜>": "deepseek",
     "<tool_call>": "qwen",
     "<|python_tag|>": "llama",
@@ -43,7 +43,7 @@ def choose_parsers(model_dir: Path) -> Parsers:
         reasoning = "deepseek_r1"
     elif "</think>" in template:
         reasoning = "qwen3"
-    for mark, parser in _TOOL_CALLS.items():
+    for mark, parser in TOOL_CALLS.items():
         if mark in template:
             tool_call = parser
             break

@@ -32,7 +32,7 @@ from worker_svc.weights.quantization.formats import QuantizedWeight
 
 PANEL = 2 * LANES
 # The inputs of a row that share a scale once they are rounded to 8 bits. With a scale per row, as
-# most servers have it, SmolLM2's perplexity grew by 3.7 % (docs/quantization.md).
+# most servers have it, SmolLM2's perplexity grew by 3.7% (docs/results/quality.md).
 PIECE = 64
 _INPUTS = {Kind.INT8: 4, Kind.INT4: 8}  # of a step
 KINDS = {

@@ -1,0 +1,204 @@
+"""The page of limits on requests, clients and processes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pkgutil import resolve_name
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
+
+from frontend.callers.tenants import Client
+from shared.rpc.reading import UNREAD_FACTOR
+from tools.reference import markdown
+from tools.reference.markdown import code, described, number, prose, table
+from tools.reference.settings import allowed, default_of
+
+_INVALID, _FULL = "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_COLUMNS = "Limit", "Value", "Beyond it"
+
+
+class Limit(NamedTuple):
+    """A limit.
+
+    Args:
+        value: where the code has it: `module:NAME`, or the name of a setting.
+        unit: `bytes` is written in larger units.
+    """
+
+    what: str
+    value: str
+    unit: str = ""
+    beyond: str = _INVALID
+
+
+_VALIDATION = "frontend.api.validation"
+_CHAT = "frontend.text.conversation"
+_GRAMMAR = "scheduler_svc.grammar"
+_REQUEST = (
+    Limit("size of a message", "max_message_bytes", "bytes"),
+    Limit("fields of a message, a packed array being one", "shared.rpc.wire_scan:MAX_FIELDS"),
+    Limit("metadata of a call", "shared.rpc.server:_MAX_METADATA_BYTES", "bytes", _FULL),
+    Limit("`request_id`", f"{_VALIDATION}:MAX_REQUEST_ID_LENGTH", "characters"),
+    Limit("`cache_salt`", f"{_VALIDATION}:MAX_CACHE_SALT_LENGTH", "characters"),
+    Limit("`engine`", f"{_VALIDATION}:MAX_ENGINE_LENGTH", "characters"),
+    Limit("prompt and completion together", "max_model_len", "tokens"),
+    Limit("text of `Tokenize`, ids of `Detokenize`", f"{_VALIDATION}:MAX_TOKENIZED", "tokens"),
+    Limit("JSON text in a chat", f"{_CHAT}:MAX_JSON_BYTES", "bytes"),
+    Limit("nesting of JSON in a chat", f"{_CHAT}:MAX_JSON_DEPTH", "levels"),
+    Limit("`chat_template_kwargs`", f"{_CHAT}:MAX_KWARGS_BYTES", "bytes"),
+    Limit("tools and arguments of a chat", f"{_CHAT}:MAX_CHAT_JSON_BYTES", "characters"),
+    Limit(
+        "`n` · `max_tokens` · (1 + `logprobs`), if `n` is above 1",
+        "frontend.api.sampling_checks:MAX_LOGPROB_ENTRIES",
+    ),
+    Limit("`beam_width` · `max_tokens`", "scheduler_svc.core.admission:MAX_BEAM_TOKENS", "tokens"),
+    Limit("candidates of a beam", "scheduler_svc.core.admission:_MAX_LOGPROBS", "tokens"),
+    Limit("requests in a call of `Abort`", "frontend.api.vllm_engine.servicer:_MAX_ABORTED"),
+    Limit("timeout of `FlushCache`", "frontend.api.vllm_engine.servicer:_MAX_FLUSH_S", "s"),
+)
+_STRUCTURED = (
+    Limit("text of a constraint", "frontend.text.structured_output:MAX_GRAMMAR_BYTES", "bytes"),
+    Limit("options of a `choice`", "frontend.text.structured_output:MAX_CHOICES"),
+    Limit("nesting of a JSON schema", f"{_GRAMMAR}.schema:MAX_DEPTH", "levels"),
+    Limit("processor time of a compilation", f"{_GRAMMAR}.wire:COMPILE_CPU_S", "s"),
+    Limit("processor time of a token's mask", f"{_GRAMMAR}.wire:MASK_CPU_S", "s"),
+    Limit("memory of a grammar's process", f"{_GRAMMAR}.wire:MEMORY_BYTES", "bytes"),
+    Limit("wait for other grammars", f"{_GRAMMAR}.grammars:_WAIT_S", "s", _FULL),
+    Limit("grammars in use", f"{_GRAMMAR}.grammars:_MAX_PROCESSES", "", "waits"),
+    Limit("memory of all grammars", f"{_GRAMMAR}.grammars:_MAX_BYTES", "bytes", "waits"),
+    Limit("compilations at a time", f"{_GRAMMAR}.grammars:_MAX_COMPILING", "", "waits"),
+    Limit(
+        "rejection of a grammar that killed its process",
+        f"{_GRAMMAR}.grammars:_GUILTY_S",
+        "s",
+        "compiled again",
+    ),
+)
+_MEMORY = "shared.rpc.message_memory"
+_CLIENT = (
+    Limit("calls in progress, per frontend", "max_requests_per_client", "", _FULL),
+    Limit("messages being read or held", f"{_MEMORY}:MAX_BYTES_PER_CALLER", "bytes", "waits"),
+    Limit("wait of a message for memory", f"{_MEMORY}:_MAX_WAIT_S", "s", _FULL),
+    Limit("time in which a message arrives", f"{_MEMORY}:_MAX_READ_S", "s", _FULL),
+    Limit("that time, if other messages wait", f"{_MEMORY}:_PATIENCE_S", "s", _FULL),
+    Limit("rejections per second", "frontend.callers.auth:_REJECTIONS_PER_SECOND", "", "waits"),
+    Limit(
+        "rejections that wait",
+        "frontend.callers.auth:_MAX_WAITING_REJECTIONS",
+        "",
+        "sent at once",
+    ),
+    Limit(
+        "traces per second that it asks for",
+        "frontend.callers.tracing:ASKED_PER_SECOND",
+        "",
+        "not traced",
+    ),
+    Limit("health watches of a host", "shared.rpc.health:MAX_WATCHERS_PER_HOST", "", _FULL),
+)
+_SERVER = "shared.rpc.server"
+_PROCESS = (
+    Limit("waiting requests of an engine", "max_waiting", "", _FULL),
+    Limit("waiting tokens of an engine", "max_waiting_tokens", "", _FULL),
+    Limit("wait for a lost engine", "frontend.engines.pool:_RETURN_S", "s", "UNAVAILABLE"),
+    Limit("connections", f"{_SERVER}:MAX_CONNECTIONS", "", "closed"),
+    Limit("open calls", f"{_SERVER}:MAX_CALLS", "", _FULL),
+    Limit("open calls of a connection", f"{_SERVER}:_CALLS_PER_CONNECTION", "", "waits"),
+    Limit("handshake of a connection", f"{_SERVER}:_HANDSHAKE_S", "s", "closed"),
+    Limit("connection without calls", f"{_SERVER}:_IDLE_S", "s", "closed"),
+    Limit("unread bytes of a connection", f"{_SERVER}:_UNREAD_BYTES", "bytes", "waits"),
+    Limit("messages being read or held", f"{_MEMORY}:MAX_BYTES", "bytes", "waits"),
+    Limit(
+        "log-probabilities that clients have not read",
+        "frontend.engines.streams:MAX_UNREAD_LOGPROBS",
+        "",
+        _FULL,
+    ),
+    Limit("health watches", "shared.rpc.health:MAX_WATCHERS", "", _FULL),
+    Limit("watches of a prefix cache", "scheduler_svc.block_watch:MAX_WATCHES", "", _FULL),
+    Limit("unread events of such a watch", "scheduler_svc.block_watch:MAX_UNREAD", "", "DATA_LOSS"),
+    Limit(
+        "kinds of audit lines per second",
+        "frontend.callers.audit:MAX_KINDS",
+        "",
+        "counted as one kind",
+    ),
+)
+_HTTP = (
+    Limit("size of a body", "max_message_bytes", "bytes", "413"),
+    Limit("requests in progress", "deploy.gateway:_MAX_REQUESTS", "", "429"),
+    Limit("time in which a body arrives", "deploy.gateway:_BODY_S", "s", "408"),
+    Limit("pause in a body", "deploy.gateway:_STALL_S", "s", "408"),
+    Limit("retries of a request", "deploy.gateway:_RETRIES", "", "429 or 503"),
+)
+_DASHBOARD = (
+    Limit("connections", "deploy.dashboard.__main__:_MAX_CONNECTIONS", "", "503"),
+    Limit("open pages", "deploy.dashboard.app:_MAX_PAGES", "", "503"),
+    Limit("chat answers at a time", "deploy.dashboard.app:_MAX_ANSWERS", "", "503"),
+    Limit("size of a body", "deploy.dashboard.app:_MAX_BODY_BYTES", "bytes", "413"),
+    Limit("time in which a body arrives", "deploy.dashboard.app:_BODY_S", "s", "408"),
+)
+
+
+def page() -> str:
+    return markdown.page(
+        "Limits",
+        "This page lists the limits on requests, clients and processes, with the status that a "
+        "client gets beyond each.",
+        "Limits of sampling parameters are in [sampling parameters](sampling.md). Names in the "
+        'column "Value" are [settings](settings.md), with their defaults.',
+        "## Requests",
+        _table(_REQUEST),
+        f"gRPC does not read a message of more than {UNREAD_FACTOR} times `max_message_bytes`, and "
+        f"ends its call with {code(_FULL)}.",
+        "## Structured output",
+        _table(_STRUCTURED),
+        "## Clients",
+        "A client is a name in the tokens file. Without tokens, a client is an IPv4 address, an "
+        "IPv6 network of 64 bits, all of loopback, or all Unix sockets.",
+        _table(_CLIENT),
+        "### Limits of one client",
+        "A line of the file that `auth_tokens_file` names sets limits of one client, such as "
+        "`TOKEN name=acme weight=2 max_bytes=8MiB`.",
+        described(("Key", "Values", "Default", "Meaning"), _tenant()),
+        "## Processes",
+        _table(_PROCESS),
+        "## Gateway",
+        _table(_HTTP),
+        "## Dashboard",
+        _table(_DASHBOARD),
+    )
+
+
+def _table(limits: Iterable[Limit]) -> str:
+    return table(_COLUMNS, [(each.what, _value(each), _beyond(each.beyond)) for each in limits])
+
+
+def _value(limit: Limit) -> str:
+    if ":" in limit.value:
+        return _shown(resolve_name(limit.value), limit.unit)
+    value = default_of(limit.value)
+    return f"{code(limit.value)}, {_shown(value, limit.unit) if value != 'auto' else code(value)}"
+
+
+def _shown(value: float, unit: str) -> str:
+    if unit == "bytes":
+        for size, name in _UNITS:
+            if value >= size:
+                return f"{number(value / size)} {name}"
+    return f"{number(value)} {unit}".strip()
+
+
+def _beyond(text: str) -> str:
+    return code(text) if re.fullmatch("[A-Z_]+", text) else text
+
+
+def _tenant() -> Iterator[tuple[str, ...]]:
+    for name, schema in TypeAdapter(Client).json_schema()["properties"].items():
+        default = schema.get("default")
+        shown = "..".join(map(str, default)) if isinstance(default, list | tuple) else default
+        known = "none" if shown in (None, 0) else code(shown)
+        yield code(name), allowed(schema), known, prose(schema["description"])
