@@ -1,4 +1,4 @@
-# `make help` lists the targets, docs/operations.md explains the variables. Unset ones are not passed
+# `make help` lists the targets, docs/reference/settings.md explains the variables. Unset ones are not passed
 # on, so that the services' own defaults apply.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -39,7 +39,7 @@ $(foreach name,$(FROM_SHELL),$(if $(filter HOST,$(name)),,$(shell echo \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup protos up down restart scale gateway ps logs top chat generate doctor bench simulate chaos abuse gpu-check \
-	images test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs check-lines check-house
+	images docs docs-serve test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs check-docs check-house
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -137,6 +137,9 @@ images:  ## build the container images for CPUs on BASE, which has Python (BUILD
 			--tag nano-vllm-grpc/$$image$$(test $$image != worker || echo :cpu) . || exit; \
 	done
 
+# Without the variable, the theme prints an advertisement.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
+
 # A module's tests run in one process and share its fixtures. Modules begin in their own order: that of
 # xdist, by the number of tests, would leave some of the longest for the end.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
@@ -158,7 +161,14 @@ chaos: $(KERNELS)  ## kill and stop processes of a stack under load (FAULTS: how
 abuse: $(KERNELS)  ## attack a stack beside honest clients (ATTACK: which, CHECK: the maximum factor, OUT; ARGS=--help lists more)
 	@$(BIN)/python -m tests.abuse $(if $(ATTACK),--attack $(ATTACK)) $(call flags,CHECK OUT) $(ARGS)
 
-check: check-style check-types check-imports check-protos check-stubs check-lines check-house  ## check style, format, types, imports, protos, stubs, README's table, and the limits of size
+docs: $(STAMP)  ## write the reference pages and build the site of the documents into .run/site
+	$(BIN)/python -m tools.reference
+	$(MKDOCS) build --quiet
+
+docs-serve: $(STAMP)  ## show the site of the documents at http://127.0.0.1:8001, and changes at once
+	$(MKDOCS) serve --dev-addr 127.0.0.1:8001
+
+check: check-style check-types check-imports check-protos check-stubs check-docs check-house  ## check style, types, imports, protos, stubs, documents and the limits of size
 
 # Each is also a hook in .pre-commit-config.yaml.
 check-style: $(STAMP)
@@ -181,9 +191,12 @@ check-stubs: $(STAMP)
 		diff -r --exclude=__init__.py --exclude=__pycache__ $$stubs_of "$$stubs/$$stubs_of" || exit; \
 	done && echo "the stubs are up to date"
 
-check-lines: $(STAMP)
-	$(BIN)/python -m tools.readme_lines --check
-	$(BIN)/python -m tools.models_table --check
+check-docs: $(STAMP)
+	$(BIN)/python -m tools.reference --check
+	$(BIN)/python -m tools.line_counts --check
+	$(BIN)/python -m tools.prose
+	@site=$$(mktemp -d) && trap 'rm -r "$$site"' EXIT && $(MKDOCS) build --quiet --site-dir "$$site" && \
+	echo "the site has no broken link"
 
 check-house: $(STAMP)
 	$(BIN)/python -m tools.house

@@ -1,4 +1,4 @@
-"""`python -m tools.readme_lines`: writes the table of line counts into README.md.
+"""`python -m tools.line_counts`: writes the table of line counts into the documents.
 
 `make check` uses `--check`, which writes nothing and fails if a number is off by more than a tenth.
 """
@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- lines: python -m tools.readme_lines -->\n", "<!-- end of lines -->\n"
+PAGE = ROOT / "docs" / "results" / "other-servers.md"
+BEGIN, END = "<!-- lines: python -m tools.line_counts -->\n", "<!-- end of lines -->\n"
 # (name in the table, folder, subfolders that are left out)
 PARTS = (
     ("frontend", "frontend", ()),
@@ -33,13 +34,13 @@ def table(root: Path) -> str:
         for title, folder, others in PARTS
     }
     parts["all of these"] = {path: lines for part in parts.values() for path, lines in part.items()}
-    rows = ["| | files | lines | median | largest |", "|---|---|---|---|---|"]
+    rows = ["| part | files | lines | median file | largest file |", "|---|--:|--:|--:|--:|"]
     for title, counts in parts.items():
         largest = max(counts, key=counts.__getitem__)
         rows.append(
             f"| {title} | {len(counts)} | {sum(counts.values()):,} | "
             f"{median(counts.values()):.0f} | "
-            f"[{counts[largest]}]({largest.relative_to(root).as_posix()}) |"
+            f"[{counts[largest]}](../../{largest.relative_to(root).as_posix()}) |"
         )
     return "\n".join(rows) + "\n"
 
@@ -83,18 +84,17 @@ def _numbers(table: str) -> list[int]:
 
 
 def main(args: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.readme_lines")
+    parser = argparse.ArgumentParser(prog="python -m tools.line_counts")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(args)
-    path = ROOT / "README.md"
-    readme, new = path.read_text(encoding="utf-8"), table(ROOT)
+    page, new = PAGE.read_text(encoding="utf-8"), table(ROOT)
     if options.check:
-        old = readme.partition(BEGIN)[2].partition(END)[0]
+        old = page.partition(BEGIN)[2].partition(END)[0]
         if is_close(old, new):
             return 0
-        print("README.md: the line counts are out of date: python -m tools.readme_lines")
+        print(f"{PAGE}: the line counts are out of date: python -m tools.line_counts")
         return 1
-    path.write_text(replace_table(readme, new), encoding="utf-8")
+    PAGE.write_text(replace_table(page, new), encoding="utf-8")
     return 0
 
 
