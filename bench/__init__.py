@@ -1,4 +1,4 @@
-"""Benchmarks of the stack through its public API. docs/benchmarks.md explains the figures."""
+"""Benchmarks of the stack through its public API. docs/results/index.md explains the figures."""
 
 from worker_svc.devices.openmp import let_threads_spin_briefly
 

@@ -1,6 +1,6 @@
 """`python -m bench`: measures a running server or a private stack. With `--mode` it measures the
 scheduler or the frontend alone, the cost of sampling features, latency against load, the cost of
-the HTTP gateway, or the choice among engines. See docs/benchmarks.md."""
+the HTTP gateway, or the choice among engines. See docs/results/cpu.md."""
 
 from __future__ import annotations
 

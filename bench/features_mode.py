@@ -3,7 +3,7 @@ use it and to streams that run beside them.
 
 All streams of a run use one feature. Each such run is paired with a plain run before it, and a
 figure is the median over the pairs. In a third run, half of the streams are plain. The gaps between
-their tokens show the cost of their neighbours' feature. See docs/benchmarks.md.
+their tokens show the cost of their neighbours' feature. See docs/results/cpu.md.
 """
 
 from __future__ import annotations

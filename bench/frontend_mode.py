@@ -1,7 +1,7 @@
 """`python -m bench --mode frontend`: measures the tokens/s that a frontend delivers to streams.
 
 A real frontend process runs between client processes, which hold streams open, and a scheduler in
-this process, which makes tokens without an engine. See docs/benchmarks.md.
+this process, which makes tokens without an engine. See docs/results/cpu.md.
 """
 
 from __future__ import annotations

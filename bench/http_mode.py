@@ -2,7 +2,7 @@
 
 Prompts go through the gateway and directly to a frontend, in turn. Both clients are as cheap as
 possible, because they share the server's cores. A figure is the median over the pairs.
-See docs/benchmarks.md.
+See docs/results/cpu.md.
 """
 
 from __future__ import annotations

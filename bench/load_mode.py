@@ -1,7 +1,7 @@
 """`python -m bench --mode load`: measures latency against load, for requests that arrive at random.
 
 Arrivals are a Poisson process. A request is sent when it is due, even if earlier requests have not
-been answered. The rate rises until the server falls behind. See docs/benchmarks.md.
+been answered. The rate rises until the server falls behind. See docs/results/cpu.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Plots of a run and of latency against load, as PNG."""
+"""Plots of results: a run, latency against load, servers side by side, and a recovery."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from bench.metrics import tokens_over_time
 from bench.stack import Run
 
 _BINS = 60
+_OURS, _OTHERS = "tab:blue", "silver"
+_OF_PEERS = {
+    "output_tokens_per_s": "32 streams, tokens/s",
+    "single_stream_tokens_per_s": "one stream, tokens/s",
+    "ttft_1024_s": "first token of 1,024, s (less is better)",
+}
 
 
 def write_plot(title: str, runs: Sequence[Run], path: Path) -> None:
@@ -54,7 +61,8 @@ def write_load_plot(result: Mapping[str, Any], path: Path) -> None:
     rates.set(ylabel="requests/s", ylim=(0, None))
     for axes in (ttft, itl, rates):
         axes.set(xlabel="offered load, requests/s", xscale="log")
-        axes.set_xticks(offered, [f"{rate:.3g}" for rate in offered], rotation=45)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xticks(_round_ticks(offered[0], offered[-1]))
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.legend()
@@ -62,8 +70,68 @@ def write_load_plot(result: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _figure() -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(13, 4), layout="constrained")
+def _round_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between `low` and `high`: 1, 2 and 5 times powers of ten."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+    return [tick for tick in ticks if low <= tick <= high] or [low, high]
+
+
+def write_peers_plot(result: Mapping[str, Any], labels: Mapping[str, str], path: Path) -> None:
+    """Draws bars of the servers' medians. `result` is the JSON of `bench.peers`.
+
+    Args:
+        labels: of the entries that are drawn, in their order, from the top.
+    """
+    figure, panels = _figure(3.6)
+    entries = {entry["name"]: entry for entry in result["entries"]}
+    names = [*labels][::-1]
+    colors = [_OURS if entries[name]["peer"] == "nano" else _OTHERS for name in names]
+    for axes, (figure_name, title) in zip(panels, _OF_PEERS.items(), strict=True):
+        values = [entries[name][figure_name]["median"] for name in names]
+        bars = axes.barh([labels[name] for name in names], values, color=colors)
+        axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3)
+        axes.set(title=title, xlim=(0, 1.15 * max(values)), xticks=[])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    for axes in panels[1:]:
+        axes.set_yticks([])
+    figure.savefig(path, metadata={"Date": None})
+
+
+def write_recovery_plot(result: Mapping[str, Any], path: Path) -> None:
+    """Draws a worker's death on a time line: each stream's tokens, and the spans of the first
+    stream's trace. `result` is the JSON of `bench.recovery`."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    streams, spans = result["streams"], result["spans"]
+    trace = next(span["trace"] for span in spans if span["name"] == "recovery")
+    rows = [f"stream {number}: tokens" for number in range(1, len(streams) + 1)]
+    rows += ["scheduler: steps", "worker: steps", "scheduler: recovery"]
+    for row, times in enumerate(streams):
+        axes.plot([1000 * at for at in times], [row] * len(times), "|", color=_OURS, markersize=12)
+    bars = [("scheduler", "step"), ("worker", None), ("scheduler", "recovery")]
+    for row, (service, name) in enumerate(bars, len(streams)):
+        shown = [
+            (1000 * span["start_s"], 1000 * (span["end_s"] - span["start_s"]))
+            for span in spans
+            if span["trace"] == trace
+            and span["service"] == service
+            and name in (None, span["name"])
+        ]
+        axes.broken_barh(
+            shown, (row - 0.3, 0.6), color="tab:red" if name == "recovery" else _OTHERS
+        )
+    axes.axvline(0, color="tab:red", linestyle=":")
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms after kill -9 of the worker", xlim=(-150, 450))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _figure(height: float = 4) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(13, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(1, 3)
 

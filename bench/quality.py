@@ -1,7 +1,7 @@
 """`python -m bench.quality`: measures what each format of weights and KV cache loses.
 
 All variants read the same text, by default this project's documents, in windows of equal length.
-Each is compared with the first, which is float32 without quantization. See docs/quantization.md.
+Each is compared with the first, which is float32 without quantization. See docs/results/quality.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Conversations of several turns, which share system prompts, go to engines with modelled workers. A
 step of such a worker takes a given time, and more per token. Each way of choosing an engine gets
-equal arrivals and the same engines, with empty caches. See docs/benchmarks.md.
+equal arrivals and the same engines, with empty caches. See docs/results/cpu.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m bench --mode scheduler`: measures the scheduler's time, with an instant worker.
 
-The scheduler reads its other settings from NANO_<NAME>. See docs/benchmarks.md.
+The scheduler reads its other settings from NANO_<NAME>. See docs/results/cpu.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Two private stacks, with `SPECULATION=none` and `auto`, answer prompts of `speculation_prompts.json`
 in turn, so many at a time. Which is first alternates. After half of the pairs, both start again in
 the other order: of two equal stacks, the second was up to 5 % slower. A figure is the median over
-the pairs. Both stacks must give equal tokens. See docs/benchmarks.md.
+the pairs. Both stacks must give equal tokens. See docs/results/cpu.md.
 """
 
 from __future__ import annotations

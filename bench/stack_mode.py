@@ -2,7 +2,7 @@
 
 With `--mode` it measures the scheduler or the frontend alone, the cost of sampling features,
 latency against load, the cost of the HTTP gateway, or the choice among engines. See
-docs/benchmarks.md.
+docs/results/cpu.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Run it on an otherwise idle machine. `--parts` also shows the time of each part of a step, summed
 over all layers, and how long the thread that computes it then waits for other threads.
-docs/operations.md describes how to profile a running stack.
+docs/operate/observability.md describes how to profile a running stack.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from worker_svc.step.wire import Int32s
 
 _ROOT = Path(__file__).parents[1]
-DOCUMENTS = (_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md")), _ROOT / "CHANGELOG.md")
+DOCUMENTS = (_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md")), _ROOT / "CHANGELOG.md")
 
 
 def read_tokens(model: Path, files: Iterable[Path] = DOCUMENTS) -> Int32s:

@@ -1,4 +1,4 @@
-"""`python -m tools.record_demo`: records docs/recording.svg.
+"""`python -m tools.record_demo`: records docs/pictures/recording.svg.
 
 Two terminals share a stack on a free port. One runs `make up` and `make chat`. The other runs
 `kill -9` on the worker while it answers. Then the first asks the question again, undisturbed. The
@@ -7,7 +7,7 @@ recording fails unless both answers are equal. It shows exactly what the command
 Only this script needs pyte, a terminal emulator:
 
     python3 -m venv /tmp/recording && /tmp/recording/bin/pip install pyte
-    /tmp/recording/bin/python -m tools.record_demo --out docs/recording.svg
+    /tmp/recording/bin/python -m tools.record_demo --out docs/pictures/recording.svg
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _answers(chat: Terminal) -> list[str]:
 
 def main(args: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Records a killed worker.")
-    parser.add_argument("--out", type=Path, default=Path("docs/recording.svg"))
+    parser.add_argument("--out", type=Path, default=Path("docs/pictures/recording.svg"))
     options = parser.parse_args(args)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

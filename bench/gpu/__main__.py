@@ -2,7 +2,7 @@
 
 The runs are smoke (parts of prove and measure, in two minutes), prove, measure, sweeps, and any of
 their files by its name, such as decode or step. The exit status is 0 if everything passed, 1 if
-something failed or was not run, and 2 if nothing could be run. See docs/gpu-check.md.
+something failed or was not run, and 2 if nothing could be run. See docs/deploy/gpu-and-nodes.md.
 """
 
 from __future__ import annotations

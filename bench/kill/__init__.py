@@ -1,1 +1,1 @@
-"""Kills processes of this server and of others under load. See docs/benchmarks.md."""
+"""Kills processes of this server and of others under load. See docs/results/faults.md."""

@@ -1,5 +1,5 @@
 """`python -m bench.kill`: kills processes of this server and of others while clients stream. See
-docs/benchmarks.md."""
+docs/results/faults.md."""
 
 from __future__ import annotations
 

@@ -60,9 +60,11 @@ class Server:
 
 
 @contextmanager
-def start_nano(entry: Entry, model: Path, tp: int) -> Iterator[Server]:
+def start_nano(
+    entry: Entry, model: Path, tp: int, more_variables: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """Starts a private stack. Its client is the library, which resumes streams."""
-    variables = {**nano.variables(entry), "tp": tp}
+    variables = {**nano.variables(entry), "tp": tp, **(more_variables or {})}
     with PrivateStack(model, **variables) as private, LLM(private.address) as llm:
         marks = (each.environ().get(MARKER) for each in psutil.Process().children(recursive=True))
         stack = Stack.load(Path(next(filter(None, marks))))

@@ -1,1 +1,1 @@
-"""Compares this server with others on one machine, in one run. See docs/benchmarks.md."""
+"""Compares this server with others on one machine, in one run. See docs/results/peers.md."""

@@ -1,5 +1,5 @@
 """`python -m bench.peers`: compares this server with others on one machine, in one run in which
-they take turns. See docs/benchmarks.md."""
+they take turns. See docs/results/peers.md."""
 
 from __future__ import annotations
 

@@ -56,6 +56,6 @@ def test_text_is_escaped_and_empty_rows_are_left_out() -> None:
 
 
 def test_the_recording_in_the_docs_is_small_and_well_formed() -> None:
-    path = Path(__file__).parents[2] / "docs" / "recording.svg"
+    path = Path(__file__).parents[2] / "docs" / "pictures" / "recording.svg"
     assert path.stat().st_size < 300_000
     assert any("kill -9" in text for text in shown(path.read_text(encoding="utf-8")))

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+
+from bench.recovery import STREAMS, TOKENS, record
+from tests.faults.faulty import faulty_environment
+from tests.stack import DEMO_MODEL
+
+
+@pytest.mark.system
+def test_a_recovery_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in faulty_environment(EXPORT_TIMEOUT_S="100").items():
+        monkeypatch.setenv(name, value)  # a span that is not accepted in time is lost
+    recorded = record(DEMO_MODEL, "nano-int8-kv8")
+    assert [len(times) for times in recorded["streams"]] == [TOKENS] * STREAMS
+    for times in recorded["streams"]:
+        assert times == sorted(times)
+        assert times[0] < 0 < times[-1]  # the kill is at 0
+    recoveries = [span for span in recorded["spans"] if span["name"] == "recovery"]
+    assert {span["service"] for span in recoveries} == {"scheduler"}
+    assert len({span["trace"] for span in recoveries}) == STREAMS
+    assert all(0 < span["start_s"] < span["end_s"] for span in recoveries)
