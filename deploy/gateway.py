@@ -65,7 +65,7 @@ class GatewaySettings(PublicSettings):
 
     http_port: int = Field(8000, gt=0, le=65535)
     gateway_addresses: Addresses = Field(
-        (), description="addresses of all frontends, of one stack or several"
+        (), description="host:port of all frontends, of one stack or several"
     )
     gateway_policy: Literal["round_robin", "cache_aware"] = Field(
         "round_robin", description="cache_aware: prefer the stack that has the prompt's prefix"
@@ -82,7 +82,7 @@ class GatewaySettings(PublicSettings):
             if not (stays_on_host(address) or self.allow_public_plaintext):
                 raise ValueError(
                     f"gateway_addresses: {address} is not on loopback, and the gateway calls "
-                    "frontends without TLS; use a tunnel (docs/http.md), or set "
+                    "frontends without TLS; use a tunnel (docs/use/http.md), or set "
                     "allow_public_plaintext (NANO_ALLOW_PUBLIC_PLAINTEXT=1) if the network is "
                     "private"
                 )

@@ -1,5 +1,6 @@
-"""Each row of the tables in docs/reliability.md and docs/security.md that promise something names
-tests that CI runs, in its last column: `FILE::test_x`, and `::test_y` in the file before."""
+"""The documents name what there is: each row of the tables that promise something names tests that
+CI runs, in its last column (`FILE::test_x`, and `::test_y` in the file before), and the runbook has
+each alert."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ import pytest
 
 TESTS = Path(__file__).parent
 PROMISES = {  # the sections with such tables
-    "reliability.md": {"Promises", "Who notices what"},
-    "security.md": {"Who may do what", "Settings", "What listens", "What bounds a client"}
-    | {"What bounds a process", "Caches on disk", "Structured output"},
+    "concepts/guarantees.md": {"Promises"},
+    "internals/failure-detection.md": {"Who notices what"},
+    "internals/threat-model.md": {"Who may do what", "What bounds a process", "Caches on disk"}
+    | {"Structured output"},
+    "deploy/security.md": {"Settings", "What listens"},
+    "deploy/tenants.md": {"What bounds a client"},
 }
 WARNINGS = ("Triton's compiled kernels",)  # rows that promise nothing
 
@@ -61,3 +65,27 @@ def test_each_row_names_tests_that_ci_runs(document: str) -> None:
                 problems.append(f"{row}: {file}::{name} {reason}")
     assert not problems, "\n".join(("", *problems))
     assert not left, "sections without a table that ends with a column `test`"
+
+
+RUNBOOK = (TESTS.parent / "docs" / "operate" / "runbook.md").read_text()
+
+
+def test_the_runbook_has_each_alert() -> None:
+    alerts = (TESTS.parent / "deploy" / "observability" / "alerts.yml").read_text()
+    names = re.findall(r"- alert: (\w+)", alerts)
+    assert names
+    assert set(names) == set(re.findall(r"^### (\w+)$", RUNBOOK.partition("## Lines")[0], re.M))
+
+
+def test_the_runbook_has_each_check_of_doctor() -> None:
+    """That is, each name and state with which a check can end, except `ok`."""
+    ends = {
+        tuple(ast.literal_eval(each) for each in node.args[:2])
+        for file in (TESTS.parent / "cli" / "doctor").glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Check"
+        if all(isinstance(each, ast.Constant) for each in node.args[:2])
+    }
+    rows = set(re.findall(r"^\| `([^`]+)` \| (\w+) \|", RUNBOOK, re.M))
+    assert {end for end in ends if end[1:] and end[1] != "ok"} - rows == set()
+    assert len(rows) > 10

@@ -235,7 +235,7 @@ def _greet(stack: Stack) -> None:
     print(f"The stack serves on {stack.address}{http}.{ui}")
     if stack.public_tls or token:
         needed = "the certificate's authority" * bool(stack.public_tls), "a token" * bool(token)
-        print(f"""Clients need {" and ".join(filter(None, needed))} (docs/security.md).
+        print(f"""Clients need {" and ".join(filter(None, needed))} (docs/deploy/security.md).
 make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.""")
     else:
         print(f"""Send more:

@@ -57,10 +57,12 @@ class Client:
         default=None, description="maximum size of messages being read or held, per frontend"
     )
     input_tokens_per_minute: _PerMinute = Field(
-        default=0, description="maximum number of prompt tokens per minute, per engine"
+        default=0,
+        description="maximum number of prompt tokens per minute, divided among the engines",
     )
     output_tokens_per_minute: _PerMinute = Field(
-        default=0, description="maximum number of generated tokens per minute, per engine"
+        default=0,
+        description="maximum number of generated tokens per minute, divided among the engines",
     )
     priorities: Annotated[
         tuple[_Priority, _Priority], BeforeValidator(_split_range), AfterValidator(_check_order)

@@ -1,5 +1,5 @@
-"""Images are built and run by hand, which takes minutes (docs/operations.md). Here, tests check
-that all they copy and start exists, that the compose files fit the schema of the Compose
+"""Images are built and run by hand, which takes minutes (docs/deploy/containers.md). Here, tests
+check that all they copy and start exists, that the compose files fit the schema of the Compose
 Specification, that their settings are known, and what containers may do.
 
 compose-spec.json is that schema (github.com/compose-spec/compose-spec, Apache License 2.0) as

@@ -1,5 +1,5 @@
-"""The sockets of a stack of two ranks, with and without TLS, are those that docs/security.md lists,
-and each answers only its intended callers."""
+"""The sockets of a stack of two ranks, with and without TLS, are those that docs/deploy/security.md
+lists, and each answers only its intended callers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def opened(request: pytest.FixtureRequest, certificates: Path) -> Iterator[Open]
 
 def listed(opened: Open) -> set[tuple[str, str]]:
     """Pairs of a process and a pattern of the sockets that it listens on, from the table."""
-    text = (ROOT / "docs" / "security.md").read_text()
+    text = (ROOT / "docs" / "deploy" / "security.md").read_text()
     section = text.partition("\n## What listens\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\w+) \| (TCP|Unix) `([^`]+)`[^|]*\| ([^|]*)\|", section, re.M)
     assert len(rows) == section.count("\n|") - 2, "a row is not as expected"
@@ -154,13 +154,13 @@ def test_nothing_listens_but_what_is_documented(opened: Open) -> None:
         for name, address in actual
         if not any(name == owner and re.fullmatch(each, address) for owner, each in expected)
     }
-    assert not unlisted, f"not in docs/security.md: {unlisted}"
+    assert not unlisted, f"not in docs/deploy/security.md: {unlisted}"
     missing = {
         (owner, pattern)
         for owner, pattern in expected
         if not any(name == owner and re.fullmatch(pattern, each) for name, each in actual)
     }
-    assert not missing, f"in docs/security.md, but not there: {missing}"
+    assert not missing, f"in docs/deploy/security.md, but not there: {missing}"
 
 
 def test_other_users_reach_no_socket_nor_its_directory(opened: Open) -> None:
@@ -172,7 +172,7 @@ def test_other_users_reach_no_socket_nor_its_directory(opened: Open) -> None:
 
 
 def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) -> None:
-    """But for the gateway's, which docs/security.md says."""
+    """But for the gateway's, which docs/deploy/security.md says."""
     stack = opened.stack
     names = [("frontend", 0), ("frontend", 1), ("dashboard", 0)]
     pids = [stack.pid(*name) for name in names]

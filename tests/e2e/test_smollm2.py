@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
+from bench.speculation import read_prompts
 from deploy.model import resolve_model
 from nano_vllm_grpc.pb.frontend_pb2 import (
     Chat,
@@ -23,7 +24,7 @@ from tests.e2e.test_features import SCHEMA, run_all
 from tests.faults.streams import open_streams
 from tests.gguf_files import read_gguf
 from tests.others import smollm2
-from tests.stack import ROOT, RealStack, running_stack
+from tests.stack import RealStack, running_stack
 from tests.worker_svc.test_model_runner import oracle_logits
 
 # Prompts in chunks, a crowd that does not fit, and the ranks that its three key-value heads allow.
@@ -85,9 +86,9 @@ def chat(text: str, **fields: Any) -> GenerateRequest:
 
 
 def texts() -> list[str]:
-    """Beginnings of paragraphs of the project's own documents."""
-    paragraphs = (ROOT / "docs" / "architecture.md").read_text().split("\n\n")
-    return [each[:400] for each in paragraphs if each[:1].isalpha()][:25]
+    """Beginnings of the prompts of a benchmark, which are continued as texts."""
+    prompts = [each["prompt"] for group in read_prompts().values() for each in group]
+    return [prompt[:400] for prompt in prompts][:25]
 
 
 def all_requests() -> dict[str, GenerateRequest]:

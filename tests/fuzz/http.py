@@ -15,7 +15,7 @@ from tests.fuzz.stack import Target
 from tests.fuzz.tally import DEADLINE_S, Tally
 
 _MAY = (501, 503)  # besides 2xx, 3xx and 4xx
-# The gateway says so of a model that it does not know: docs/http.md.
+# The gateway says so of a model that it does not know: docs/use/http.md.
 _KNOWN = re.compile(r"Available: [^\"]*")
 
 

@@ -1,4 +1,4 @@
-"""nginx in front of the gateway, with the configuration in docs/http.md."""
+"""nginx in front of the gateway, with the configuration in docs/use/http.md."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gateway() -> Iterator[str]:
 def proxy(gateway: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of nginx."""
     directory, address = tmp_path_factory.mktemp("nginx"), f"127.0.0.1:{free_port()}"
-    text = (ROOT / "docs" / "http.md").read_text()
+    text = (ROOT / "docs" / "use" / "http.md").read_text()
     (configuration,) = re.findall(r"```nginx\n(.*?)```", text, re.S)
     for documented, here in (("listen 8443", f"listen {address}"), ("127.0.0.1:8000", gateway)):
         assert documented in configuration

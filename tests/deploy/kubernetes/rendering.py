@@ -16,7 +16,7 @@ from tests.others import others_python
 ROOT = Path(__file__).parents[3]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 OVERLAYS = ("cpu", "gpu", "tp", "tp-nodes", "engines")
-# An overlay with components, as docs/kubernetes.md has users combine them.
+# An overlay with components, as docs/deploy/kubernetes.md has users combine them.
 COMBINATIONS = (
     *((overlay, ()) for overlay in OVERLAYS),
     ("cpu", ("cert-manager", "http")),

@@ -89,7 +89,7 @@ def test_the_volume_of_models_fits_the_schemas(tmp_path: Path) -> None:
 
 
 def test_the_manifests_of_the_documentation_exist() -> None:
-    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    text = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text()
     for path in re.findall(r"deploy/kubernetes/([\w/-]+)", text):
         assert (KUBERNETES / path).exists(), path
     for name in (
@@ -99,7 +99,7 @@ def test_the_manifests_of_the_documentation_exist() -> None:
 
 
 def test_the_kustomization_of_the_documentation_fits(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    text = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text()
     (block,) = re.findall(r"```yaml\n(apiVersion: kustomize.*?)```", text, re.DOTALL)
     (tmp_path / "nano-vllm-grpc").mkdir()
     shutil.copytree(KUBERNETES, tmp_path / "nano-vllm-grpc" / "deploy" / "kubernetes")
