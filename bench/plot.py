@@ -71,9 +71,9 @@ def write_load_plot(result: Mapping[str, Any], path: Path) -> None:
 
 
 def _round_ticks(low: float, high: float) -> list[float]:
-    """Round numbers between `low` and `high`: 1, 2 and 5 times powers of ten."""
+    """Round numbers between `low` and `high`."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+    ticks = [digit * 10.0**decade for decade in decades for digit in (1, 1.5, 2, 3, 5, 7)]
     return [tick for tick in ticks if low <= tick <= high] or [low, high]
 
 

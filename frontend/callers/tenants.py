@@ -58,11 +58,11 @@ class Client:
     )
     input_tokens_per_minute: _PerMinute = Field(
         default=0,
-        description="maximum number of prompt tokens per minute, divided among the engines",
+        description="maximum number of prompt tokens per minute, of all engines",
     )
     output_tokens_per_minute: _PerMinute = Field(
         default=0,
-        description="maximum number of generated tokens per minute, divided among the engines",
+        description="maximum number of generated tokens per minute, of all engines",
     )
     priorities: Annotated[
         tuple[_Priority, _Priority], BeforeValidator(_split_range), AfterValidator(_check_order)
