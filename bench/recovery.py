@@ -67,7 +67,7 @@ class Collector(TraceServiceServicer):
 def collecting() -> Iterator[tuple[Collector, str]]:
     """A collector, and its endpoint."""
     collector, server = Collector(), grpc.server(ThreadPoolExecutor(4))
-    add_TraceServiceServicer_to_server(collector, server)
+    add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
