@@ -64,14 +64,14 @@ class Collector(TraceServiceServicer):
 
 
 @contextmanager
-def collecting() -> Iterator[tuple[Collector, str]]:
-    """A collector, and its endpoint."""
-    collector, server = Collector(), grpc.server(ThreadPoolExecutor(4))
+def serving(collector: TraceServiceServicer) -> Iterator[str]:
+    """Serves a collector of spans -> its endpoint."""
+    server = grpc.server(ThreadPoolExecutor(4))
     add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        yield collector, f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.stop(None)
 
@@ -116,7 +116,8 @@ def record(model: Path, entry_name: str) -> dict[str, Any]:
     text = read_tokens(model).tolist()
     shape = Shape(STREAMS, PROMPT_TOKENS, PROMPT_TOKENS, TOKENS, TOKENS)
     requests = text_workload(shape, text)
-    with collecting() as (collector, endpoint):
+    collector = Collector()
+    with serving(collector) as endpoint:
         traced = {"otlp_endpoint": endpoint, "trace_sample_ratio": "1"}
         with start_nano(entry, model, tp=1, more_variables=traced) as server:
             kill_worker(server, requests)  # the first kill warms caches up

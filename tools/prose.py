@@ -21,7 +21,7 @@ from markdown_it.token import Token
 
 ROOT = Path(__file__).parents[1]
 _PARSER = MarkdownIt("commonmark").enable("table")
-_SENTENCE_END = re.compile(r"""(?<=[.!?])['")]*\s+(?=["'(]?[A-Z0-9])""")
+SENTENCE_END = re.compile(r"""(?<=[.!?])['")]*\s+(?=["'(]?[A-Z0-9])""")
 _HAS_LETTER = re.compile(r"\w")
 _NAMES_OF_TESTS = "test"  # the column of such a name has no prose
 
@@ -59,7 +59,7 @@ def problems(text: str, prose: dict[str, Any]) -> Iterator[tuple[int, str]]:
                 yield from ((line, each) for each in _cell(words, prose["cell_words"]))
             column += 1
         else:
-            for sentence in _SENTENCE_END.split(words):
+            for sentence in SENTENCE_END.split(words):
                 if (count := _num_words(sentence)) > prose["sentence_words"]:
                     yield line, f"a sentence of {count} words: {sentence[:60]}…"
                 if sentence.count(": ") + sentence.count("; ") > 1:
@@ -69,7 +69,7 @@ def problems(text: str, prose: dict[str, Any]) -> Iterator[tuple[int, str]]:
 def _cell(words: str, limit: int) -> Iterator[str]:
     if (count := _num_words(words)) > limit:
         yield f"{count} words in a table cell: {words[:60]}…"
-    if len(_SENTENCE_END.split(words)) > 1:
+    if len(SENTENCE_END.split(words)) > 1:
         yield f"several sentences in a table cell: {words[:60]}…"
 
 

@@ -6,19 +6,16 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
-    TraceServiceServicer,
-    add_TraceServiceServicer_to_server,
-)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceServicer
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from bench.recovery import serving
 from deploy.ports import free_port
 from nano_vllm_grpc.pb import frontend_pb2
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -76,14 +73,8 @@ def _attributes(attributes: Any) -> dict[str, Any]:
 @contextmanager
 def running_collector() -> Iterator[tuple[Collector, str]]:
     collector = Collector()
-    server = grpc.server(ThreadPoolExecutor(4))
-    add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield collector, f"http://127.0.0.1:{port}"
-    finally:
-        server.stop(None)
+    with serving(collector) as endpoint:
+        yield collector, endpoint
 
 
 def request(max_tokens: int) -> frontend_pb2.GenerateRequest:

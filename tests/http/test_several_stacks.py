@@ -142,7 +142,7 @@ def test_a_frontend_of_several_engines_needs_no_events(sides: list[Side], tmp_pa
 
 @pytest.mark.skipif(not shutil.which("stunnel"), reason="stunnel is not installed")
 def test_tunnels_between_hosts_ask_for_certificates(sides: list[Side], tmp_path: Path) -> None:
-    """As in docs/use/http.md."""
+    """The commands are those of docs/use/http.md."""
     authority, stranger = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
     with ExitStack() as tunnels:
         ends = []
