@@ -4,6 +4,7 @@ docker/compose.yaml."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -37,6 +38,13 @@ DOCKER = Path(__file__).parents[1] / "docker"
 SCHEDULER_PORT, WORKER_PORT = 50052, 50053  # within the stack's private network
 _INSIDE = "/etc/nano/{}"  # path of a setting's file in a container
 _USUAL_HTTP_PORTS = {50051: 8000}  # by the stack's port
+# A setting without a fixed value in a compose file.
+_PASSED = re.compile(rf"^ +{PREFIX}(\w+):(?: \$.*| +#.*)?$", re.MULTILINE)
+# Settings that `up` itself applies, or that containers have anyway.
+_APPLIED = {
+    *("MODEL", "HOST", "PORT", "HTTP_PORT", "AUTH_TOKENS_FILE", "TLS_CERT", "TLS_KEY"),
+    *("TLS_CLIENT_CA", "CLIENT_CERT", "CLIENT_KEY", "ALLOW_PLAINTEXT", "ALLOW_PUBLIC_PLAINTEXT"),
+}
 _POLL_S = 1.0
 
 
@@ -48,10 +56,10 @@ def up(environment: Environment, layout: Layout) -> int:
         LaunchError: the stack cannot start; the message says why.
     """
     settings = read_settings(environment)
-    if settings.internal_tls_cert:
-        raise LaunchError("RUNTIME=docker: internal_tls: must be empty; the network is private")
     if settings.speculation not in NO_DRAFT_MODEL:
         raise LaunchError("SPECULATION: RUNTIME=docker has no draft model; use ngram or none")
+    if ignored := ignored_settings(environment, layout):
+        raise LaunchError(f"{', '.join(ignored)}: RUNTIME=docker has no such setting")
     variables = compose_variables(settings, layout)
     # HOST is checked by now; the network inside is private to the stack.
     stack_settings(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
@@ -132,6 +140,19 @@ def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]
         or model_name(settings.model, model),
         f"{PREFIX}WORKER_ADDRESSES": _worker_addresses(0, settings.tp),
     }
+
+
+def ignored_settings(environment: Mapping[str, str], layout: Layout) -> list[str]:
+    """Returns the names of settings that are given but would have no effect on containers."""
+    files = [(DOCKER / name).read_text("utf-8") for name in ("compose.yaml", "worker.yaml")]
+    passed = {name for file in files for name in _PASSED.findall(file)}
+    given = {name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX)}
+    if environment.get(PREFIX + "UI_PORT") in ("0", "auto"):
+        given.remove("UI_PORT")  # there is no dashboard
+    for name in ("services", "ranks", "metrics"):
+        if getattr(layout, name) != getattr(Layout(), name):
+            given.add(name.upper())
+    return sorted(given - passed - _APPLIED)
 
 
 def http_port(settings: StackSettings) -> int:

@@ -95,6 +95,9 @@ def test_commands_of_docker_and_podman(launcher: Launcher, port: int) -> None:
         ("docker", ("--http-port", 8123), "--profile cpu --profile http up "),
         ("podman-compose", ("--frontends", 2), "FRONTENDS: must be 1 with podman"),
         ("neither", (), "or podman-compose"),
+        ("docker", ("--max-requests-per-client", 2, "--speculation", "none"), "--profile cpu up "),
+        ("docker", ("--otlp-endpoint", "http://c:1"), "OTLP_ENDPOINT: RUNTIME=docker has no such"),
+        ("docker", ("--ranks", 0, "--ui-port", 8081), "RANKS, UI_PORT: RUNTIME=docker has no such"),
     ],
 )
 def test_http_is_a_profile_and_impossible_options_are_rejected(
