@@ -131,7 +131,8 @@ def new_trace() -> Iterator[Trace]:
     """Begins a trace, which the calling thread writes until the context ends."""
     _active.trace = trace = Trace()
     try:
-        yield trace
+        with torch.inference_mode(mode=False):  # in which tensors would not count their changes
+            yield trace
     finally:
         _active.trace = None
 
@@ -160,15 +161,26 @@ class Trace:
         for each in rows:
             each.last_use = len(self.parts)
 
+    def _shape(self, rows: Rows) -> tuple[int, int]:
+        return SEQUENCES if rows.per_sequence else TOKENS, rows.columns
+
     def _tensor(self, rows: Rows) -> torch.Tensor:
-        count = SEQUENCES if rows.per_sequence else TOKENS
-        tensor = torch.empty(count, rows.columns, device="meta")
+        tensor = torch.empty(self._shape(rows), device="meta")
         self._tensors.append(tensor)
         self._rows[tensor.untyped_storage()._cdata] = rows
         return tensor
 
     def rows(self, tensor: torch.Tensor) -> Rows:
-        return self._rows[tensor.untyped_storage()._cdata]
+        """
+        Raises:
+            TypeError: `tensor` is not as an operation returned it.
+        """
+        rows = self._rows.get(tensor.untyped_storage()._cdata)
+        if not rows or tensor.shape != self._shape(rows) or tensor._version:
+            raise TypeError(
+                "a layer used torch on traced rows, as + or a slice do; add an operation to Ops"
+            )
+        return rows
 
     def _new(self, columns: int, per_sequence: bool = False) -> tuple[Rows, torch.Tensor]:
         rows = self._memory(_FLOAT32 * columns, per_sequence, columns)

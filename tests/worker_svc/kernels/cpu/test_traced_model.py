@@ -160,12 +160,18 @@ def test_several_models_in_one_process(tmp_path: Path, pair: Pair) -> None:
     pair.check(second)
 
 
-def test_a_failed_trace_leaves_nothing_behind(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "change", [lambda x: x + x, lambda x: x[:, :4], lambda x: x[:1], lambda x: x.mul_(2)]
+)
+def test_a_trace_that_torch_has_changed_fails_and_leaves_nothing_behind(
+    pair: Pair, change: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = pair.batch.step([(0, [1, 2, 3])])
     tensors = upload_step(step, pair.backend.plan_column(step), CPU)
+    norm = pair.model.norm
     with monkeypatch.context() as patched:
-        patched.setattr(pair.model, "norm", None)
-        with pytest.raises(TypeError):
+        patched.setattr(pair.model, "norm", lambda x, residual: norm(change(x), residual))
+        with pytest.raises(TypeError, match="add an operation to Ops"):
             pair.traced(tensors, pair.last_tokens, pair.caches, tensors)
     pair.check(step)
 
