@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from grpc import aio
 
 from nano_vllm_grpc.channels import KEEPALIVE_S, Options, keepalive_options, open_channel
 from nano_vllm_grpc.tls import ClientTls
+from shared.pb import scheduler_pb2, worker_pb2
 
 _CONNECT_TIMEOUT_S = 2.0
+# Versions whose services understand each other have the same digest.
+CONTRACT = "nano-vllm-grpc-contract/"
+_FILES = scheduler_pb2.DESCRIPTOR.serialized_pb + worker_pb2.DESCRIPTOR.serialized_pb
+USER_AGENT = CONTRACT + hashlib.sha256(_FILES).hexdigest()[:16]
 
 
 def internal_options(keepalive_s: float) -> Options:
-    """Options for channels between services: messages of any size, and quick reconnection."""
+    """Options for channels between services: messages of any size, quick reconnection,
+    and the version of the contract."""
     return (
         *keepalive_options(keepalive_s),
+        ("grpc.primary_user_agent", USER_AGENT),
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.initial_reconnect_backoff_ms", 100),

@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from nano_vllm_grpc.channels import Options, keepalive_options
 from nano_vllm_grpc.tls import channel_credentials
 from shared.config import ServiceSettings
+from shared.rpc.contract import ContractInterceptor
 from shared.rpc.health import HealthServicer
 from shared.rpc.interceptors import StatusInterceptor
 from shared.rpc.message_memory import MAX_BYTES, MessageMemory
@@ -52,7 +53,8 @@ class Server:
 
     Args:
         interceptors: this service's own, which accept or reject a call before its message is read.
-        callers: the services that may call this one, if TLS is used; None: anybody may.
+        callers: the services that may call this one: with TLS only those, and without only those
+            of its version; None: anybody may.
         reuse_port: whether several processes may listen on one port.
         ready: called when the server is SERVING for the first time.
         plaintext: serves plaintext whatever the settings say, for an address on loopback.
@@ -89,6 +91,8 @@ class Server:
         if settings.dialer.tls:
             channel_credentials(settings.dialer.tls)  # fails now rather than on the first call
         first: list[aio.ServerInterceptor] = [StatusInterceptor(), self._calls]
+        if callers:
+            first.append(ContractInterceptor(service_name))
         if tls and callers:
             required = settings.internal_tls_roles == "required"
             first.append(RoleInterceptor(service_name, callers, required))

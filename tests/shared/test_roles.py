@@ -1,4 +1,5 @@
-"""What certificates with and without roles may call, over real mutual TLS."""
+"""What services may call: by the roles of their certificates, over real mutual TLS, and by their
+version."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nano_vllm_grpc.channels import open_channel
 from nano_vllm_grpc.tls import ClientTls
 from scheduler_svc.settings import SchedulerSettings
+from shared.channels import CONTRACT, Dialer
 from shared.config import load_settings
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import (
@@ -118,3 +121,20 @@ async def test_a_client_without_a_certificate_of_the_authority_is_rejected(
             async with open_channel(address, tls) as channel:
                 call = SchedulerServiceStub(channel).GetLoad(pb.GetLoadRequest(), timeout=TIMEOUT_S)
                 assert await call.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_services_of_another_contract_are_rejected(tmp_path: Path) -> None:
+    server = Server(load_settings(SchedulerSettings, []), SERVICE_NAME, callers=Callers("frontend"))
+    add_SchedulerServiceServicer_to_server(Stub(), server.grpc)
+    address = f"unix:{tmp_path}/s.sock"
+    await server.start(address)
+    async with Dialer().open(address) as channel:
+        await SchedulerServiceStub(channel).GetLoad(pb.GetLoadRequest(), timeout=TIMEOUT_S)
+    agent = CONTRACT + "0123456789abcdef"
+    async with open_channel(address, None, [("grpc.primary_user_agent", agent)]) as channel:
+        with pytest.raises(aio.AioRpcError, match="another version") as rejected:
+            await SchedulerServiceStub(channel).GetLoad(pb.GetLoadRequest(), timeout=TIMEOUT_S)
+        assert rejected.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        health = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+    await server.grpc.stop(None)
