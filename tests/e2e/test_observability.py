@@ -114,6 +114,37 @@ def expressions_of_dashboard() -> list[str]:
     return [each.replace("$__rate_interval", "5m").replace("$stack", ".*") for each in found]
 
 
+def test_alerts_are_of_one_stack(tmp_path: Path) -> None:
+    """Of three stacks, `b` serves. `c` has no scheduler that answers."""
+    series = {
+        'up{job="nanovllm",stack="a"}': "1x24",
+        'up{job="nanovllm",stack="b"}': "1x24",
+        'up{job="nanovllm",stack="c"}': "1x24",
+        'nanovllm:engine_ready{stack="a"}': "0x24",
+        'nanovllm:engine_ready{stack="b"}': "1x24",
+        'nanovllm:restarts_total{stack="b",instance="worker-0"}': "0 0 0 1 1 2 3x18",
+        'nanovllm:process_restarts_total{stack="c",instance="supervisor-0",process="worker-1"}': (
+            "0 0 0 1 1 2 3x18"
+        ),
+    }
+    case = {
+        "interval": "5s",
+        "input_series": [{"series": name, "values": each} for name, each in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f'count by (stack) (ALERTS{{alertname="{alert}",alertstate="firing"}})',
+                "eval_time": "2m",
+                "exp_samples": [{"labels": f'{{stack="{each}"}}', "value": 1} for each in stacks],
+            }
+            for alert, stacks in (("NoEngineReady", "ac"), ("Restarts", "bc"))
+        ],
+    }
+    rules = {"rule_files": [str(OBSERVABILITY / "alerts.yml")], "evaluation_interval": "5s"}
+    tests = tmp_path / "tests.json"  # which is YAML, too
+    tests.write_text(json.dumps(rules | {"tests": [case]}))
+    subprocess.run(["promtool", "test", "rules", tests], check=True)
+
+
 def test_every_query_of_dashboard_and_alerts(tmp_path: Path) -> None:
     subprocess.run(["promtool", "check", "config", OBSERVABILITY / "prometheus.yml"], check=True)
     with (
