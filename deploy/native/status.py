@@ -56,10 +56,11 @@ def stack_status(stack: Stack) -> list[ProcessStatus]:
 
 
 def supervisor_status(stack: Stack) -> ProcessStatus:
-    """The state of the supervisor: RUNNING, SILENT if it is stopped or hangs, or GONE."""
+    """The state of the supervisor: STARTING, RUNNING, SILENT if it is stopped or hangs, or GONE."""
     found = find_supervisor(stack.directory)
     state = found.state if found else "GONE"
-    trouble = "" if state == "RUNNING" else "no process is restarted; make up starts a supervisor"
+    works = state in ("RUNNING", "STARTING")
+    trouble = "" if works else "no process is restarted; make up starts a supervisor"
     process = Process("supervisor", 0, "-")
     return ProcessStatus(process, found.pid if found else None, state, "", None, trouble)
 
