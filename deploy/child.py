@@ -34,7 +34,7 @@ class Child:
         self.log = log
         self.pid = 0  # 0: it does not run
         self.pidfd = -1
-        self.exit_status: int | None = None  # of the last run; None: unknown
+        self.exit_status: int | None = None  # of the last run that ended; None: unknown
         self.failure = ""  # why the last start failed
         self.starts = 0
         self.due = 0.0  # earliest time of the next start, by the monotonic clock
@@ -50,7 +50,7 @@ class Child:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Starts the process, or notes why that fails."""
-        self._started, self.failure, self.exit_status = time.monotonic(), "", None
+        self._started, self.failure = time.monotonic(), ""
         self.starts += 1
         try:
             with _opened(self.log) as file:

@@ -86,3 +86,16 @@ def blocks_that_fit(
 
 def _mib(size: int) -> int:
     return math.ceil(size / 2**20)
+
+
+def choose_max_model_len(settings: WorkerSettings, limit: int) -> int:
+    """Returns the maximum length of a sequence, in tokens.
+
+    Raises:
+        StartError: the setting is over the model's `limit`.
+    """
+    if settings.max_model_len == "auto":
+        return limit
+    if settings.max_model_len > limit:
+        raise StartError(f"max_model_len: {settings.max_model_len} is over the model's {limit}")
+    return settings.max_model_len

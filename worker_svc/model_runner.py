@@ -18,9 +18,14 @@ from worker_svc.devices.choice import choose_platform
 from worker_svc.devices.cuda_graph import DecodeGraphs, graph_sizes
 from worker_svc.devices.warm_up import half_drafted, plain_decodes, warm_up_steps
 from worker_svc.distributed import TensorParallel
-from worker_svc.errors import StartError
 from worker_svc.kept_memory import CacheMemory, KeptMemory
-from worker_svc.kv_cache import TOKEN_ID_BYTES, TokenCache, blocks_that_fit, copy_blocks
+from worker_svc.kv_cache import (
+    TOKEN_ID_BYTES,
+    TokenCache,
+    blocks_that_fit,
+    choose_max_model_len,
+    copy_blocks,
+)
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.rank_models.draft_model import DraftModel
 from worker_svc.rank_models.rank_model import RankModel
@@ -78,7 +83,7 @@ class ModelRunner:
         self._tp = TensorParallel(settings.rank, settings.tp)
         self._model = RankModel(settings, platform, self._tp)
         self.config, self._backend = self._model.config, self._model.backend
-        self._max_model_len = _max_model_len(settings, self.config.max_model_len)
+        self._max_model_len = choose_max_model_len(settings, self.config.max_model_len)
         self._max_num_batched_tokens = _max_num_batched_tokens(settings, platform)
         self._draft: DraftModel | None = None
         if settings.draft_model:
@@ -364,14 +369,6 @@ class ModelRunner:
         if platform.captures:
             return prompts_bytes + decodes_bytes
         return max(prompts_bytes, decodes_bytes)
-
-
-def _max_model_len(settings: WorkerSettings, limit: int) -> int:
-    if settings.max_model_len == "auto":
-        return limit
-    if settings.max_model_len > limit:
-        raise StartError(f"max_model_len: {settings.max_model_len} is over the model's {limit}")
-    return settings.max_model_len
 
 
 def _max_num_batched_tokens(settings: WorkerSettings, platform: Platform) -> int:

@@ -30,7 +30,7 @@ from worker_svc.devices.base import Platform
 from worker_svc.devices.choice import choose_platform
 from worker_svc.devices.driver import driver_version
 from worker_svc.errors import ModelError, StartError
-from worker_svc.kv_cache import TOKEN_ID_BYTES, blocks_that_fit
+from worker_svc.kv_cache import TOKEN_ID_BYTES, blocks_that_fit, choose_max_model_len
 from worker_svc.models.chat_formats import choose_parsers
 from worker_svc.models.config import ModelConfig, load_model_config
 from worker_svc.models.decoder import attention_shape
@@ -52,6 +52,7 @@ _REMEDIES = {
     "kernels": "install GCC 11 or newer, such as with apt install g++",
     "attention": "",  # the reason names an alternative
     "model": "docs/get-started/models.md lists the models that are served",
+    "settings": "docs/reference/settings.md",
     "weights": "download or copy the model again",
     "memory": "use QUANTIZATION=int8 or int4, or a smaller model, or end other processes",
     "tokenizer": "download or copy the model again",
@@ -101,6 +102,8 @@ def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
         found = f"{config.family.architecture}, {config.num_layers} layers, {dtype}"
         yield Check(name, "ok", f"{found}, quantization: {weights_format}")
         yield _check_parsers(directory)
+        name = "settings"
+        length = choose_max_model_len(settings, config.max_model_len)
         name = "attention"
         shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
         backend = platform.attention_backend(settings, shape)
@@ -108,7 +111,7 @@ def _check_worker(settings: WorkerSettings) -> Iterator[Check]:
         name = "weights"
         yield _check_weights(directory, config, platform)
         name = "memory"
-        yield _check_memory(settings, platform, config, backend, weights_format)
+        yield _check_memory(settings, platform, config, backend, weights_format, length)
     except StartError as error:
         yield Check(name, "wrong", str(error), _REMEDIES[name])
 
@@ -184,6 +187,7 @@ def _check_memory(
     config: ModelConfig,
     backend: Backend,
     weights_format: str,
+    max_model_len: int,
 ) -> Check:
     """Checks that the weights and the cache of one sequence of full length fit. The further memory
     of steps is known only once they run."""
@@ -200,9 +204,8 @@ def _check_memory(
         raise StartError(f"the weights need {_size(weights)}, but only {_size(free)} are free")
     cache = platform.cache_bytes(settings, 0 if on_cpu else weights)
     cache = cache * (free - weights) // free if on_cpu else cache
-    length = config.max_model_len if settings.max_model_len == "auto" else settings.max_model_len
     block = (backend.shape.cache_bytes_per_token + TOKEN_ID_BYTES) * backend.block_size
-    blocks = blocks_that_fit(settings, cache, block, backend.block_size, length)
+    blocks = blocks_that_fit(settings, cache, block, backend.block_size, max_model_len)
     tokens = blocks * backend.block_size
     return Check(
         "memory", "ok", f"{_size(weights)} of weights, and a cache of {tokens} tokens, fit"

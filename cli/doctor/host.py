@@ -13,7 +13,7 @@ from typing import Literal
 import psutil
 
 from deploy.errors import LaunchError
-from deploy.native.processes import is_running, stack_members
+from deploy.native.processes import is_running, parent_processes, stack_members
 from deploy.ports import reserve_port
 from deploy.stack import run_directory
 
@@ -68,7 +68,7 @@ def check_shared_memory() -> Check:
 
 
 def check_port(host: str, port: int) -> Check:
-    if is_running(run_directory(port)):
+    if has_stack(run_directory(port)):
         return Check("port", "ok", f"{port}: the stack is running")
     try:
         reserve_port(host, port).close()
@@ -77,10 +77,22 @@ def check_port(host: str, port: int) -> Check:
     return Check("port", "ok", f"{host}:{port} is free")
 
 
+def has_stack(directory: Path) -> bool:
+    """Returns whether a stack runs, perhaps without a supervisor."""
+    return is_running(directory) or bool(parent_processes(directory))
+
+
 def check_stacks() -> Iterator[Check]:
     for directory in sorted(Path(".run").glob("[0-9]*")):
         if is_running(directory):
             yield Check("stacks", "ok", f"a stack runs on port {directory.name}")
+        elif has_stack(directory):
+            yield Check(
+                "stacks",
+                "warning",
+                f"the stack on port {directory.name} has no supervisor",
+                f"make up PORT={directory.name} starts one",
+            )
         elif members := stack_members(directory):
             yield Check(
                 "stacks",

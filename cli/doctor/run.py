@@ -15,7 +15,6 @@ from cli.doctor import host
 from cli.doctor.host import Check
 from deploy.errors import LaunchError
 from deploy.model import HUB
-from deploy.native.processes import is_running
 from deploy.plan import Environment, Layout, plan_stack, read_settings
 from deploy.stack import run_directory
 from shared.config import PREFIX, SettingsError
@@ -54,7 +53,7 @@ def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
             yield Check("model", "warning", f"{settings.model}: not checked", remedy)
             return
         directory = run_directory(settings.port)
-        if is_running(directory):
+        if host.has_stack(directory):
             # The running stack has these ports.
             environment = environment | {f"{PREFIX}{name}_PORT": "0" for name in ("HTTP", "UI")}
         _, shared = plan_stack(environment, layout, directory, settings.port)

@@ -218,7 +218,7 @@ def _supervised_again(stack: Stack, supervisor: subprocess.Popen[bytes]) -> int:
 
 def _already_up(stack: Stack) -> int:
     if all(status.health == SERVING for status in stack_status(stack)):
-        print(f"the stack on port {stack.port} is already up; make down stops it")
+        print(f"the stack on port {stack.port} is already up, unchanged; make down stops it")
         return 0
     raise LaunchError(
         f"PORT: the stack on port {stack.port} is already running but does not serve; "

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,7 @@ class RunningProcess:
     name: str
     state: str = "STOPPED"  # or RUNNING; EXITED: to be restarted; FAILED: it cannot be run
     pid: int | None = None  # of the service fork (`shared.process.parent_process`)
-    exit_status: int | None = None  # of the last run; None: unknown
+    exit_status: int | None = None  # of the last run that ended; None: unknown
     trouble: str = ""  # why there is no fork, or why the last one ended
 
 
@@ -162,7 +162,7 @@ def _with_fork(process: RunningProcess) -> RunningProcess:
     state = read_parent_state(process.pid) if process.pid else None
     if state is None:
         return process
-    return RunningProcess(process.name, process.state, state.pid or None, None, state.trouble)
+    return replace(process, pid=state.pid or None, trouble=state.trouble)
 
 
 def running_processes(directory: Path) -> list[RunningProcess]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from deploy.health import UNREACHABLE, check_health, http_health
+from deploy.health import SERVING, UNREACHABLE, check_health, http_health
 from deploy.logs import failure_reason
 from deploy.native.processes import RunningProcess, find_supervisor, running_processes
 from deploy.stack import ENGINE_SERVICES, Process, Stack
@@ -60,7 +60,7 @@ def supervisor_status(stack: Stack) -> ProcessStatus:
     found = find_supervisor(stack.directory)
     state = found.state if found else "GONE"
     works = state in ("RUNNING", "STARTING")
-    trouble = "" if works else "no process is restarted; make up starts a supervisor"
+    trouble = "" if works else "make up starts one, which restarts parent processes that end"
     process = Process("supervisor", 0, "-")
     return ProcessStatus(process, found.pid if found else None, state, "", None, trouble)
 
@@ -74,8 +74,10 @@ def _status(stack: Stack, process: Process, found: RunningProcess) -> ProcessSta
     elif found.pid and (not shares or listens(found.pid, stack.port)):
         health = check_health(process.address, tls=stack.tls(process.service))
     status = found.exit_status
-    reason = failure_reason(stack.log(process.name)) if status == CANNOT_START else ""
-    trouble = f"starts again soon: {reason}" if reason else found.trouble
+    trouble = found.trouble
+    if status == CANNOT_START and health != SERVING and not trouble:
+        when = "is starting again" if found.state == "RUNNING" else "starts again soon"
+        trouble = f"{when}: {failure_reason(stack.log(process.name))}"
     return ProcessStatus(process, found.pid, found.state, health, status, trouble)
 
 

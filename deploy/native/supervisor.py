@@ -142,7 +142,7 @@ class Supervisor:
 
 def _described(child: Child, stopped: bool) -> RunningProcess:
     if child.pid:
-        return RunningProcess(child.name, "RUNNING", child.pid)
+        return RunningProcess(child.name, "RUNNING", child.pid, child.exit_status)
     if child.failure:
         return RunningProcess(child.name, "FAILED", trouble=f"cannot be run: {child.failure}")
     state = "STOPPED" if stopped or not child.starts else "EXITED"

@@ -15,7 +15,7 @@ import pytest
 
 from cli.doctor import host
 from cli.doctor.engine import checks
-from deploy.native.processes import MARKER
+from deploy.native.processes import MARKER, NAME
 from deploy.ports import free_port
 from tests.stack import DEMO_MODEL
 from worker_svc.errors import StartError
@@ -63,6 +63,23 @@ def test_leftover_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (found,) = host.check_stacks()
     left.communicate()
     assert (found.state, found.remedy) == ("warning", "make down PORT=50051")
+
+
+def test_a_stack_without_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as serving:
+        port = serving.getsockname()[1]
+        directory = tmp_path / ".run" / str(port)
+        directory.mkdir(parents=True)
+        left = subprocess.Popen(
+            [sys.executable, "-c", "input()"],
+            env={**os.environ, MARKER: str(directory), NAME: "frontend-0"},
+            stdin=subprocess.PIPE,
+        )
+        (found,) = host.check_stacks()
+        assert host.check_port("127.0.0.1", port).state == "ok"
+        left.communicate()
+    assert (found.state, found.remedy) == ("warning", f"make up PORT={port} starts one")
 
 
 def cut_weights(model: Path) -> None:
@@ -123,6 +140,13 @@ def test_a_broken_model(
     assert [(each.name, each.state) for each in others] == [(name, state)]
     assert found in others[0].found
     assert others[0].remedy
+
+
+def test_settings_that_the_model_does_not_allow() -> None:
+    settings = WorkerSettings(model=str(DEMO_MODEL), device="cpu", max_model_len=4096)
+    *_, found = checks(settings, ["worker"])
+    assert (found.name, found.state) == ("settings", "wrong")
+    assert "4096 is over the model's 2048" in found.found
 
 
 def test_the_cpu_kernels_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

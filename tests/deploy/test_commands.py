@@ -141,7 +141,7 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     worker, frontend = named(before, "worker_svc"), named(before, "frontend")
     supervisor.send_signal(number)
     state = "SILENT" if number is signal.SIGSTOP else "GONE"
-    said = f"{state} no process is restarted"
+    said = f"{state} make up starts one"
     wait_for(lambda: said in launcher("ps", "--port", port).stdout, "ps to say so")
     wait_for(lambda: launcher.serving(port) == 2, "both to answer")
     if number is not signal.SIGSTOP:

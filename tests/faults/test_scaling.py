@@ -68,7 +68,7 @@ async def test_no_stream_notices_that_the_supervisor_is_gone_and_replaced(
         launcher.succeed("up", "--port", port, NANO_MODEL=str(DEMO_MODEL))
         before = pids(launcher, port)
         state = "GONE" if number is signal.SIGKILL else "SILENT"
-        said = f"{state} no process is restarted"
+        said = f"{state} make up starts one"
 
         def shown() -> str:
             return str(launcher("ps", "--port", port).stdout)
