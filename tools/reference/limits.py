@@ -71,7 +71,7 @@ _STRUCTURED = (
     Limit("memory of all grammars", f"{_GRAMMAR}.grammars:_MAX_BYTES", "bytes", "waits"),
     Limit("compilations at a time", f"{_GRAMMAR}.grammars:_MAX_COMPILING", "", "waits"),
     Limit(
-        "rejection of a grammar that killed its process",
+        "time for which a grammar that killed its process is rejected",
         f"{_GRAMMAR}.grammars:_GUILTY_S",
         "s",
         "compiled again",

@@ -40,7 +40,7 @@ _INTRODUCTION = """Each setting has one name, which is written in four ways. For
 - `make up MAX_NUM_SEQS=64` passes the variable as an option. `MAX_NUM_SEQS` in the environment is
   ignored.
 - `nano-vllm-grpc up --max-num-seqs 64` passes the option to the services that read it.
-- `NANO_MAX_NUM_SEQS=64` in the environment reaches all services, which may share one environment.
+- A variable of the environment, such as `NANO_MAX_NUM_SEQS=64`, reaches all services.
 - `max_num_seqs = 64` in a TOML file, whose path is in `NANO_CONFIG_FILE`.
 
 An option overrides the environment, the environment overrides the file, and the file overrides the

@@ -110,3 +110,5 @@ def test_the_kustomization_of_the_documentation_fits(tmp_path: Path) -> None:
     assert found["engine/scheduler"].settings.max_num_seqs == 512
     image = found["frontend/frontend"].container["image"]
     assert image == "registry.example/nano-vllm-grpc/frontend:1"
+    image = found["engine/worker-0"].container["image"]
+    assert image == "registry.example/nano-vllm-grpc/worker:1-gpu"
