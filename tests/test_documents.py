@@ -15,8 +15,8 @@ TESTS = Path(__file__).parent
 PROMISES = {  # the sections with such tables
     "concepts/guarantees.md": {"Promises"},
     "internals/failure-detection.md": {"Who notices what"},
-    "internals/threat-model.md": {"Who may do what", "What bounds a client", "What bounds a process"}
-    | {"Caches on disk", "Structured output"},
+    "internals/threat-model.md": {"Who may do what", "What bounds a client"}
+    | {"What bounds a process", "Caches on disk", "Structured output"},
 }
 WARNINGS = ("Triton's compiled kernels",)  # rows that promise nothing
 
