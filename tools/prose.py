@@ -106,13 +106,20 @@ def missing_files(path: Path) -> Iterator[tuple[int, str]]:
                 yield (token.map or [0])[0] + 1, f"{file} does not exist"
 
 
+def read_settings() -> dict[str, Any]:
+    """The table `[tool.prose]`."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    settings: dict[str, Any] = tomllib.loads(text)["tool"]["prose"]
+    return settings
+
+
 def documents(root: Path) -> list[Path]:
     """The Markdown files of the project's top folder and of docs/."""
     return [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))]
 
 
 def main(args: Sequence[str]) -> int:
-    prose = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["prose"]
+    prose = read_settings()
     paths = [Path(each) for each in args] or documents(ROOT)
     found = [
         f"{path}:{line}: {problem}"

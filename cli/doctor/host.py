@@ -86,7 +86,7 @@ def check_stacks() -> Iterator[Check]:
     for directory in sorted(Path(".run").glob("[0-9]*")):
         if is_running(directory):
             yield Check("stacks", "ok", f"a stack runs on port {directory.name}")
-        elif has_stack(directory):
+        elif parent_processes(directory):
             yield Check(
                 "stacks",
                 "warning",

@@ -155,7 +155,7 @@ def test_a_parent_whose_successor_cannot_start_is_not_final(victim: Victim) -> N
     with missing_tokens(victim) as reason:
         victim.parent("frontend-0").kill()
         for said in (f"starts again soon: {reason}", f"is starting again: {reason}"):
-            wait_for(lambda: said in victim.trouble("frontend"), f"ps to say: {said}")  # noqa: B023
+            wait_for(lambda said=said: said in victim.trouble("frontend"), f"ps to say: {said}")
     victim.stack.wait_serving()
     assert victim.generate()
 

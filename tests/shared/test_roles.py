@@ -1,5 +1,5 @@
-"""What services may call: by the roles of their certificates, over real mutual TLS, and by their
-version."""
+"""Services may call each other only with the right role in a certificate, over real mutual TLS, and
+only with the same contract."""
 
 from __future__ import annotations
 
