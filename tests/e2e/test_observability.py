@@ -159,7 +159,8 @@ def test_every_query_of_dashboard_and_alerts(tmp_path: Path) -> None:
         running_prometheus(stack, tmp_path) as prometheus,
     ):
         stack.wait_serving()
-        prometheus.wait('count(up{job="nanovllm"} == 1) == 5')
+        # Two frontends, a scheduler, two workers and the supervisor.
+        prometheus.wait('count(up{job="nanovllm"} == 1) == 6')
         prometheus.wait("nanovllm:engine_ready == 1")
         with LLM(stack.address) as llm:
             structured = SamplingParams(
