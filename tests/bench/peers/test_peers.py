@@ -123,6 +123,14 @@ def test_a_missing_server_stops_the_comparison_before_it_begins(
     assert not out.exists()
 
 
+def test_models_of_another_server_need_that_server(model: Path, home: Path) -> None:
+    (home / "ik_llama").mkdir(parents=True)
+    (home / "ik_llama" / "installed").touch()
+    entry = next(each for each in ENTRIES if each.peer == "ik_llama")
+    with pytest.raises(BenchError, match="llama_cpp is not installed"):
+        install.converted(entry, model)
+
+
 def test_a_driver_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "TIMEOUT_S", 0.01)
     monkeypatch.setattr(program, "driver_module", lambda entry: "tests.bench.peers.fake_driver")
