@@ -20,11 +20,10 @@ from bench.peers.entries import Entry, Job
 from bench.peers.http_server import HOST, HttpServer, free_port
 from bench.workload import TEMPERATURE, Request
 
-# Without pages for browsers. ik_llama.cpp arranges weights for its kernels only if it is asked to,
-# and its attention of several requests at once fails an assertion unless it is the plain one.
+# Without pages for browsers. ik_llama.cpp arranges weights for its kernels only if it is asked to.
 _FLAGS = {
     "llama_cpp": ("--no-webui",),
-    "ik_llama": ("--webui", "none", "--run-time-repack", "--no-flash-attn"),
+    "ik_llama": ("--webui", "none", "--run-time-repack", "--log-disable"),
 }
 SLOT_TOKENS = 1280  # the long prompt, in a multiple of 256
 
