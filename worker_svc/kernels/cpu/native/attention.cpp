@@ -1,4 +1,4 @@
-// A unit of work is a tile of up to TILE_ROWS queries of a key-value head. They are of one token in
+// A unit of work is a tile of some queries of a key-value head. They are of one token in
 // a decode and of several tokens in a prompt. A tile goes through the context CHUNK keys at a time.
 // It keeps, per query, the largest score and the sum of the weights so far (online softmax: Milakov
 // and Gimelshein, 2018, and Dao et al., "FlashAttention", 2022).
@@ -16,7 +16,6 @@
 namespace nano {
 namespace {
 
-constexpr int TILE_ROWS = 12;
 constexpr int CHUNK = 256;  // keys whose scores are computed at once
 constexpr int64_t SPAN = 64;  // keys whose weights share a scale
 // The floats from one row of scores to the next. With a power of two, all rows would compete for
@@ -75,6 +74,9 @@ inline void fetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
 template <class Kind>
 class Tile {
   public:
+    static constexpr int MAX_ROWS = Kind::MAX_ROWS;  // that a loop multiplies at once
+    static constexpr int TILE_ROWS = 2 * MAX_ROWS;
+
     // Computes a unit. Meanwhile fetches the first keys of `next`, unless it has the same keys: the
     // pieces of a cache are too short for the CPU to fetch them ahead by itself.
     //
@@ -136,7 +138,6 @@ class Tile {
   private:
     typedef typename Kind::Factor Factor;
     typedef typename Kind::Sums Sums;
-    static constexpr int MAX_ROWS = 6;
     static constexpr int64_t SPAN_STEPS = Kind::SCALED ? SPAN / Kind::DEPTH : CHUNK;
 
     void resize(const Cache& cache) {
@@ -222,7 +223,7 @@ class Tile {
             for (int i = 0; i < WIDTH; i++) words[i] = load<U32s>(words_at(step, i));
 #pragma GCC unroll 8
             for (int row = 0; row < ROWS; row++) {
-                const Factor factor = load<Factor>(factor_at(step, row));
+                const Factor* factor = factor_at(step, row);
 #pragma GCC unroll 8
                 for (int i = 0; i < WIDTH; i++) add(sums[row][i], words[i], factor);
             }
@@ -339,7 +340,7 @@ class Tile {
                         return values[step] + 4 * LANES * (vector + i);
                     },
                     [&](int64_t step, int row) {
-                        return factors + 4 * SCORES * row + step * sizeof(Factor);
+                        return (const Factor*)(factors + 4 * SCORES * row) + step;
                     },
                     Kind::add_value);
 #pragma GCC unroll 8
@@ -388,6 +389,7 @@ class Tile {
 
 template <class Kind>
 void attend_tiles(const AttendArgs& args, const Step& step, Member& member) {
+    constexpr int TILE_ROWS = Tile<Kind>::TILE_ROWS;
     static thread_local Tile<Kind> tile;
     const int64_t kv_heads = args.cache.kv_heads, group = args.heads / kv_heads;
     const auto tiles_of = [&](int64_t n) {

@@ -25,6 +25,7 @@ template <class Self>
 struct Unscaled {
     typedef F32s Sums;
     static constexpr bool SCALED = false;
+    static constexpr int MAX_ROWS = 6;
     struct Query {};  // what the sums of a query need besides its factors
 
     static F32s keys_start(Query) { return F32s{}; }
@@ -51,10 +52,12 @@ struct Floats : Unscaled<Floats> {
     typedef float Factor;
 
     static void put(uint8_t* factors, F32s numbers) { store(factors, numbers); }
-    static void add_key(F32s& sums, U32s words, Factor factor) {
-        sums = fma(bits<F32s>(words), splat(factor), sums);
+    static void add_key(F32s& sums, U32s words, const Factor* factor) {
+        sums = fma(bits<F32s>(words), splat(load<Factor>(factor)), sums);
     }
-    static void add_value(F32s& sums, U32s words, Factor factor) { add_key(sums, words, factor); }
+    static void add_value(F32s& sums, U32s words, const Factor* factor) {
+        add_key(sums, words, factor);
+    }
 };
 
 #if defined(__AVX512BF16__)
@@ -65,30 +68,36 @@ struct Pairs : Unscaled<Pairs> {
     static void put(uint8_t* factors, F32s numbers) {
         store(factors, _mm512_cvtneps_pbh((__m512)numbers));
     }
-    static void add_key(F32s& sums, U32s words, Factor factor) {
-        sums = add_pairs(sums, words, splat(factor));
+    static void add_key(F32s& sums, U32s words, const Factor* factor) {
+        sums = add_pairs(sums, words, splat(load<Factor>(factor)));
     }
-    static void add_value(F32s& sums, U32s words, Factor factor) { add_key(sums, words, factor); }
+    static void add_value(F32s& sums, U32s words, const Factor* factor) {
+        add_key(sums, words, factor);
+    }
 };
 #else
 struct Pairs : Unscaled<Pairs> {
     static constexpr int DEPTH = 2;
-    struct Factor {
-        float first, second;
-    };
+    static constexpr int MAX_ROWS = 5;  // GCC spills the sums of a sixth row in AVX2
+    typedef uint64_t Factor;
 
     static void put(uint8_t* factors, F32s numbers) { store(factors, numbers); }
-    static void add_key(F32s& sums, U32s words, Factor factor) {
-        sums = fma(bits<F32s>(words << 16), splat(factor.first), sums);
-        sums = fma(bits<F32s>(words & 0xffff0000), splat(factor.second), sums);
+    static void add_key(F32s& sums, U32s words, const Factor* factor) {
+        // Loads one number at a time: GCC would send a pair through memory.
+        const auto* numbers = (const char*)factor;
+        sums = fma(bits<F32s>(words << 16), splat(load<float>(numbers)), sums);
+        sums = fma(bits<F32s>(words & 0xffff0000), splat(load<float>(numbers + 4)), sums);
     }
-    static void add_value(F32s& sums, U32s words, Factor factor) { add_key(sums, words, factor); }
+    static void add_value(F32s& sums, U32s words, const Factor* factor) {
+        add_key(sums, words, factor);
+    }
 };
 #endif
 
 struct Codes {
     static constexpr int DEPTH = 4;
     static constexpr bool SCALED = true;
+    static constexpr int MAX_ROWS = 6;
     static constexpr int QUERY_CODE = 127, WEIGHT_CODE = 255;  // the largest codes
     static constexpr float SMALLEST = 1e-30f;  // smaller weights are rounded to 0
     typedef uint32_t Factor;
@@ -107,11 +116,11 @@ struct Codes {
         return fma(to_floats(sums), splat(scale), before);
     }
 
-    static void add_key(I32s& sums, U32s words, Factor factor) {
-        sums = add_codes(sums, words, splat(factor));
+    static void add_key(I32s& sums, U32s words, const Factor* factor) {
+        sums = add_codes(sums, words, splat(load<Factor>(factor)));
     }
-    static void add_value(I32s& sums, U32s words, Factor factor) {
-        sums = add_codes(sums, splat(factor), words);
+    static void add_value(I32s& sums, U32s words, const Factor* factor) {
+        sums = add_codes(sums, splat(load<Factor>(factor)), words);
     }
 
     static Query pack(const float* query, int64_t head_dim, float scale, uint8_t* factors) {

@@ -26,9 +26,8 @@ struct Float32 {
     using Sum = F32s;
     static constexpr int BYTES = 128, WORDS = 1, INPUTS = 1;
     static constexpr int MAX_ROWS = FLOAT_ROWS;
-    static void load(const char* step, U32s (&w)[WORDS][2]) {
-        for (int half = 0; half < 2; half++) w[0][half] = nano::load<U32s>(step + 64 * half);
-    }
+    // Half of the columns of a step, for one word of x.
+    static U32s load(const char* step, int, int half) { return nano::load<U32s>(step + 64 * half); }
     static F32s add(F32s total, U32s w, U32s x) {
         return fma(bits<F32s>(x), bits<F32s>(w), total);
     }
@@ -36,10 +35,9 @@ struct Float32 {
 
 struct Bfloat16 : Float32 {
     static constexpr int BYTES = 64;
-    static void load(const char* step, U32s (&w)[WORDS][2]) {
-        U32s both = nano::load<U32s>(step);
-        w[0][0] = both << 16;
-        w[0][1] = both & 0xffff0000;
+    static U32s load(const char* step, int, int half) {
+        const U32s both = nano::load<U32s>(step);
+        return half ? both & 0xffff0000 : both << 16;
     }
 };
 
@@ -53,24 +51,33 @@ struct Int8 : Float32 {
     static constexpr int INPUTS = 4, ZERO = 128;
     static constexpr int MAX_ROWS = INTEGER_ROWS;
     static I32s add(I32s total, U32s w, U32s x) { return add_codes(total, w, x); }
+    static I32s finish(I32s total) { return total; }
 };
 
 struct Int4 : Int8 {
     static constexpr int WORDS = 2, INPUTS = 8, ZERO = 8;
-    static void load(const char* step, U32s (&w)[WORDS][2]) {
-        for (int half = 0; half < 2; half++) {
-            U32s both = nano::load<U32s>(step + 64 * half);
-            w[0][half] = both & 0x0f0f0f0f;
-            w[1][half] = (both >> 4) & 0x0f0f0f0f;
-        }
+    static U32s load(const char* step, int word, int half) {
+        return (nano::load<U32s>(step + 64 * half) >> 4 * word) & 0x0f0f0f0f;
     }
     static I32s add(I32s total, U32s w, U32s x) { return add_small_codes(total, w, x); }
 };
 
-// Calls `call` with the type of a kind.
+// Adds up the products of a piece in words. None overflows: with the sum that a piece begins with,
+// it is a sum of 32 products of a code − 8 and a code of x.
+struct Int4InWords : Int4 {
+    static I32s add(I32s total, U32s w, U32s x) { return add_to_words(total, w, x); }
+    static I32s finish(I32s total) { return add_words(total); }
+};
+
+bool adds_in_words(const Weight& weight) {
+    return ADDS_TO_WORDS && weight.kind == Kind::INT4 && !weight.zeros && weight.piece <= PIECE;
+}
+
+// Calls `call` with the type of a weight's kind.
 template <class Call>
-auto with_kind(Kind kind, const Call& call) {
-    switch (kind) {
+auto with_kind(const Weight& weight, const Call& call) {
+    if (adds_in_words(weight)) return call(Int4InWords{});
+    switch (weight.kind) {
         case Kind::FLOAT32: return call(Float32{});
         case Kind::BFLOAT16: return call(Bfloat16{});
         case Kind::BF16_PAIRS: return call(Bf16Pairs{});
@@ -110,18 +117,18 @@ inline void add_steps(const Block& block, int64_t first, Count count,
         fetch(ahead);
         if (K::BYTES > LINE) fetch(ahead + block.pace / 2);
         ahead += block.pace;
-        U32s w[K::WORDS][2];
-        K::load(step, w);
-        step += K::BYTES;
 #pragma GCC unroll 16
-        for (int word = 0; word < K::WORDS; word++)
+        for (int word = 0; word < K::WORDS; word++) {
+            const U32s w[2] = {K::load(step, word, 0), K::load(step, word, 1)};
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++) {
                 const U32s factor = splat(x[row * block.stride + word]);
 #pragma GCC unroll 16
                 for (int half = 0; half < 2; half++)
-                    sums[row][half] = K::add(sums[row][half], w[word][half], factor);
+                    sums[row][half] = K::add(sums[row][half], w[half], factor);
             }
+        }
+        step += K::BYTES;
         x += K::WORDS;
     }
 }
@@ -180,7 +187,8 @@ inline void multiply_pieces(const Block& block, Totals<ROWS>& totals) {
                 F32s factor = x_scale;
                 if (!PLAIN && block.groups > 1)
                     factor *= load<F32s>(block.scales + group * PANEL + half * LANES);
-                totals[row][half] = fma(to_floats(sums[row][half]), factor, totals[row][half]);
+                const I32s sum = K::finish(sums[row][half]);
+                totals[row][half] = fma(to_floats(sum), factor, totals[row][half]);
             }
         }
     }
@@ -317,21 +325,25 @@ void pack_pairs(const float* x, int64_t in, uint32_t* words) {
     if (in % 2) numbers[in] = 0;
 }
 
-inline int32_t pack_codes(const float* x, int64_t count, float factor, int8_t* codes) {
-    I32s totals = {};
-    int64_t k = 0;
-    for (; k + LANES <= count; k += LANES) {
-        I32s code = nearest(load<F32s>(x + k) * factor);
-        totals += code;
-        store(codes + k, low_bytes(code));
+// Rounds x to codes -> lane i has the sum of the codes i, i + LANES, ...
+inline I32s pack_codes(const float* x, int64_t count, float factor, int8_t* codes) {
+    I32s sums = {};
+    for (int64_t k = 0; k < count; k += LANES) {
+        const I32s some = nearest(load_first<F32s>(x + k, count - k) * factor);
+        sums += some;
+        store_first(codes + k, low_bytes(some), count - k);
     }
-    int32_t total = sum(totals);
-    for (; k < count; k++) {
-        int32_t code = nearest(splat(x[k] * factor))[0];
-        codes[k] = int8_t(code);
-        total += code;
-    }
-    return total;
+    return sums;
+}
+
+// What the sums of a piece begin with, from the sums of its codes.
+inline int32_t start_of(const Weight& weight, I32s sums) {
+    if (weight.zeros) return sum(sums);
+    const int32_t zero = weight.kind == Kind::INT8 ? Int8::ZERO : Int4::ZERO;
+    if (!adds_in_words(weight)) return -zero * sum(sums);
+    const I32s of_high_words = select((lane_numbers() & 2) == splat(2), sums, I32s{});
+    const int32_t high = sum(of_high_words), low = sum(sums) - high;
+    return (-zero * low & 0xffff) | -zero * high << 16;
 }
 
 }  // namespace
@@ -349,14 +361,14 @@ float largest_magnitude(const float* x, int64_t in) {
 }
 
 int64_t words_of(const Weight& weight) {
-    return with_kind(weight.kind, [&](auto kind) {
+    return with_kind(weight, [&](auto kind) {
         using K = decltype(kind);
         return ceil_div(weight.in / weight.groups, K::INPUTS) * weight.groups * K::WORDS;
     });
 }
 
 int64_t bytes_of_panel(const Weight& weight) {
-    return with_kind(weight.kind, [&](auto kind) {
+    return with_kind(weight, [&](auto kind) {
         using K = decltype(kind);
         return ceil_div(weight.in / weight.groups, K::INPUTS) * weight.groups * K::BYTES;
     });
@@ -369,7 +381,6 @@ int64_t pieces_of(const Weight& weight) { return ceil_div(weight.in, weight.piec
 static void pack_integers(const Weight& weight, const float* x, const Tops* tops, int64_t row,
                           const Packed& out) {
     const int64_t pieces = pieces_of(weight), words = words_of(weight);
-    const int32_t zero = weight.zeros ? 1 : weight.kind == Kind::INT8 ? -Int8::ZERO : -Int4::ZERO;
     uint32_t* packed = out.words + row * out.stride;
     packed[words - 1] = 0;  // the last inputs of a step may be missing
     if (weight.kind == Kind::INT4) packed[words - 2] = 0;
@@ -385,7 +396,7 @@ static void pack_integers(const Weight& weight, const float* x, const Tops* tops
         auto* codes = reinterpret_cast<int8_t*>(packed) + first;
         const int64_t place = row * pieces + piece;
         out.scales[place] = top / 127.0f;
-        out.sums[place] = zero * pack_codes(x + first, size, factor, codes);
+        out.sums[place] = start_of(weight, pack_codes(x + first, size, factor, codes));
     }
 }
 
@@ -408,7 +419,7 @@ void pack(const PackArgs& args, Member& member) {
 }
 
 void product(const ProductArgs& args, Member& member) {
-    with_kind(args.weight->kind, [&](auto kind) { product_of<decltype(kind)>(args, member); });
+    with_kind(*args.weight, [&](auto kind) { product_of<decltype(kind)>(args, member); });
 }
 
 }  // namespace nano

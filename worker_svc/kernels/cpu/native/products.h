@@ -40,7 +40,9 @@ struct Weight {
 // Rows as the loops of a kind of weight read them.
 struct Packed {
     uint32_t* words;  // [T, stride]
-    int32_t* sums;    // [T, pieces] sums of a piece's codes, times −zero if that is the same for all
+    // [T, pieces], of integers: the sums of a piece's codes, times −zero if that is the same for all.
+    // If the products are added up in words, those of the two words of each lane.
+    int32_t* sums;
     float* scales;    // [T, pieces]
     int64_t stride;
 };

@@ -367,6 +367,30 @@ inline I32s add_small_codes(I32s total, U32s bytes, U32s signed_bytes) {
 #endif
 }
 
+// Sums of products in words, which take an instruction less where a CPU cannot add all products of a
+// lane. `add_to_words` adds the products of two unsigned bytes below 128 and two signed bytes to each
+// word, and `add_words` adds the two words of each lane.
+#if defined(NANO_MULTIPLIES_WORDS)
+constexpr bool ADDS_TO_WORDS = true;
+inline I32s add_to_words(I32s total, U32s bytes, U32s signed_bytes) {
+    using Ints = Register<int32_t>;
+    using Words = Register<uint32_t>;
+    typedef uint16_t Shorts __attribute__((vector_size(sizeof(Ints))));
+    return each([](Ints total, Words bytes, Words signed_bytes) {
+        return (Ints)((Shorts)total + (Shorts)multiply_bytes(bytes, signed_bytes));
+    }, total, bytes, signed_bytes);
+}
+inline I32s add_words(I32s words) {
+    return each([](Register<int32_t> words) {
+        return multiply_words((Register<uint32_t>)words, Register<uint32_t>{} + 0x00010001);
+    }, words);
+}
+#else
+constexpr bool ADDS_TO_WORDS = false;
+inline I32s add_to_words(I32s total, U32s, U32s) { return total; }
+inline I32s add_words(I32s words) { return words; }
+#endif
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t padded(int64_t size, int64_t multiple) { return ceil_div(size, multiple) * multiple; }
 
