@@ -74,9 +74,9 @@ class WeightLoader:
         Raises:
             ModelError: as `matrix`.
         """
-        if self._is_plain(rows.name, self._to_int8):
+        if self._is_plain(rows.name, self._table_format):
             return self._keep(PlainWeight(self._read_plain([rows], num_rows, columns)))
-        return self._matrix([rows], columns, None, self._to_int8, num_rows)
+        return self._matrix([rows], columns, None, self._table_format, num_rows)
 
     def head(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
         """Loads a matrix [num_rows, columns] for products. Rows after `rows` are zero.
@@ -84,7 +84,7 @@ class WeightLoader:
         Raises:
             ModelError: as `matrix`.
         """
-        return self._matrix([rows], columns, None, self._to_int8, num_rows)
+        return self._matrix([rows], columns, None, self._table_format, num_rows)
 
     def tied_head(self, table: PackedWeight) -> PackedWeight:
         """Packs `table` for products. A quantized table is returned unchanged."""
@@ -129,10 +129,10 @@ class WeightLoader:
         return self._ops.unpack(self._memory.add(state))
 
     @property
-    def _to_int8(self) -> Format | None:
-        """The format of embedding and head if the loader quantizes the model. In 4 bits they would
-        lose more accuracy than layers do."""
-        return "int8" if self._choice.quantize_to else None
+    def _table_format(self) -> Format | None:
+        """The format of embedding and head if the loader quantizes the model."""
+        layers = self._choice.quantize_to
+        return self._ops.table_format(layers) if layers else None
 
     def _is_plain(self, name: str, quantize_to: Format | None) -> bool:
         checkpoint = self._choice.checkpoint

@@ -42,10 +42,6 @@ class PackedWeight(Protocol):
         """
         ...
 
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows `indices` [T] int64 of W, [T, in]."""
-        ...
-
     def state(self) -> dict[str, torch.Tensor] | None:
         """The tensors from which `Ops.unpack` makes an equal weight, in this process or in another
         process on the same kind of CPU. None if only copies of them would do."""
@@ -63,9 +59,6 @@ class PlainWeight:
     ) -> torch.Tensor:
         bias = None if bias is None else bias.to(self.weight.dtype)
         return F.linear(x, self.weight, bias)
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return F.embedding(indices, self.weight)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"weight": self.weight}
@@ -86,6 +79,11 @@ class Ops(Protocol):
 
     def quantize(self, weight: torch.Tensor, format: Format) -> QuantizedWeight:
         """Does what `quantization.quantize.quantize` does, maybe faster."""
+        ...
+
+    def table_format(self, format: Format) -> Format:
+        """The format of embedding and head where layers are quantized to `format`. In 4 bits they
+        would lose more accuracy than layers do."""
         ...
 
     def pack(self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:

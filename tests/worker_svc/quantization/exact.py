@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,14 +48,6 @@ class ExactWeight:
             left = rounded(x, exchange)
         product = left @ self.weight.dequantized().double().T
         return (product if bias is None else product + bias).to(x.dtype)
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        zeros = None if weight.zeros is None else weight.zeros[indices]
-        chosen = replace(
-            weight, codes=weight.codes[indices], scales=weight.scales[indices], zeros=zeros
-        )
-        return chosen.dequantized()
 
     def state(self) -> dict[str, torch.Tensor]:
         weight = self.weight

@@ -48,12 +48,17 @@ def relative_error(weight: torch.Tensor, format: Format) -> float:
     return float((quantize(weight, format).dequantized() - weight).norm() / weight.norm())
 
 
-def test_int8_and_fp8_are_within_half_a_step() -> None:
+def test_codes_are_within_half_a_step() -> None:
     weight = random(50, 70)
     maxima = weight.abs().amax(dim=1, keepdim=True)
     int8 = quantize(weight, "int8")
     assert int8.codes.abs().amax(dim=1).eq(127).all()
     assert ((int8.dequantized() - weight).abs() <= maxima / 127 * 0.5001).all()
+    wide = random(50, 256)
+    int6 = quantize(wide, "int6")
+    groups = wide.view(50, 2, 128)
+    steps = groups.abs().amax(dim=2, keepdim=True) / 31
+    assert ((int6.dequantized().view_as(groups) - groups).abs() <= steps * 0.5001).all()
     fp8 = quantize(weight, "fp8")
     # Three bits of mantissa, and below the smallest normal number the steps of the subnormal ones.
     bound = torch.maximum(weight.abs() / 16, maxima / 448 * 2**-10) * 1.0001
@@ -97,7 +102,7 @@ def test_rows_do_not_depend_on_each_other(format: Format, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(not has("avx2"), reason="torch adds up in another order")
-@pytest.mark.parametrize("format", ["int8", "int4"])
+@pytest.mark.parametrize("format", ["int8", "int6", "int4"])
 @pytest.mark.parametrize("inputs", [1024, 192, 96])
 def test_a_cpu_quantizes_as_torch_does_to_the_last_bit(format: Format, inputs: int) -> None:
     weight = random(100, inputs)
@@ -107,7 +112,7 @@ def test_a_cpu_quantizes_as_torch_does_to_the_last_bit(format: Format, inputs: i
     assert torch.equal(found.codes, expected.codes)
 
 
-def test_embedding_and_head_are_int8(tmp_path: Path) -> None:
+def test_embedding_and_head_have_more_bits_than_int4(tmp_path: Path) -> None:
     """A tied one exists once, others have scales of their own."""
     for tied in (True, False):
         save_model(tmp_path, tie_word_embeddings=tied, **SHAPE)
@@ -117,7 +122,8 @@ def test_embedding_and_head_are_int8(tmp_path: Path) -> None:
             assert isinstance(table, ExactWeight)
             assert isinstance(head, ExactWeight)
             assert (table is head) == tied
-            assert table.weight.format == head.weight.format == "int8"
+            expected = "int6" if format == "int4" else "int8"
+            assert table.weight.format == head.weight.format == expected
 
 
 def test_inputs_that_no_group_divides_are_rejected(tmp_path: Path) -> None:
@@ -178,7 +184,7 @@ def test_vocabulary_of_ranks(tmp_path: Path, ranks: int) -> None:
     four has none at all."""
     save_file({"x.weight": random(40, 64)}, tmp_path / "x.safetensors")
     ids, none = torch.arange(40, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    expected = quantize(random(40, 64), "int8").dequantized()
+    expected = quantize(random(40, 64), "int6").dequantized()
 
     def look_up(tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         vocab = VocabPartition(40, tp.rank, tp.size)

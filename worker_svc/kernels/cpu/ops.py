@@ -5,7 +5,6 @@ from __future__ import annotations
 from ctypes import addressof
 
 import torch
-import torch.nn.functional as F
 
 from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.program import run_phase, tracing, vector
@@ -16,7 +15,7 @@ from worker_svc.kernels.cpu.sampling.tokens import apply_masks, penalize, store_
 from worker_svc.kernels.cpu.structs import EmbedArgs, NormArgs, Phase, SiluArgs, Step, Vector
 from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight, pick_last_rows
-from worker_svc.weights.quantization.formats import QuantizedWeight
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 __all__ = [
     "add_rms_norm",
@@ -34,6 +33,7 @@ __all__ = [
     "select_tokens",
     "silu_and_multiply",
     "store_tokens",
+    "table_format",
     "unpack",
     "weigh_by_key",
 ]
@@ -106,6 +106,10 @@ def last_rows(x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
     return pick_last_rows(x, query_starts)
 
 
+def table_format(format: Format) -> Format:
+    return "int6" if format == "int4" else "int8"
+
+
 def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     if isinstance(weight, QuantizedWeight):
         return pack_quantized(weight)
@@ -131,7 +135,6 @@ class OneDnnWeight:
         self._weight: torch.Tensor = reorder(weight, self._BEST_FOR_ROWS)
         self._dtype = weight.dtype
         self._out_features = weight.shape[0]
-        self._plain: torch.Tensor | None = None
 
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
@@ -142,11 +145,6 @@ class OneDnnWeight:
         bias = None if bias is None else bias.to(self._dtype)
         y: torch.Tensor = linear(x.to(self._dtype), self._weight, bias, "none", [], "")
         return y.float()
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        if self._plain is None:  # only the embedding needs it
-            self._plain = self._weight.to_dense()
-        return F.embedding(indices, self._plain)
 
     def state(self) -> None:
         return None

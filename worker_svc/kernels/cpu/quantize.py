@@ -1,4 +1,4 @@
-"""Quantizes weights to int8 and int4 in one pass in C++ (`native/quantize.cpp`), with results that
+"""Quantizes weights to integers in one pass in C++ (`native/quantize.cpp`), with results that
 equal `quantization.quantize`'s to the last bit."""
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from ctypes import byref
 import torch
 
 from worker_svc.kernels.cpu.library import library, team
-from worker_svc.kernels.cpu.structs import INT, POINTER, float32s, structure
+from worker_svc.kernels.cpu.structs import DOUBLE, INT, POINTER, float32s, structure
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
-from worker_svc.weights.quantization.quantize import DIVISORS, empty
+from worker_svc.weights.quantization.quantize import DIVISORS, TOPS, empty
 from worker_svc.weights.quantization.quantize import quantize as quantize_in_torch
 
 _DIVISORS = torch.tensor(DIVISORS)
@@ -22,7 +22,9 @@ _QuantizeArgs = structure(
     ("rows columns", INT),
     ("scales", POINTER),
     ("groups", INT),
-    ("codes divisors", POINTER),
+    ("codes", POINTER),
+    ("top", DOUBLE),
+    ("divisors", POINTER),
     ("num_divisors", INT),
 )
 
@@ -38,16 +40,18 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
     weight = weight.contiguous()
     out, columns = weight.shape
     quantized = empty(out, columns, format)
+    groups = quantized.scales.shape[1]
+    sizes = (out, columns) if format == "int4" else (out * groups, columns // groups)
     arguments = _QuantizeArgs(
         float32s(weight),
-        out,
-        columns,
+        *sizes,
         float32s(quantized.scales),
-        quantized.scales.shape[1],
+        groups,
         quantized.codes.data_ptr(),
+        TOPS.get(format, 0),
         float32s(_DIVISORS),
         len(DIVISORS),
     )
-    kernel = library().nano_quantize_int8 if format == "int8" else library().nano_quantize_int4
+    kernel = library().nano_quantize_int4 if format == "int4" else library().nano_quantize
     kernel(*team(), byref(arguments))
     return quantized

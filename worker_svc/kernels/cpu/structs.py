@@ -35,6 +35,7 @@ class Kind(IntEnum):
     BF16_PAIRS = 2
     INT8 = 3
     INT4 = 4
+    INT6 = 5
 
 
 def structure(name: str, *fields: tuple[str, Any]) -> Any:

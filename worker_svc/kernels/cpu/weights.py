@@ -6,7 +6,6 @@ from ctypes import addressof, byref
 from math import gcd
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -34,13 +33,14 @@ PANEL = 2 * LANES
 # The inputs of a row that share a scale once they are rounded to 8 bits. With a scale per row, as
 # most servers have it, SmolLM2's perplexity grew by 3.7% (docs/results/quality.md).
 PIECE = 64
-_INPUTS = {Kind.INT8: 4, Kind.INT4: 8}  # of a step
+_INPUTS = {Kind.INT8: 4, Kind.INT4: 8, Kind.INT6: 16}  # of a step
 KINDS = {
     torch.float32: Kind.FLOAT32,
     torch.uint32: Kind.BFLOAT16,
     torch.uint16: Kind.BF16_PAIRS,
     torch.int8: Kind.INT8,
     torch.int32: Kind.INT4,
+    torch.uint8: Kind.INT6,
 }
 
 
@@ -61,7 +61,7 @@ class PanelWeight:
         self.out_features, self.in_features = state["shape"].tolist()
         self.groups = self._scales.shape[1] if len(self._scales) else 1
         self.kind = KINDS[self._codes.dtype]
-        self.quantizes = self.kind in (Kind.INT8, Kind.INT4)
+        self.quantizes = self.kind in _INPUTS
         self.piece = PIECE if self.groups == 1 else gcd(PIECE, self.in_features // self.groups)
         self._structs: dict[tuple[int, int], tuple[Any, torch.Tensor | None]] = {}
         self.stride = int(library().nano_stride(byref(self.struct(None, self.piece))))
@@ -131,40 +131,8 @@ class PanelWeight:
         """The inputs of all ranks that share a magnitude."""
         return exchange.columns if piece == self.in_features else self.piece
 
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        panel, column = np.divmod(indices.numpy(), PANEL)
-        codes = self._codes.numpy()
-        if codes.dtype == np.uint32:
-            halves = codes.view(np.uint16).reshape(*codes.shape, 2)
-            chosen = halves[panel, :, column % LANES, column // LANES]
-        else:
-            chosen = codes[panel, :, column]
-        values = _values(torch.from_numpy(np.ascontiguousarray(chosen)))
-        values = values[:, : self.in_features]
-        if not len(self._scales):
-            return values
-        groups = values.view(len(values), self._scales.shape[1], -1)
-        if len(self._zeros):
-            groups = groups - self._zeros[panel, :, column, None].float()
-        elif self.quantizes:
-            groups = groups - (128 if self.kind == Kind.INT8 else 8)
-        groups = groups * self._scales[panel, :, column, None]
-        return groups.flatten(1)
-
     def state(self) -> dict[str, torch.Tensor]:
         return self._state
-
-
-def _values(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of T columns, of any kind -> float32 [T, in, padded]."""
-    if codes.dtype == torch.uint16:
-        codes = codes.view(torch.bfloat16)
-    elif codes.dtype == torch.int32:
-        fours = codes.view(torch.uint8).unflatten(1, (-1, 4))
-        codes = torch.stack((fours & 15, fours >> 4), dim=2)
-    elif codes.dtype == torch.int8:
-        codes = codes.view(torch.uint8)
-    return codes.float().flatten(1)
 
 
 def pack_floats(weight: torch.Tensor, scales: torch.Tensor | None = None) -> PanelWeight:
@@ -192,27 +160,37 @@ def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
     scales = weight.scales
     if weight.format == "fp8":
         return pack_floats(weight.codes.to(torch.bfloat16), scales)  # which holds every code
-    int8 = weight.format == "int8"
-    depth = 4 if int8 else 8
+    depth = {"int8": 4, "int6": 16, "int4": 8}[weight.format]
     if scales.shape[1] > 1 and weight.group_size % depth:
         raise ModelError(
             f"group_size: {weight.group_size} is not a multiple of {depth}, as {weight.format} "
             "weights on a CPU need"
         )
     # On the meta device, `^`, `&`, `|` and `stack` import torch's compiler, which takes a second.
-    if int8:
+    if weight.format == "int8":
         codes = weight.codes.view(torch.uint8).clone().add_(128)  # modulo 256
-        codes = _in_panels(codes, 4, fill=128).view(torch.int8)
+        codes = _in_panels(codes, depth, fill=128).view(torch.int8)
+    elif weight.format == "int6":
+        codes = weight.codes.view(torch.uint8).clone().add_(32)
+        words = _in_panels(codes, depth, fill=32).unflatten(3, (4, 4))
+        high = words >> 4
+        low = words.clone().sub_(high << 4)
+        codes = words.new_empty(*words.shape[:2], 3, PANEL, 4)
+        codes[:, :, 0] = (low[..., 1, :] << 4).add_(low[..., 0, :])
+        codes[:, :, 1] = (low[..., 3, :] << 4).add_(low[..., 2, :])
+        codes[:, :, 2] = high[..., 0, :]
+        for word in range(1, 4):
+            codes[:, :, 2].add_(high[..., word, :] << 2 * word)
     else:
         nibbles = weight.codes.new_empty(*weight.codes.shape, 2)
         nibbles[..., 1] = weight.codes >> 4
         nibbles[..., 0] = weight.codes.clone().sub_(nibbles[..., 1] << 4)
-        fours = _in_panels(nibbles.flatten(1), 8).unflatten(3, (2, 4))
+        fours = _in_panels(nibbles.flatten(1), depth).unflatten(3, (2, 4))
         codes = (fours[..., 1, :] << 4).add_(fours[..., 0, :]).contiguous()
         codes = codes.view(torch.int32).squeeze(3)
     zeros = torch.empty(0, 0, 0, dtype=torch.int32)
     if weight.zeros is not None:
-        zeros = _columns(weight.zeros.int() + (128 if int8 else 0))
+        zeros = _columns(weight.zeros.int() + (128 if weight.format == "int8" else 0))
     return _weight(codes, _columns(scales), zeros, out_features, in_features)
 
 

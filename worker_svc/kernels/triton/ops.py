@@ -15,7 +15,7 @@ from worker_svc.kernels.triton.sampling.token_history import penalize, store_tok
 from worker_svc.kernels.triton.sampling.token_masks import apply_masks
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
 from worker_svc.kernels.triton.thin_matmul import ThinWeight
-from worker_svc.weights.quantization.formats import QuantizedWeight
+from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.quantize import quantize
 
 __all__ = [
@@ -34,12 +34,17 @@ __all__ = [
     "select_tokens",
     "silu_and_multiply",
     "store_tokens",
+    "table_format",
     "unpack",
     "weigh_by_key",
 ]
 
 
 layout = "triton"
+
+
+def table_format(format: Format) -> Format:
+    return "int8"
 
 
 def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-Format = Literal["int8", "int4", "fp8"]
+Format = Literal["int8", "int6", "int4", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,11 @@ class QuantizedWeight:
 
     format  codes                                                             zeros if None
     int8    int8 [out, in]                                                    0
+    int6    int8 [out, in], −32 to 31                                         0, never given
     int4    uint8 [out, in / 2], the even i in the low half, each 0 to 15     8
     fp8     float8_e4m3fn [out, in]                                           0, never given
 
-    Products with int8 and int4 codes quantize x to 8 bits if the device multiplies integers (see
+    Products with integer codes quantize x to 8 bits if the device multiplies integers (see
     `quantize_rows`). Products with fp8 codes use x itself, or x in 8 bits if the GPU supports it.
     """
 

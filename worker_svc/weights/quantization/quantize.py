@@ -10,21 +10,22 @@ from worker_svc.errors import ModelError
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.pieces import pack_int4
 
-VERSION = 1  # changes with the results of `quantize`, so that kept packed weights are made again
+VERSION = 2  # changes with the results of `quantize`, so that kept packed weights are made again
 
 GROUP_SIZES = 128, 64, 32
 # A group's largest magnitude divided by each of these is a candidate for its scale. For normally
 # distributed weights in groups of 128, these candidates leave an error of 9.73 % of the norm. 20
 # candidates leave 9.70 %, the magnitude over 8 alone leaves 10.2 %, and over 7 it leaves 11.8 %.
 DIVISORS = 7.0, 7.5, 8.0, 8.5, 9.0, 10.0
-_FP8_MAX = 448.0
+# The magnitude of the largest code, which is that of a row's or group's largest weight.
+TOPS = {"int8": 127.0, "int6": 31.0, "fp8": 448.0}
 # The number of elements at a time, so few that their intermediate results stay in the CPU's cache.
 _PIECE = 1 << 18
 
 
 def group_size(in_features: int) -> int:
-    """The number of inputs that share a scale in int4, the largest of `GROUP_SIZES` that is
-    possible.
+    """The number of inputs that share a scale in int4 and int6, the largest of `GROUP_SIZES` that
+    is possible.
 
     Raises:
         ModelError: no size divides `in_features`.
@@ -43,9 +44,10 @@ def empty(
     Raises:
         ModelError: as `group_size`.
     """
-    groups = columns // group_size(columns) if format == "int4" else 1
+    groups = columns // group_size(columns) if format in ("int4", "int6") else 1
     dtype, width = {
         "int8": (torch.int8, columns),
+        "int6": (torch.int8, columns),
         "int4": (torch.uint8, columns // 2),
         "fp8": (torch.float8_e4m3fn, columns),
     }[format]
@@ -69,11 +71,11 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
             scales[rows] = _int4_scales(part, groups)
             codes[rows] = _int4_codes(part, scales[rows])
             continue
-        scales[rows] = part.abs().amax(dim=1, keepdim=True) / (
-            127 if format == "int8" else _FP8_MAX
-        )
-        values = part * _inverse(scales[rows])
-        codes[rows] = (values.round_() if format == "int8" else values).to(codes.dtype)
+        part = part.view(-1, columns // groups)
+        factors = part.abs().amax(dim=1, keepdim=True) / TOPS[format]
+        values = (part * _inverse(factors)).view(-1, columns)
+        scales[rows] = factors.view(-1, groups)
+        codes[rows] = (values if format == "fp8" else values.round_()).to(codes.dtype)
     return quantized
 
 

@@ -96,9 +96,7 @@ def test_equals_the_numbers(case: Case) -> None:
     packed = pack(weight, DTYPE)
     bias = some_x(1, out)[0]
     numbers = weight.dequantized()
-    indices = torch.tensor([out - 1, 0, 3], device=DEVICE)
     for each, sizes in ((packed, ROWS), (unpack(packed.state()), ROWS[:1])):
-        assert_rows_close(each.rows(indices), numbers[indices], row_bound(DTYPE))
         for rows in sizes:
             x = some_x(rows, columns)
             # cuBLAS rejects to be deterministic without a setting of its own.

@@ -21,8 +21,9 @@ def random_weight(
 
     if name == "int4":
         codes = integers(0, 256, out, columns // 2).to(torch.uint8)
-    elif name == "int8":
-        codes = integers(-128, 128, out, columns).to(torch.int8)
+    elif name in ("int8", "int6"):
+        top = 128 if name == "int8" else 32
+        codes = integers(-top, top, out, columns).to(torch.int8)
     else:
         numbers = torch.randn(out, columns, generator=random, device=device)
         codes = (100 * numbers).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -62,6 +62,16 @@ struct Int4 : Int8 {
     static I32s add(I32s total, U32s w, U32s x) { return add_small_codes(total, w, x); }
 };
 
+struct Int6 : Int8 {
+    static constexpr int BYTES = 384, WORDS = 4, INPUTS = 16, ZERO = 32;
+    static U32s load(const char* step, int word, int half) {
+        const U32s low = Int4::load(step + word / 2 * Int4::BYTES, word % 2, half);
+        const U32s high = nano::load<U32s>(step + 2 * Int4::BYTES + 64 * half);
+        return low | ((word < 2 ? high << (4 - 2 * word) : high >> (2 * word - 4)) & 0x30303030);
+    }
+    static I32s add(I32s total, U32s w, U32s x) { return add_small_codes(total, w, x); }
+};
+
 // Adds up the products of a piece in words. None overflows: with the sum that a piece begins with,
 // it is a sum of 32 products of a code − 8 and a code of x.
 struct Int4InWords : Int4 {
@@ -82,9 +92,13 @@ auto with_kind(const Weight& weight, const Call& call) {
         case Kind::BFLOAT16: return call(Bfloat16{});
         case Kind::BF16_PAIRS: return call(Bf16Pairs{});
         case Kind::INT8: return call(Int8{});
+        case Kind::INT6: return call(Int6{});
         default: return call(Int4{});
     }
 }
+
+template <class K>
+constexpr bool IS_INTEGER = std::is_same_v<typename K::Sum, I32s>;
 
 struct Block {
     const char* panel;
@@ -113,9 +127,11 @@ inline void add_steps(const Block& block, int64_t first, Count count,
     const char* step = block.panel + first * K::BYTES;
     const uint32_t* x = block.x + first * K::WORDS;
     const char* ahead = block.ahead + first * block.pace;
+    constexpr int LINES = K::BYTES / LINE;
+    const int64_t line_pace = block.pace / LINES;
     for (int64_t i = 0; i < count; i++) {
-        fetch(ahead);
-        if (K::BYTES > LINE) fetch(ahead + block.pace / 2);
+#pragma GCC unroll 16
+        for (int line = 0; line < LINES; line++) fetch(ahead + line * line_pace);
         ahead += block.pace;
 #pragma GCC unroll 16
         for (int word = 0; word < K::WORDS; word++) {
@@ -212,7 +228,7 @@ inline void multiply_integers(const Block& block, Totals<ROWS>& totals) {
 template <class K, int ROWS>
 [[gnu::noinline]] void multiply(const Block& block) {
     Totals<ROWS> totals = {};
-    if constexpr (std::is_same_v<typename K::Sum, I32s>)
+    if constexpr (IS_INTEGER<K>)
         multiply_integers<K, ROWS>(block, totals);
     else
         multiply_floats<K, ROWS>(block, totals);
@@ -337,13 +353,13 @@ inline I32s pack_codes(const float* x, int64_t count, float factor, int8_t* code
 }
 
 // What the sums of a piece begin with, from the sums of its codes.
-inline int32_t start_of(const Weight& weight, I32s sums) {
+template <class K>
+int32_t start_of(const Weight& weight, I32s sums) {
     if (weight.zeros) return sum(sums);
-    const int32_t zero = weight.kind == Kind::INT8 ? Int8::ZERO : Int4::ZERO;
-    if (!adds_in_words(weight)) return -zero * sum(sums);
+    if constexpr (!std::is_same_v<K, Int4InWords>) return -K::ZERO * sum(sums);
     const I32s of_high_words = select((lane_numbers() & 2) == splat(2), sums, I32s{});
     const int32_t high = sum(of_high_words), low = sum(sums) - high;
-    return (-zero * low & 0xffff) | -zero * high << 16;
+    return (-K::ZERO * low & 0xffff) | -K::ZERO * high << 16;
 }
 
 }  // namespace
@@ -378,12 +394,13 @@ int64_t stride_of(int64_t words) { return (ceil_div(words, LANES) | 1) * LANES; 
 
 int64_t pieces_of(const Weight& weight) { return ceil_div(weight.in, weight.piece); }
 
+template <class K>
 static void pack_integers(const Weight& weight, const float* x, const Tops* tops, int64_t row,
                           const Packed& out) {
     const int64_t pieces = pieces_of(weight), words = words_of(weight);
     uint32_t* packed = out.words + row * out.stride;
     packed[words - 1] = 0;  // the last inputs of a step may be missing
-    if (weight.kind == Kind::INT4) packed[words - 2] = 0;
+    if (K::WORDS > 1) packed[words - 2] = 0;
     for (int64_t piece = 0; piece < pieces; piece++) {
         const int64_t first = piece * weight.piece;
         const int64_t size = std::min(weight.piece, weight.in - first);
@@ -396,19 +413,22 @@ static void pack_integers(const Weight& weight, const float* x, const Tops* tops
         auto* codes = reinterpret_cast<int8_t*>(packed) + first;
         const int64_t place = row * pieces + piece;
         out.scales[place] = top / 127.0f;
-        out.sums[place] = start_of(weight, pack_codes(x + first, size, factor, codes));
+        out.sums[place] = start_of<K>(weight, pack_codes(x + first, size, factor, codes));
     }
 }
 
 void pack_row(const Weight& weight, const float* x, const Tops* tops, int64_t row,
               const Packed& out) {
     uint32_t* words = out.words + row * out.stride;
-    if (weight.kind == Kind::INT8 || weight.kind == Kind::INT4)
-        pack_integers(weight, x, tops, row, out);
-    else if (weight.kind == Kind::BF16_PAIRS)
-        pack_pairs(x, weight.in, words);
-    else
-        pack_floats(x, weight.in, words);
+    with_kind(weight, [&](auto kind) {
+        using K = decltype(kind);
+        if constexpr (IS_INTEGER<K>)
+            pack_integers<K>(weight, x, tops, row, out);
+        else if constexpr (std::is_same_v<K, Bf16Pairs>)
+            pack_pairs(x, weight.in, words);
+        else
+            pack_floats(x, weight.in, words);
+    });
 }
 
 void pack(const PackArgs& args, Member& member) {
@@ -420,6 +440,26 @@ void pack(const PackArgs& args, Member& member) {
 
 void product(const ProductArgs& args, Member& member) {
     with_kind(*args.weight, [&](auto kind) { product_of<decltype(kind)>(args, member); });
+}
+
+void row_of(const Weight& weight, int64_t row, float* out) {
+    const int64_t panel = row / PANEL, column = row % PANEL, size = weight.in / weight.groups;
+    const char* codes = weight.codes + panel * bytes_of_panel(weight);
+    with_kind(weight, [&](auto kind) {
+        using K = decltype(kind);
+        if constexpr (IS_INTEGER<K>)
+            for (int64_t group = 0; group < weight.groups; group++) {
+                const int64_t place = (panel * weight.groups + group) * PANEL + column;
+                const int32_t zero = weight.zeros ? weight.zeros[place] : K::ZERO;
+                const char* first = codes + group * ceil_div(size, K::INPUTS) * K::BYTES;
+                for (int64_t i = 0; i < size; i++) {
+                    const U32s w = K::load(first + i / K::INPUTS * K::BYTES, i % K::INPUTS / 4,
+                                           column / LANES);
+                    const int32_t code = w[column % LANES] >> i % 4 * 8 & 0xff;
+                    *out++ = (code - zero) * weight.scales[place];
+                }
+            }
+    });
 }
 
 }  // namespace nano

@@ -20,6 +20,8 @@ enum class Kind : int64_t {
     BF16_PAIRS,  // two inputs: bfloat16 [PANEL, 2]
     INT8,        // four inputs: uint8 [PANEL, 4], codes plus 128
     INT4,        // eight inputs: bytes [PANEL, 4], the first four in the low halves
+    INT6,        // 16 inputs: the low halves of codes, as two steps of INT4, and bytes [PANEL, 4] with
+                 // two high bits of each of four inputs, the first four in the lowest bits
 };
 
 // W [out, in], padded to whole panels and, in each group of inputs, to whole steps.
@@ -32,8 +34,8 @@ struct Weight {
     int64_t piece;
     const char* codes;     // [panels, groups, steps of a group, ...]
     const float* scales;   // [panels, groups, PANEL], or null
-    const int32_t* zeros;  // [panels, groups, PANEL], the codes of zero, or null: 128 of INT8, 8 of
-                           // INT4
+    const int32_t* zeros;  // [panels, groups, PANEL], the codes of zero, or null: 128 of INT8,
+                           // 32 of INT6, 8 of INT4
     const float* bias;     // [out], or null
 };
 
@@ -87,5 +89,8 @@ struct ProductArgs {
     const Weight* next;  // the weight that is multiplied next, or null
 };
 void product(const ProductArgs& args, Member& member);
+
+// Row `row` of W, of integers, [in].
+void row_of(const Weight& weight, int64_t row, float* out);
 
 }  // namespace nano

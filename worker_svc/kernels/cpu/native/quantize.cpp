@@ -1,4 +1,4 @@
-// Quantizes weights to int8 and int4 in one pass, with results that equal those of
+// Quantizes weights to integers in one pass, with results that equal those of
 // weights/quantization/quantize.py to the last bit.
 //
 // In torch, many small operations, each on all cores, took most of the time of a first start.
@@ -16,6 +16,7 @@ struct QuantizeArgs {
     float* scales;  // [rows, groups]
     int64_t groups;
     uint8_t* codes;  // [rows, columns], or in int4 [rows, columns / 2]
+    double top;      // the largest code, besides in int4
     const float* divisors;  // of a group's largest magnitude, which give candidates for its scale
     int64_t num_divisors;
 };
@@ -46,11 +47,11 @@ Extremes extremes(const float* x, int64_t size) {
     return {top, bottom};
 }
 
-void quantize_int8(const QuantizeArgs& args, int64_t row) {
+void quantize_symmetrically(const QuantizeArgs& args, int64_t row) {
     const float* x = args.weight + row * args.columns;
     uint8_t* codes = args.codes + row * args.columns;
     auto [high, low] = extremes(x, args.columns);
-    float scale = std::max(high, -low) / 127, factor = inverse(scale);
+    float scale = std::max(high, -low) / float(args.top), factor = inverse(scale);
     args.scales[row] = scale;
     int64_t i = 0;
     for (; i + LANES <= args.columns; i += LANES)
@@ -130,8 +131,8 @@ void run(Team* team, int members, const QuantizeArgs& args, const Quantize& quan
 
 using namespace nano;
 
-extern "C" void nano_quantize_int8(Team* team, int members, const QuantizeArgs* args) {
-    run(team, members, *args, quantize_int8);
+extern "C" void nano_quantize(Team* team, int members, const QuantizeArgs* args) {
+    run(team, members, *args, quantize_symmetrically);
 }
 
 extern "C" void nano_quantize_int4(Team* team, int members, const QuantizeArgs* args) {

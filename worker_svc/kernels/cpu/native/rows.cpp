@@ -62,15 +62,6 @@ void silu_row(const float* gate, const float* up, int64_t size, float* out) {
     }
 }
 
-// A row of W, which is a column of a panel.
-void int8_row(const Weight& weight, int64_t row, float* out) {
-    const int64_t panel = row / PANEL, column = row % PANEL, place = panel * PANEL + column;
-    const auto* codes = (const uint8_t*)weight.codes + panel * bytes_of_panel(weight) + 4 * column;
-    const int32_t zero = weight.zeros ? weight.zeros[place] : 128;
-    for (int64_t k = 0; k < weight.in; k++)
-        out[k] = (codes[k / 4 * 4 * PANEL + k % 4] - zero) * weight.scales[place];
-}
-
 void copy_row(const Vector& table, int64_t first, int64_t size, float* out) {
     for (int64_t i = 0; i < size; i++) out[i] = number_of(table, first + i);
 }
@@ -86,7 +77,7 @@ void embed(const EmbedArgs& args, const Step& step, Member& member) {
         if (id < 0 || id >= args.count)
             std::memset(out, 0, size * sizeof(float));
         else if (args.codes)
-            int8_row(*args.codes, id, out);
+            row_of(*args.codes, id, out);
         else
             copy_row(args.table, id * size, size, out);
     });

@@ -86,11 +86,6 @@ def pack_int4(codes: torch.Tensor, width: int) -> torch.Tensor:
     return packed
 
 
-def unpack_int4(packed: torch.Tensor, columns: int) -> torch.Tensor:
-    """Undoes `pack_int4`; returns uint8 [out, columns]."""
-    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :columns]
-
-
 @triton.jit
 def _numbers(codes: tl.tensor, zero: tl.tensor, INT4: tl.constexpr, DOT: tl.constexpr) -> tl.tensor:
     """Codes [OUTS, WIDTH] minus zeros [OUTS, 1], if there are zeros, in the type DOT."""

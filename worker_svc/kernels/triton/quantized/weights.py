@@ -16,7 +16,7 @@ from triton.runtime.driver import driver
 from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import Exchange, PackedWeight
 from worker_svc.kernels.triton.launch import INTERPRETED
-from worker_svc.kernels.triton.quantized.code_matmul import code_matmul, pack_int4, unpack_int4
+from worker_svc.kernels.triton.quantized.code_matmul import code_matmul, pack_int4
 from worker_svc.kernels.triton.quantized.int8_matmul import int8_matmul
 from worker_svc.kernels.triton.quantized.products import SPLIT_ROWS
 from worker_svc.kernels.triton.quantized.row_quantization import quantize
@@ -78,9 +78,6 @@ class Int8Weight:
         codes, scales = quantize(x, torch.int8, maxima=_maxima(x, exchange))
         return int8_matmul(codes, scales, self.codes, self.scales, bias, x.dtype)
 
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        return (self.codes[indices] * self.scales[indices, None]).to(self.dtype)
-
     def state(self) -> dict[str, torch.Tensor]:
         return {"int8": self.codes, "scales": self.scales, "like": _like(self, self.codes.shape[1])}
 
@@ -110,16 +107,6 @@ class CodeWeight:
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
     ) -> torch.Tensor:
         return code_matmul(x, self._bytes, self.scales, self.zeros, bias, self._group, self._width)
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        codes, int4 = self.codes[indices], self.codes.dim() == 3
-        values = (unpack_int4(codes, self._columns) if int4 else codes).float()
-        if self.zeros is not None:
-            values -= self.zeros.T[indices].repeat_interleave(self._group, dim=1)
-        elif int4:
-            values -= 8
-        scales = self.scales.T[indices].float().repeat_interleave(self._group, dim=1)
-        return (values * scales).to(self.dtype)
 
     def state(self) -> dict[str, torch.Tensor]:
         state = {"codes": self.codes, "scales": self.scales, "like": _like(self, self._columns)}
