@@ -1,7 +1,7 @@
-// A unit of work is a tile of some queries of a key-value head. They are of one token in
-// a decode and of several tokens in a prompt. A tile goes through the context CHUNK keys at a time.
-// It keeps, per query, the largest score and the sum of the weights so far (online softmax: Milakov
-// and Gimelshein, 2018, and Dao et al., "FlashAttention", 2022).
+// A unit of work is a tile of some queries of a key-value head. They are of one token in a decode
+// and of several tokens in a prompt. A tile goes through the context CHUNK keys at a time. It keeps,
+// per query, the largest score and the sum of the weights so far (online softmax: Milakov and
+// Gimelshein, 2018, and Dao et al., "FlashAttention", 2022).
 //
 // The order of a query's sums does not depend on the rest of its tile or its step, and chunks begin
 // at multiples of the same size. So a result depends only on the query's own context.

@@ -212,9 +212,10 @@ inline void multiply_pieces(const Block& block, Totals<ROWS>& totals) {
 
 template <class K, int ROWS>
 inline void multiply_integers(const Block& block, Totals<ROWS>& totals) {
-    if (block.groups == 1 && !block.zeros && block.piece_steps * K::INPUTS == PIECE &&
-        block.steps % block.piece_steps == 0)
-        multiply_pieces<K, ROWS, true>(block, totals);
+    constexpr bool MAY_BE_PLAIN = std::is_same_v<K, Int8>;  // others rarely have one group
+    if (MAY_BE_PLAIN && block.groups == 1 && !block.zeros &&
+        block.piece_steps * K::INPUTS == PIECE && block.steps % block.piece_steps == 0)
+        multiply_pieces<K, ROWS, MAY_BE_PLAIN>(block, totals);
     else
         multiply_pieces<K, ROWS, false>(block, totals);
     if (block.groups == 1)
@@ -452,11 +453,12 @@ void row_of(const Weight& weight, int64_t row, float* out) {
                 const int64_t place = (panel * weight.groups + group) * PANEL + column;
                 const int32_t zero = weight.zeros ? weight.zeros[place] : K::ZERO;
                 const char* first = codes + group * ceil_div(size, K::INPUTS) * K::BYTES;
-                for (int64_t i = 0; i < size; i++) {
+                for (int64_t i = 0; i < size; i += 4) {
                     const U32s w = K::load(first + i / K::INPUTS * K::BYTES, i % K::INPUTS / 4,
                                            column / LANES);
-                    const int32_t code = w[column % LANES] >> i % 4 * 8 & 0xff;
-                    *out++ = (code - zero) * weight.scales[place];
+                    uint32_t word = w[column % LANES];
+                    for (int64_t left = std::min<int64_t>(size - i, 4); left > 0; left--, word >>= 8)
+                        *out++ = (int32_t(word & 0xff) - zero) * weight.scales[place];
                 }
             }
     });
