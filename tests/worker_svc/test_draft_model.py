@@ -84,15 +84,17 @@ def test_a_model_accepts_all_that_it_drafts(
 
 
 @pytest.mark.usefixtures("cache_home")
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_most_drafts_of_a_quantized_model_are_accepted(tmp_path: Path, temperature: float) -> None:
+@pytest.mark.parametrize(("format", "temperature"), [("int4", 0.0), ("int8", 1.0)])
+def test_most_drafts_of_a_quantized_model_are_accepted(
+    tmp_path: Path, format: str, temperature: float
+) -> None:
     save_model(tmp_path, intermediate_size=96)
     expected = plain_tokens(make_runner(tmp_path), TEXTS, LENGTH, temperature)
-    runner = make_runner(tmp_path, tmp_path, draft_quantization="int4")
+    runner = make_runner(tmp_path, tmp_path, draft_quantization=format)
     speculation = speculate(runner, temperature)
     assert cut(speculation.tokens, TEXTS, LENGTH) == expected
     print(f"accepted {speculation.num_accepted} of {speculation.num_drafted}")
-    assert 0.2 < speculation.num_accepted / speculation.num_drafted < 1
+    assert 0.5 < speculation.num_accepted / speculation.num_drafted < 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
