@@ -160,7 +160,7 @@ def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
     scales = weight.scales
     if weight.format == "fp8":
         return pack_floats(weight.codes.to(torch.bfloat16), scales)  # which holds every code
-    depth = {"int8": 4, "int6": 16, "int4": 8}[weight.format]
+    depth = _INPUTS[Kind[weight.format.upper()]]
     if scales.shape[1] > 1 and weight.group_size % depth:
         raise ModelError(
             f"group_size: {weight.group_size} is not a multiple of {depth}, as {weight.format} "
