@@ -78,7 +78,8 @@ struct Pairs : Unscaled<Pairs> {
 #else
 struct Pairs : Unscaled<Pairs> {
     static constexpr int DEPTH = 2;
-    static constexpr int MAX_ROWS = 5;  // GCC spills the sums of a sixth row in AVX2
+    // Without AVX-512, GCC spills the sums of a sixth row.
+    static constexpr int MAX_ROWS = REGISTER_LANES == LANES ? 6 : 5;
     typedef uint64_t Factor;
 
     static void put(uint8_t* factors, F32s numbers) { store(factors, numbers); }
