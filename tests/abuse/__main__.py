@@ -44,10 +44,13 @@ def main() -> int:
             progress.update()
 
         report = run_campaign(
-            chosen, args.seconds, args.rounds, anonymous=args.anonymous, report_attack=on_attack
+            chosen,
+            args.seconds,
+            args.rounds,
+            anonymous=args.anonymous,
+            report_attack=on_attack,
+            out=args.out,
         )
-    if args.out is not None:
-        report.save(args.out)
     Console(width=_WIDTH).print(report.render(args.check))
     return 1 if report.failures(args.check) else 0
 

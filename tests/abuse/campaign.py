@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 from tests.abuse import attacker
 from tests.abuse.attack import Attack
@@ -35,6 +36,7 @@ def run_campaign(
     *,
     anonymous: bool,
     report_attack: Callable[[str], None],
+    out: Path | None,
 ) -> Report:
     """Plays each attack `rounds` times for `seconds`.
 
@@ -42,6 +44,7 @@ def run_campaign(
         anonymous: whether the stack asks for no tokens, so that honest clients and attacker, on one
             host, are one client to it; it does not for attacks on its HTTP, either.
         report_attack: is called with the name of each attack before it begins.
+        out: a JSON file for the report, written again after each attack.
     """
     report, started = Report(seconds, rounds), time.monotonic()
     with ExitStack() as open_rig:
@@ -58,7 +61,9 @@ def run_campaign(
                 if result.rounds[-1].broken:  # the next needs another
                     rig = None
             report.results.append(result)
-    report.seconds_in_all = time.monotonic() - started
+            report.seconds_in_all = time.monotonic() - started
+            if out is not None:
+                report.save(out)
     return report
 
 
