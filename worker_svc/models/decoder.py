@@ -158,12 +158,17 @@ class DecoderLayer:
         self.post_attention_norm = parts.norm(f"{name}.post_attention_layernorm")
         self.mlp = mlp
 
-    def __call__(
+    def attend(
         self, x: torch.Tensor, residual: torch.Tensor | None, cache: torch.Tensor, metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and the residual to add to it -> x and residual for the next layer, all [T, hidden]."""
+        """The first sum: x and the residual to add to it -> x and residual, all [T, hidden]."""
         x, residual = self.input_norm(x, residual)
-        x = self.attention(x, cache, metadata)
+        return self.attention(x, cache, metadata), residual
+
+    def transform(
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second sum, for any of the rows: x and residual -> those for the next layer."""
         x, residual = self.post_attention_norm(x, residual)
         return self.mlp(x), residual
 
@@ -200,11 +205,11 @@ class Decoder:
         """
         x, residual = self.embed_tokens(tensors.input_ids, last_tokens), None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, cache, metadata)
-        if residual is not None and not every_token:
-            x, residual = (
-                self._ops.last_rows(each, tensors.query_starts) for each in (x, residual)
-            )
+            x, residual = layer.attend(x, residual, cache, metadata)
+            if layer is self.layers[-1] and not every_token:
+                x = self._ops.last_rows(x, tensors.query_starts)
+                residual = self._ops.last_rows(residual, tensors.query_starts)
+            x, residual = layer.transform(x, residual)
         x, _ = self.norm(x, residual)
         return x
 

@@ -84,7 +84,7 @@ def _norm(
     out, step = torch.empty_like(x), Step(tokens=len(x))
     total = None if residual is None else residual.data_ptr()
     args = NormArgs(
-        addressof(step), 0, x.shape[1], x.data_ptr(), total, vector(weight), eps, out.data_ptr()
+        addressof(step), 0, 0, x.shape[1], x.data_ptr(), total, vector(weight), eps, out.data_ptr()
     )
     run_phase(Phase.NORM, args, step)
     return out

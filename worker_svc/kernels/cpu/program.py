@@ -216,26 +216,27 @@ class Trace:
     def norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        given = self.rows(x)
-        read = given.whole or given
+        read = self.rows(x)
         total = None if residual is None else self.rows(residual)
-        total = total and (total.whole or total)
-        out, tensor = self._new(given.columns, given.per_sequence)
+        used = [each.whole or each for each in (read, total) if each]
+        out, tensor = self._new(read.columns, read.per_sequence)
 
         def bind() -> Any:
             target = traced.pack.target() if traced.pack else PackTo()
+            picks = read.whole is not None, bool(total and total.whole)
+            addresses = [each.address for each in used] + [None]
             return NormArgs(
-                self._count(out), given.whole is not None, given.columns, read.address,
-                total.address if total else None, vector(weight), eps, out.address, target,
+                self._count(out), *picks, read.columns, *addresses[:2], vector(weight), eps,
+                out.address, target,
             )  # fmt: skip
 
-        traced = self._add(Phase.NORM, bind, out, read, *([total] if total else []))
+        traced = self._add(Phase.NORM, bind, out, *used)
         self._producers[out] = traced
         return tensor
 
     def silu(self, gate_up: torch.Tensor) -> torch.Tensor:
         read = self.rows(gate_up)
-        out, tensor = self._new(read.columns // 2)
+        out, tensor = self._new(read.columns // 2, read.per_sequence)
 
         def bind() -> Any:
             target = traced.pack.target() if traced.pack else PackTo()

@@ -69,7 +69,7 @@ EmbedArgs = structure(
 NormArgs = structure(
     "NormArgs",
     ("rows", POINTER),
-    ("last_only size", INT),
+    ("x_is_whole residual_is_whole size", INT),
     ("x residual", POINTER),
     ("weight", Vector),
     ("eps", DOUBLE),

@@ -17,7 +17,7 @@ from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu import traced_model
-from worker_svc.kernels.cpu.program import run_timed
+from worker_svc.kernels.cpu.program import SEQUENCES, run_timed
 from worker_svc.kernels.cpu.rows import Rows, allocate
 from worker_svc.kernels.cpu.traced_model import TracedModel
 from worker_svc.loader import WeightLoader
@@ -115,6 +115,27 @@ def test_a_large_step_runs_in_parts(
 ) -> None:
     monkeypatch.setattr(traced_model, "MAX_TOKENS", tokens)
     pair.check_some_steps()
+
+
+def test_behind_the_last_attention_only_last_tokens_are_computed(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = prompts(301, [40, 3])
+
+    def check(tp: TensorParallel) -> None:
+        pair = load(tiny_dir, "int8", torch.float32, tp)
+        step = pair.batch.step([(0, short), (1, long)])
+        every = pair.check(step, every_token=True)
+        rows: list[int] = []
+        mlp = pair.model.layers[-1].mlp
+        with monkeypatch.context() as patched:
+            patched.setattr(pair.model.layers[-1], "mlp", lambda x: rows.append(len(x)) or mlp(x))
+            last = pair.check(step)
+        assert torch.equal(last, every[[2, 42]])
+        assert rows == [2, SEQUENCES]  # step by step, and in the trace
+
+    check(TensorParallel())
+    on_ranks(2, check)
 
 
 def test_new_caches(pair: Pair) -> None:

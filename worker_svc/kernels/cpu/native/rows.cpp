@@ -86,11 +86,14 @@ void embed(const EmbedArgs& args, const Step& step, Member& member) {
 void norm(const NormArgs& args, const Step& step, Member& member) {
     const int64_t size = args.size, rows = *args.rows;
     member.each(rows, [&](int64_t row) {
-        const int64_t token = args.last_only ? step.query_starts[row + 1] - 1 : row;
-        const float* x = args.x + token * size;
+        const auto place = [&](int64_t is_whole) {
+            return (is_whole ? step.query_starts[row + 1] - 1 : row) * size;
+        };
+        const float* x = args.x + place(args.x_is_whole);
         if (args.residual) {
-            add_row(args.residual + token * size, x, size);
-            x = args.residual + token * size;
+            float* total = args.residual + place(args.residual_is_whole);
+            add_row(total, x, size);
+            x = total;
         }
         compute_row(args.out, row, size, args.pack,
                     [&](float* out) { norm_row(x, args.weight, args.eps, size, out); });

@@ -31,7 +31,8 @@ void embed(const EmbedArgs& args, const Step& step, Member& member);
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 struct NormArgs {
     const int64_t* rows;
-    int64_t last_only;  // whether row r is the last token of sequence r
+    // Whether x or residual has rows of all tokens, of which row r is the last of sequence r.
+    int64_t x_is_whole, residual_is_whole;
     int64_t size;
     const float* x;
     float* residual;
