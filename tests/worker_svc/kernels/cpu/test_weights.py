@@ -18,7 +18,7 @@ from worker_svc.kernels.cpu.weights import PIECE, PanelWeight, pack_floats, pack
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight, quantize_rows
 
-TOKENS = (1, 2, 3, 7, 12, 13, 131)  # every size of tile, alone and in rows of them
+TOKENS = (1, 2, 3, 5, 7, 12, 13, 263)  # every size of tile, alone, in rows and in blocks of them
 SHAPES = [(1, 8), (33, 8), (64, 96), (70, 256), (150, 520)]
 # Format, groups, and whether zeros are given; groups of whole steps only.
 QUANTIZED = [

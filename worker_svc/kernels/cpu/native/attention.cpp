@@ -22,11 +22,7 @@ constexpr int64_t SPAN = 64;  // keys whose weights share a scale
 // the same lines of the CPU's cache. The last vector of scores may end behind the chunk.
 constexpr int SCORES = CHUNK + LANES;
 
-#if defined(__AVX512F__)
-constexpr int REGISTERS = 24;  // of 16 numbers, for sums
-#else
-constexpr int REGISTERS = 8;  // in halves; spilling some is faster than taking fewer (on Zen 4)
-#endif
+constexpr int REGISTERS = REGISTER_LANES == LANES ? 24 : 6;  // of 16 numbers, for sums
 
 // The vectors that a loop multiplies at once.
 constexpr int width(int rows, int limit) {

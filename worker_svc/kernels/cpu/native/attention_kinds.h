@@ -53,7 +53,7 @@ struct Floats : Unscaled<Floats> {
 
     static void put(uint8_t* factors, F32s numbers) { store(factors, numbers); }
     static void add_key(F32s& sums, U32s words, const Factor* factor) {
-        sums = fma(bits<F32s>(words), splat(load<Factor>(factor)), sums);
+        sums = settled(fma(bits<F32s>(words), splat(load<Factor>(factor)), sums));
     }
     static void add_value(F32s& sums, U32s words, const Factor* factor) {
         add_key(sums, words, factor);
@@ -86,8 +86,8 @@ struct Pairs : Unscaled<Pairs> {
     static void add_key(F32s& sums, U32s words, const Factor* factor) {
         // Loads one number at a time: GCC would send a pair through memory.
         const auto* numbers = (const char*)factor;
-        sums = fma(bits<F32s>(words << 16), splat(load<float>(numbers)), sums);
-        sums = fma(bits<F32s>(words & 0xffff0000), splat(load<float>(numbers + 4)), sums);
+        sums = settled(fma(bits<F32s>(words << 16), splat(load<float>(numbers)), sums));
+        sums = settled(fma(bits<F32s>(words & 0xffff0000), splat(load<float>(numbers + 4)), sums));
     }
     static void add_value(F32s& sums, U32s words, const Factor* factor) {
         add_key(sums, words, factor);

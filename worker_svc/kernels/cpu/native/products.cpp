@@ -5,14 +5,20 @@
 namespace nano {
 namespace {
 
-// The maximum number of rows of a tile. Of 32 registers, 24 hold sums of two vectors per row, and for
-// integers also the sums of pieces, in float32. Of 16 shorter registers, 8 hold sums of floats. More
-// rows of integers are faster, although registers must be spilled (measured on Zen 4).
+// The maximum number of rows of a tile, and of a tile that multiplies both halves of a panel at once.
+// A larger one multiplies them one after the other.
+//
+// Of 32 registers, 24 hold the sums of floats, or 12 those of integers, beside which 12 hold the sums
+// of pieces in float32. Of 16 shorter registers, 12 hold sums, or 8 those of both halves. More rows of
+// bytes are faster, although registers must be spilled (measured on Zen 3 and 4).
 #if defined(__AVX512F__)
-constexpr int FLOAT_ROWS = 12, INTEGER_ROWS = 6;
+constexpr int FLOAT_ROWS = 12, WIDE_ROWS = 12, BYTE_ROWS = 6;
+#elif defined(__AVX2__)
+constexpr int FLOAT_ROWS = 6, WIDE_ROWS = 2, BYTE_ROWS = 4;
 #else
-constexpr int FLOAT_ROWS = 2, INTEGER_ROWS = 4;
+constexpr int FLOAT_ROWS = 2, WIDE_ROWS = 2, BYTE_ROWS = 4;
 #endif
+constexpr int WORD_ROWS = 6;
 constexpr int LINE = 64;
 constexpr int PIECE = 64;  // as in weights.py; other pieces take a more general loop
 // In bytes, the rows of x that are multiplied with a panel while both are in the L2 cache.
@@ -25,7 +31,7 @@ constexpr int64_t PARALLEL_PRODUCTS = 1 << 15;
 struct Float32 {
     using Sum = F32s;
     static constexpr int BYTES = 128, WORDS = 1, INPUTS = 1;
-    static constexpr int MAX_ROWS = FLOAT_ROWS;
+    static constexpr int MAX_ROWS = FLOAT_ROWS, MAX_WIDE_ROWS = WIDE_ROWS;
     // Half of the columns of a step, for one word of x.
     static U32s load(const char* step, int, int half) { return nano::load<U32s>(step + 64 * half); }
     static F32s add(F32s total, U32s w, U32s x) {
@@ -49,7 +55,7 @@ struct Bf16Pairs : Float32 {
 struct Int8 : Float32 {
     using Sum = I32s;
     static constexpr int INPUTS = 4, ZERO = 128;
-    static constexpr int MAX_ROWS = INTEGER_ROWS;
+    static constexpr int MAX_ROWS = BYTE_ROWS, MAX_WIDE_ROWS = BYTE_ROWS;
     static I32s add(I32s total, U32s w, U32s x) { return add_codes(total, w, x); }
     static I32s finish(I32s total) { return total; }
 };
@@ -75,6 +81,7 @@ struct Int6 : Int8 {
 // Adds up the products of a piece in words. None overflows: with the sum that a piece begins with,
 // it is a sum of 32 products of a code − 8 and a code of x.
 struct Int4InWords : Int4 {
+    static constexpr int MAX_ROWS = WORD_ROWS, MAX_WIDE_ROWS = WIDE_ROWS;
     static I32s add(I32s total, U32s w, U32s x) { return add_to_words(total, w, x); }
     static I32s finish(I32s total) { return add_words(total); }
 };
@@ -120,28 +127,32 @@ struct Block {
 
 inline void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
 
-// Adds the products of `count` steps of a panel, from step `first` on.
-template <class K, int ROWS, class Count>
+// Adds the products of `count` steps of a panel's halves START, ..., from step `first` on.
+template <class K, int START, int ROWS, int HALVES, class Count>
 inline void add_steps(const Block& block, int64_t first, Count count,
-                      typename K::Sum (&sums)[ROWS][2]) {
+                      typename K::Sum (&sums)[ROWS][HALVES]) {
     const char* step = block.panel + first * K::BYTES;
     const uint32_t* x = block.x + first * K::WORDS;
-    const char* ahead = block.ahead + first * block.pace;
-    constexpr int LINES = K::BYTES / LINE;
-    const int64_t line_pace = block.pace / LINES;
+    // Of what is fetched ahead, a half of a panel fetches a half.
+    constexpr int PARTS = 2 / HALVES, LINES = std::max(K::BYTES / LINE / PARTS, 1);
+    const int64_t pace = block.pace / PARTS, line_pace = pace / LINES;
+    const char* ahead = block.ahead + (START * block.groups * block.steps + first) * pace;
     for (int64_t i = 0; i < count; i++) {
 #pragma GCC unroll 16
         for (int line = 0; line < LINES; line++) fetch(ahead + line * line_pace);
-        ahead += block.pace;
+        ahead += pace;
 #pragma GCC unroll 16
         for (int word = 0; word < K::WORDS; word++) {
-            const U32s w[2] = {K::load(step, word, 0), K::load(step, word, 1)};
+            U32s w[HALVES];
+#pragma GCC unroll 16
+            for (int half = 0; half < HALVES; half++)
+                w[half] = settled(K::load(step, word, START + half));
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++) {
                 const U32s factor = splat(x[row * block.stride + word]);
 #pragma GCC unroll 16
-                for (int half = 0; half < 2; half++)
-                    sums[row][half] = K::add(sums[row][half], w[half], factor);
+                for (int half = 0; half < HALVES; half++)
+                    sums[row][half] = settled(K::add(sums[row][half], w[half], factor));
             }
         }
         step += K::BYTES;
@@ -149,17 +160,14 @@ inline void add_steps(const Block& block, int64_t first, Count count,
     }
 }
 
-template <int ROWS>
-using Totals = F32s[ROWS][2];
-
-template <class K, int ROWS>
-inline void multiply_floats(const Block& block, Totals<ROWS>& totals) {
+template <class K, int START, int ROWS, int HALVES>
+inline void multiply_floats(const Block& block, F32s (&totals)[ROWS][HALVES]) {
     for (int64_t group = 0; group < block.groups; group++) {
-        F32s sums[ROWS][2] = {};
-        add_steps<K, ROWS>(block, group * block.steps, block.steps, sums);
-        for (int half = 0; half < 2; half++) {
-            F32s scale = splat(1.0f);
-            if (block.scales) scale = load<F32s>(block.scales + group * PANEL + half * LANES);
+        F32s sums[ROWS][HALVES] = {};
+        add_steps<K, START>(block, group * block.steps, block.steps, sums);
+        for (int half = 0; half < HALVES; half++) {
+            const float* scales = block.scales + group * PANEL + (START + half) * LANES;
+            const F32s scale = block.scales ? load<F32s>(scales) : splat(1.0f);
             for (int row = 0; row < ROWS; row++)
                 totals[row][half] = group || block.scales
                                         ? fma(sums[row][half], scale, totals[row][half])
@@ -169,8 +177,8 @@ inline void multiply_floats(const Block& block, Totals<ROWS>& totals) {
 }
 
 // `PLAIN`: there is one group, without zeros, and all pieces have `PIECE` inputs.
-template <class K, int ROWS, bool PLAIN>
-inline void multiply_pieces(const Block& block, Totals<ROWS>& totals) {
+template <class K, int START, bool PLAIN, int ROWS, int HALVES>
+inline void multiply_pieces(const Block& block, F32s (&totals)[ROWS][HALVES]) {
     const int64_t steps = block.groups * block.steps;
     int64_t group = 0, group_end = block.steps;
     for (int64_t piece = 0, first = 0; piece < block.pieces; piece++, first += block.piece_steps) {
@@ -178,31 +186,33 @@ inline void multiply_pieces(const Block& block, Totals<ROWS>& totals) {
             group++;
             group_end += block.steps;
         }
-        I32s sums[ROWS][2];
+        I32s sums[ROWS][HALVES];
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++)
-            sums[row][0] = sums[row][1] = splat(block.sums[row * block.pieces + piece]);
+#pragma GCC unroll 16
+            for (int half = 0; half < HALVES; half++)
+                sums[row][half] = splat(block.sums[row * block.pieces + piece]);
         if (!PLAIN && block.zeros)
 #pragma GCC unroll 16
-            for (int half = 0; half < 2; half++) {
-                const auto zero = load<I32s>(block.zeros + group * PANEL + half * LANES);
+            for (int half = 0; half < HALVES; half++) {
+                const auto zero = load<I32s>(block.zeros + group * PANEL + (START + half) * LANES);
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; row++) sums[row][half] *= -zero;
             }
         if constexpr (PLAIN) {
             constexpr std::integral_constant<int64_t, PIECE / K::INPUTS> ALL;
-            add_steps<K, ROWS>(block, first, ALL, sums);
+            add_steps<K, START>(block, first, ALL, sums);
         } else {
-            add_steps<K, ROWS>(block, first, std::min(block.piece_steps, steps - first), sums);
+            add_steps<K, START>(block, first, std::min(block.piece_steps, steps - first), sums);
         }
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
             const F32s x_scale = splat(block.x_scales[row * block.pieces + piece]);
 #pragma GCC unroll 16
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < HALVES; half++) {
                 F32s factor = x_scale;
                 if (!PLAIN && block.groups > 1)
-                    factor *= load<F32s>(block.scales + group * PANEL + half * LANES);
+                    factor *= load<F32s>(block.scales + group * PANEL + (START + half) * LANES);
                 const I32s sum = K::finish(sums[row][half]);
                 totals[row][half] = fma(to_floats(sum), factor, totals[row][half]);
             }
@@ -210,47 +220,52 @@ inline void multiply_pieces(const Block& block, Totals<ROWS>& totals) {
     }
 }
 
-template <class K, int ROWS>
-inline void multiply_integers(const Block& block, Totals<ROWS>& totals) {
+template <class K, int START, int ROWS, int HALVES>
+inline void multiply_integers(const Block& block, F32s (&totals)[ROWS][HALVES]) {
     constexpr bool MAY_BE_PLAIN = std::is_same_v<K, Int8>;  // others rarely have one group
     if (MAY_BE_PLAIN && block.groups == 1 && !block.zeros &&
         block.piece_steps * K::INPUTS == PIECE && block.steps % block.piece_steps == 0)
-        multiply_pieces<K, ROWS, MAY_BE_PLAIN>(block, totals);
+        multiply_pieces<K, START, MAY_BE_PLAIN>(block, totals);
     else
-        multiply_pieces<K, ROWS, false>(block, totals);
+        multiply_pieces<K, START, false>(block, totals);
     if (block.groups == 1)
 #pragma GCC unroll 16
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < HALVES; half++)
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; row++)
-                totals[row][half] *= load<F32s>(block.scales + half * LANES);
+                totals[row][half] *= load<F32s>(block.scales + (START + half) * LANES);
 }
 
-template <class K, int ROWS>
+// Multiplies ROWS rows with a panel's halves START, ..., START + HALVES − 1.
+template <class K, int ROWS, int START, int HALVES>
 [[gnu::noinline]] void multiply(const Block& block) {
-    Totals<ROWS> totals = {};
+    F32s totals[ROWS][HALVES] = {};
     if constexpr (IS_INTEGER<K>)
-        multiply_integers<K, ROWS>(block, totals);
+        multiply_integers<K, START>(block, totals);
     else
-        multiply_floats<K, ROWS>(block, totals);
+        multiply_floats<K, START>(block, totals);
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; row++) {
-        F32s result[2] = {totals[row][0], totals[row][1]};  // the rest stays in registers
-        if (block.bias)
-            for (int half = 0; half < 2; half++)
-                result[half] += load<F32s>(block.bias + half * LANES);
-        float* out = block.out + row * block.out_stride;
-        if (block.columns == PANEL)
-            for (int half = 0; half < 2; half++) store(out + half * LANES, result[half]);
-        else
-            std::memcpy(out, result, block.columns * sizeof(float));
-    }
+    for (int row = 0; row < ROWS; row++)
+        for (int half = 0; half < HALVES; half++) {
+            const int64_t column = (START + half) * LANES;
+            F32s result = totals[row][half];
+            if (block.bias) result += load<F32s>(block.bias + column);
+            if (block.columns > column)
+                store_first(block.out + row * block.out_stride + column, result,
+                            block.columns - column);
+        }
 }
 
 template <class K, int ROWS = K::MAX_ROWS>
 void multiply_rows(int rows, const Block& block) {
-    if (rows == ROWS) return multiply<K, ROWS>(block);
-    if constexpr (ROWS > 1) multiply_rows<K, ROWS - 1>(rows, block);
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return multiply_rows<K, ROWS - 1>(rows, block);
+    if constexpr (ROWS <= K::MAX_WIDE_ROWS) {
+        multiply<K, ROWS, 0, 2>(block);
+    } else {
+        multiply<K, ROWS, 0, 1>(block);
+        multiply<K, ROWS, 1, 1>(block);
+    }
 }
 
 int64_t panels_of(const Weight& weight) { return ceil_div(weight.out, PANEL); }
@@ -301,8 +316,9 @@ void product_of(const ProductArgs& args, Member& member) {
     const Weight& weight = *args.weight;
     const int64_t rows = *args.rows, panels = panels_of(weight);
     const int64_t row_bytes = 4 * words_of(weight);
-    const int64_t block_rows = std::max<int64_t>(X_BLOCK_BYTES / row_bytes / K::MAX_ROWS, 1) * K::MAX_ROWS;
-    const int64_t blocks = ceil_div(rows, block_rows), units = panels * blocks;
+    const int64_t most_rows = std::max<int64_t>(X_BLOCK_BYTES / row_bytes / K::MAX_ROWS, 1) * K::MAX_ROWS;
+    const int64_t blocks = ceil_div(rows, most_rows), units = panels * blocks;
+    const int64_t block_rows = padded(ceil_div(rows, blocks), K::MAX_ROWS);
     const int64_t panel_bytes = bytes_of_panel(weight);
     const auto multiply = [&](int64_t unit, int64_t following) {
         // The next panel is fetched while all rows are multiplied. Without that, the CPU would read

@@ -189,6 +189,20 @@ inline U16s low_words(I32s x) { return convert<uint16_t>(x); }
 inline U8s low_bytes(I32s x) { return convert<uint8_t>(x); }
 #endif
 
+// Has the compiler compute v before it computes what follows. Without this, it keeps more vectors at
+// a time than 16 registers hold.
+template <class V>
+inline V settled(V v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return each([](auto x) {
+        asm volatile("" : "+x"(x));
+        return x;
+    }, v);
+#else
+    return v;
+#endif
+}
+
 // x · y + z, rounded once.
 inline F32s fma(F32s x, F32s y, F32s z) {
     using Part = Register<float>;
@@ -377,7 +391,7 @@ inline I32s add_to_words(I32s total, U32s bytes, U32s signed_bytes) {
     using Words = Register<uint32_t>;
     typedef uint16_t Shorts __attribute__((vector_size(sizeof(Ints))));
     return each([](Ints total, Words bytes, Words signed_bytes) {
-        return (Ints)((Shorts)total + (Shorts)multiply_bytes(bytes, signed_bytes));
+        return settled((Ints)((Shorts)total + (Shorts)multiply_bytes(bytes, signed_bytes)));
     }, total, bytes, signed_bytes);
 }
 inline I32s add_words(I32s words) {
