@@ -218,18 +218,17 @@ class Trace:
     ) -> torch.Tensor:
         read = self.rows(x)
         total = None if residual is None else self.rows(residual)
-        used = [each.whole or each for each in (read, total) if each]
         out, tensor = self._new(read.columns, read.per_sequence)
 
         def bind() -> Any:
             target = traced.pack.target() if traced.pack else PackTo()
-            picks = read.whole is not None, bool(total and total.whole)
-            addresses = [each.address for each in used] + [None]
             return NormArgs(
-                self._count(out), *picks, read.columns, *addresses[:2], vector(weight), eps,
-                out.address, target,
+                self._count(out), bool(read.whole), bool(total and total.whole), read.columns,
+                read.source.address, total.source.address if total else None,
+                vector(weight), eps, out.address, target,
             )  # fmt: skip
 
+        used = [each.source for each in (read, total) if each]
         traced = self._add(Phase.NORM, bind, out, *used)
         self._producers[out] = traced
         return tensor

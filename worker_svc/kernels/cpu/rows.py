@@ -46,6 +46,11 @@ class Rows:
         return self.last_use > self.first_use
 
     @property
+    def source(self) -> Rows:
+        """The rows that have the memory."""
+        return self.whole or self
+
+    @property
     def address(self) -> int | None:
         """None if no phase reads the rows."""
         assert self.memory is not None or not self.is_read
