@@ -9,7 +9,8 @@ from typing import Any, Literal, TypedDict, TypeGuard, cast
 
 FinishReason = Literal["eos", "length", "stop"]
 
-# A turn of a chat: "role" and "content". An assistant's turn may have "reasoning_content", and
+# A turn of a chat: "role" and "content", a text or OpenAI's parts [{"type": "text", "text": ...}],
+# whose texts are joined with newlines. An assistant's turn may have "reasoning_content", and
 # "tool_calls": [{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}], with
 # the arguments as a mapping or JSON. A turn of the role "tool" has a "tool_call_id", and the call's
 # result as its content.

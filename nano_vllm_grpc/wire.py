@@ -138,7 +138,27 @@ def _encode_chat(chat: Sequence[Message] | Chat) -> pb.Chat:
 
 def _encode_message(message: Message) -> pb.ChatMessage:
     calls = map(_encode_tool_call, message.get("tool_calls") or ())
-    return pb.ChatMessage(**{**message, "tool_calls": calls})
+    content = _encode_content(message.get("content"))
+    return pb.ChatMessage(**{**message, "content": content, "tool_calls": calls})
+
+
+def _encode_content(content: object) -> str | None:
+    """Joins the text of OpenAI's content parts with newlines, as vLLM does."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise ValueError(f"content: a {type(content).__name__}; must be a text or a list of parts")
+    return "\n".join(_text_of(f"content[{i}]", part) for i, part in enumerate(content))
+
+
+def _text_of(field: str, part: object) -> str:
+    if not isinstance(part, Mapping):
+        raise ValueError(f"{field}: a {type(part).__name__}; must be a part with a type")
+    if (kind := part.get("type")) != "text":
+        raise ValueError(f"{field}.type: {kind!r} is not supported; must be 'text'")
+    if not isinstance(text := part.get("text"), str):
+        raise ValueError(f"{field}.text: a {type(text).__name__}; must be a text")
+    return text
 
 
 def _encode_tool_call(call: Mapping[str, Any]) -> pb.ToolCall:

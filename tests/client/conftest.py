@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from nano_vllm_grpc import LLM
 from tests.client.fake_server import FakeServer, FakeService, running_server
 
 
@@ -16,3 +17,9 @@ def server() -> Iterator[FakeServer]:
 @pytest.fixture
 def service(server: FakeServer) -> FakeService:
     return server.service
+
+
+@pytest.fixture
+def llm(server: FakeServer) -> Iterator[LLM]:
+    with LLM(server.address) as client:
+        yield client

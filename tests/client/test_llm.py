@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -28,12 +27,6 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InternalError
 from shared.errors import QueueFullError as ServerQueueFullError
 from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
-
-
-@pytest.fixture
-def llm(server: FakeServer) -> Iterator[LLM]:
-    with LLM(server.address) as client:
-        yield client
 
 
 def texts(llm: LLM, prompts: Any, params: SamplingParams | None = None) -> list[str]:
@@ -83,36 +76,6 @@ def test_prompts_are_texts_ids_chats_or_lists_of_them(
     llm: LLM, prompts: object, expected: list[str]
 ) -> None:
     assert texts(llm, prompts, SamplingParams(max_tokens=3)) == expected
-
-
-def test_a_chat_with_tools_is_sent(llm: LLM, service: FakeService) -> None:
-    function = {"name": "f", "arguments": {"b": 1, "a": [None]}}
-    calls = [{"id": "1", "type": "function", "function": function}]
-    conversation = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": None, "reasoning_content": "", "tool_calls": calls},
-        {"role": "tool", "content": "b", "tool_call_id": "1", "name": "f"},
-    ]
-    options = {"tools": [{"type": "function"}], "chat_template_kwargs": {"enable_thinking": False}}
-    answers = llm.chat([conversation, CHAT], use_tqdm=False, **options)  # type: ignore[arg-type]
-    assert [answer["text"] for answer in answers] == ["bcbcbcbc", "bcdbcdbc"]
-    (sent,) = [each.chat for each in service.requests if len(each.chat.messages) == 3]
-    call = pb.FunctionCall(name="f", arguments='{"b": 1, "a": [null]}')
-    assert sent == pb.Chat(
-        messages=[
-            pb.ChatMessage(role="user", content="a"),
-            pb.ChatMessage(
-                role="assistant",
-                reasoning_content="",
-                tool_calls=[pb.ToolCall(id="1", function=call)],
-            ),
-            pb.ChatMessage(role="tool", content="b", tool_call_id="1", name="f"),
-        ],
-        tools=['{"type": "function"}'],
-        chat_template_kwargs='{"enable_thinking": false}',
-    )
-    llm.chat(CHAT, use_tqdm=False, continue_final_message=True)
-    assert service.requests[-1].chat.continue_final_message
 
 
 def user(**fields: Any) -> list[dict[str, Any]]:
