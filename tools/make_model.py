@@ -2,6 +2,7 @@
 
     python -m tools.make_model --shape qwen3-0.6b --out /tmp/qwen3-0.6b
     python -m tools.make_model --shape tiny --out /tmp/tiny --set num_hidden_layers=3
+    python -m tools.make_model --shape qwen3-32b --out /tmp/qwen3-32b-int4 --quantization int4
 
 The tokenizer is the demo model's. If the vocabulary is larger, the weights make ids that the
 tokenizer does not know unlikely, so that even random weights write text.
@@ -10,12 +11,16 @@ tokenizer does not know unlikely, so that even random weights write text.
 import argparse
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,6 +29,13 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DEFAULT_SHARD_BYTES = 2 << 30
 _UNKNOWN_SCALE = 0.1  # scale of the logits of ids that the tokenizer does not know
+_QUANTILES = 1 << 16  # values that a random weight can have
+_DRAWN = 1 << 20  # numbers that are drawn at once, so that they stay in a core's cache
+_MAX_GROUP = 128  # inputs that share a scale
+_MIDDLE = 8  # the 4 bits that stand for zero
+_CODES_STD = math.sqrt(2 * sum(i * i for i in range(_MIDDLE)) / 16)  # see `_pairs_of_codes`
+
+Quantization = Literal["none", "int4"]
 
 # Keys that the public Qwen3 configurations have in common. Both transformers 4 and 5 find
 # "rope_theta" here.
@@ -147,27 +159,98 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def stored_tensors(
+    config: Mapping[str, Any], dtype: torch.dtype, quantization: Quantization = "none"
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and dtype of every tensor in the files, by name.
+
+    With int4, a layer's projection [out, in] is stored as llm-compressor stores it: words of eight
+    codes [out, in / 8], and a scale for each group of a row.
+    """
+    stored: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, shape in tensor_shapes(config).items():
+        if quantization == "none" or not name.endswith("_proj.weight"):
+            stored[name] = shape, dtype
+            continue
+        rows, columns = shape
+        stored[f"{name}_packed"] = (rows, -(-columns // 8)), torch.int32
+        stored[f"{name}_scale"] = (rows, columns // _group_size(config)), dtype
+        stored[f"{name}_shape"] = (2,), torch.int64
+    return stored
+
+
+def _group_size(config: Mapping[str, Any]) -> int:
+    """The largest power of two up to `_MAX_GROUP` that divides the inputs of all layers."""
+    q_size = config["num_attention_heads"] * config["head_dim"]
+    return math.gcd(_MAX_GROUP, config["hidden_size"], config["intermediate_size"], q_size)
+
+
+def _quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The field of config.json with which llm-compressor describes int4 weights."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    group = {"targets": ["Linear"], "weights": weights | {"group_size": _group_size(config)}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
 def make_tensor(
-    name: str, shape: tuple[int, ...], seed: int, std: float, dtype: torch.dtype
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, *, seed: int, std: float
 ) -> Tensor:
     """Makes random weights that depend only on the seed and the name, not on their file.
 
-    Norms are ones plus a little noise, so that tests notice a missing or swapped norm.
+    Norms and scales have a little noise, so that tests notice missing or swapped ones.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    generator = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:8], "little")))
+    if name.endswith("_packed"):
+        return torch.from_numpy(_draw(generator, _pairs_of_codes(), shape, np.int32))
     mean, std = (1.0, 0.05) if "norm" in name else (0.0, std)
-    return torch.empty(shape, dtype=dtype).normal_(mean, std, generator=generator)
+    if name.endswith("_scale"):
+        mean, std = std / _CODES_STD, 0.05 * std / _CODES_STD
+    centers = (torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES
+    quantiles = (mean + std * torch.special.ndtri(centers)).to(dtype)
+    # Looking up quantiles is much faster than drawing from a normal distribution. numpy needs less
+    # time for it than torch, and has no bfloat16.
+    bits = np.int32 if dtype.itemsize == 4 else np.int16
+    table = np.frombuffer(quantiles.view(torch.uint8).numpy(), bits)
+    return torch.from_numpy(_draw(generator, table, shape, bits)).view(dtype)
 
 
-def plan_shards(
-    shapes: Mapping[str, tuple[int, ...]], itemsize: int, max_shard_bytes: int
-) -> list[list[str]]:
-    """Assigns tensor names to files; a tensor above `max_shard_bytes` gets its own file."""
+def _pairs_of_codes() -> NDArray[Any]:
+    """All pairs of codes from -7 to 7, stored plus `_MIDDLE`. Zero is twice as likely as any other
+    code, so that the mean is zero."""
+    codes = np.arange(16, dtype=np.uint8)
+    codes[0] = _MIDDLE
+    return (codes[:, None] << 4 | codes).ravel()
+
+
+def _draw(
+    generator: np.random.Generator, table: NDArray[Any], shape: tuple[int, ...], dtype: type
+) -> NDArray[Any]:
+    """Fills an array with random entries of a table, which has 2^8 or 2^16."""
+    index = np.dtype(np.uint8 if table.size == 1 << 8 else np.uint16)
+    drawn: NDArray[Any] = np.empty(shape, dtype)
+    entries = drawn.reshape(-1).view(table.dtype)
+    for begin in range(0, entries.size, _DRAWN):
+        part = entries[begin : begin + _DRAWN]
+        words = generator.integers(
+            1 << 64, size=-(-part.size * index.itemsize // 8), dtype=np.uint64
+        )
+        part[:] = table[words.view(index)[: part.size]]
+    return drawn
+
+
+def plan_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Assigns the names of tensors with these sizes in bytes to files; a tensor above
+    `max_shard_bytes` gets its own file."""
     shards: list[list[str]] = [[]]
     used = 0
-    for name, shape in shapes.items():
-        size = torch.Size(shape).numel() * itemsize
+    for name, size in sizes.items():
         if shards[-1] and used + size > max_shard_bytes:
             shards.append([])
             used = 0
@@ -184,34 +267,49 @@ def make_model(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    quantization: Quantization = "none",
 ) -> Path:
-    """Writes a model directory to `out` and returns it. Holds only one file's weights in memory.
+    """Writes a model directory to `out` and returns it. Holds two files' weights in memory.
 
     `overrides` are keys of config.json: `{"tie_word_embeddings": False, "attention_bias": True}`.
     """
     config = model_config(shape, overrides)
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if quantization != "none":
+        config["quantization_config"] = _quantization_config(config)
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", config)
     _write_tokenizer(out, config["vocab_size"])
 
-    shapes = tensor_shapes(config)
+    stored = stored_tensors(config, dtype, quantization)
+    shapes_of = {f"{name}_shape": shape for name, shape in tensor_shapes(config).items()}
+    sizes = {name: math.prod(shape) * kind.itemsize for name, (shape, kind) in stored.items()}
     tied = config["tie_word_embeddings"]
     output_layer = "model.embed_tokens.weight" if tied else "lm_head.weight"
     known = _read_json(DEMO_MODEL / "config.json")["vocab_size"]
-    shards = plan_shards(shapes, dtype.itemsize, max_shard_bytes)
-    weight_map: dict[str, str] = {}
-    for file, names in zip(_file_names(len(shards)), shards, strict=True):
+    shards = plan_shards(sizes, max_shard_bytes)
+    files = [*_file_names(len(shards))]
+
+    def write(file: str, names: list[str]) -> None:
         std = config["initializer_range"]
-        tensors = {name: make_tensor(name, shapes[name], seed, std, dtype) for name in names}
+        tensors = {
+            name: torch.tensor(shapes_of[name])
+            if name in shapes_of
+            else make_tensor(name, *stored[name], seed=seed, std=std)
+            for name in names
+        }
         if output_layer in tensors:
             tensors[output_layer][known:] *= _UNKNOWN_SCALE
         save_file(tensors, out / file, metadata={"format": "pt"})
         (out / file).chmod(0o644)  # a container reads the file as another user
-        weight_map |= dict.fromkeys(names, file)
+
+    with ThreadPoolExecutor(2) as threads:  # one draws numbers while the other writes
+        list(threads.map(write, files, shards))
     if len(shards) > 1:
-        total = sum(torch.Size(shape).numel() for shape in shapes.values()) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        weight_map = {
+            name: file for file, names in zip(files, shards, strict=True) for name in names
+        }
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         _write_json(out / "model.safetensors.index.json", index)
     return out
 
@@ -254,6 +352,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument(
+        "--quantization",
+        choices=get_args(Quantization),
+        default="none",
+        help="int4: the weights of layers in 4 bits, as llm-compressor stores them",
+    )
     parser.add_argument("--max-shard-mib", type=int, default=DEFAULT_SHARD_BYTES >> 20)
     parser.add_argument(
         "--set", type=_override, action="append", default=[], metavar="KEY=JSON", dest="overrides"
@@ -266,6 +370,7 @@ def main() -> None:
         seed=args.seed,
         dtype=DTYPES[args.dtype],
         max_shard_bytes=args.max_shard_mib << 20,
+        quantization=args.quantization,
     )
     print(f"wrote {args.shape} to {args.out}")
 

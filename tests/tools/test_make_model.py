@@ -9,7 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.worker_svc.test_model_runner import make_runner
 from tools.make_model import main, make_model, model_config, tensor_shapes
+from worker_svc.weights.files import WeightReader
+from worker_svc.weights.quantization.compressed_tensors import CompressedTensors
 
 # As stated by the public checkpoints; tied embeddings count once.
 PARAMETERS = {
@@ -113,6 +116,34 @@ def test_seed_decides_the_weights(tmp_path: Path) -> None:
     )
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "group_size"),
+    [({}, 32), ({"hidden_size": 192, "head_dim": 32, "intermediate_size": 320}, 64)],
+)
+def test_a_worker_reads_int4_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any], group_size: int
+) -> None:
+    """They are as large as the weights of other models."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_model(tmp_path, "tiny", overrides, quantization="int4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    stored, layers = read_weights(tmp_path), CompressedTensors(config["quantization_config"])
+    with WeightReader(tmp_path, torch.float32, torch.device("cpu")) as reader:
+        for name, shape in tensor_shapes(config).items():
+            if not name.endswith("_proj.weight"):
+                assert stored[name].dtype == torch.bfloat16
+                continue
+            rows, columns = shape
+            assert stored[f"{name}_shape"].tolist() == [*shape]
+            assert stored[f"{name}_scale"].shape == (rows, columns // group_size)
+            layer = name.removesuffix(".weight")
+            weight = layers.read(reader, layer, range(rows), range(columns), columns)
+            values = weight.dequantized()
+            assert values.mean().item() == pytest.approx(0, abs=0.003)
+            assert values.std().item() == pytest.approx(0.02, rel=0.1)
+    make_runner(tmp_path)  # reads all tensors
 
 
 def test_weights_differ_from_each_other_and_norms_from_one(tmp_path: Path) -> None:
