@@ -95,6 +95,7 @@ async def serve(
     directory = Path(settings.model)
     facts = read_model_facts(directory, settings.served_model_name)
     tokenizer = Tokenizer(directory, settings.tokenizer_threads)
+    facts = facts.ending_with(tokenizer.eos_token_ids)
     engine_server: Server | None = None
     opened = False
 

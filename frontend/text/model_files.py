@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,16 @@ class ModelFacts:
     bos_token_id: int = 0
     pad_token_id: int = 0
 
+    def ending_with(self, token_ids: Iterable[int]) -> ModelFacts:
+        """These facts with further end-of-sequence tokens. Ids outside of the vocabulary are left
+        out: no model samples them, and transformers ignores them too."""
+        ends = (each for each in (*self.eos_token_ids, *token_ids) if 0 <= each < self.vocab_size)
+        return replace(self, eos_token_ids=tuple(dict.fromkeys(ends)))
+
 
 def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
-    """Reads config.json and, if there is one, generation_config.json.
+    """Reads config.json and, if there is one, generation_config.json. The end-of-sequence tokens
+    are those of both files.
 
     Args:
         name: the name of the model for clients; if empty, its directory's name.
@@ -46,21 +54,25 @@ def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
     """
     if not directory.is_dir():
         raise ModelFilesError(f"model: {directory} is not a directory")
-    config = _read_json(directory / "config.json")
+    config_path = directory / "config.json"
+    config = _read_json(config_path)
     generation_path = directory / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
     vocab_size = config.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size <= 0:
-        raise ModelFilesError(f"{directory / 'config.json'}: vocab_size is {vocab_size!r}")
-    return ModelFacts(
+        raise ModelFilesError(f"{config_path}: vocab_size is {vocab_size!r}")
+    facts = ModelFacts(
         name=name or directory.resolve().name,
         vocab_size=vocab_size,
-        eos_token_ids=_token_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+        eos_token_ids=(),
         defaults=_sampling_defaults(generation, generation_path, vocab_size),
         model_type=str(config.get("model_type") or ""),
         architectures=tuple(map(str, config.get("architectures") or ())),
         bos_token_id=_token_id(config.get("bos_token_id")),
         pad_token_id=_token_id(config.get("pad_token_id")),
+    )
+    return facts.ending_with(
+        [*_end_tokens(generation, generation_path), *_end_tokens(config, config_path)]
     )
 
 
@@ -117,8 +129,10 @@ def _token_id(value: object) -> int:
     return value if isinstance(value, int) and 0 <= value < 1 << 31 else 0
 
 
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Normalizes a Hugging Face value, which is one id, a list of ids or null."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+def _end_tokens(fields: dict[str, Any], path: Path) -> list[int]:
+    """The field eos_token_id, which is one id, a list of ids or null."""
+    value = fields.get("eos_token_id")
+    ids = [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+    if any(type(each) is not int for each in ids):
+        raise ModelFilesError(f"{path}: eos_token_id is {value!r}; must be token ids")
+    return ids

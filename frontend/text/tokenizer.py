@@ -48,6 +48,9 @@ class Tokenizer:
         self._backend = self._hf.backend_tokenizer
         self._template = ChatTemplate(self._hf)
         self._threads = FairThreads(threads, "tokenizer")
+        # A model's template may end turns with a token that its configuration leaves out.
+        end: int | None = self._hf.eos_token_id
+        self.eos_token_ids = () if end is None else (end,)
         added = self._backend.get_added_tokens_decoder()
         # In the second, special tokens have no bytes.
         self.vocabulary = _vocabulary(directory, self._backend)

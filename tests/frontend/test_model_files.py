@@ -19,7 +19,7 @@ def write(directory: Path, config: Any, generation: Any = None) -> Path:
     return directory
 
 
-def test_generation_config_goes_before_config(tmp_path: Path) -> None:
+def test_defaults_are_of_generation_config_and_end_tokens_of_both_files(tmp_path: Path) -> None:
     directory = tmp_path / "my-model"
     directory.mkdir()
     write(
@@ -37,7 +37,7 @@ def test_generation_config_goes_before_config(tmp_path: Path) -> None:
     facts = read_model_facts(directory)
     assert facts.name == "my-model"
     assert facts.vocab_size == 100
-    assert facts.eos_token_ids == (8, 9)
+    assert facts.eos_token_ids == (8, 9, 7)
     assert facts.defaults == SamplingNumbers(
         temperature=0.6, top_k=20, top_p=0.95, min_p=0.0, repetition_penalty=1.1
     )
@@ -61,8 +61,37 @@ def test_null_is_not_set_and_a_top_k_over_the_vocabulary_is_off(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (8, 7, (8, 7)),
+        ([7, 8], [8, 9], (7, 8, 9)),
+        (None, 7, (7,)),
+        ([None, 8], None, (8,)),
+        ([], [], ()),
+        # As transformers does: no model samples an id that is outside of its vocabulary.
+        ([100, 99], [-1, 1 << 70], (99,)),
+    ],
+)
+def test_end_tokens_are_those_of_both_files(
+    tmp_path: Path, generation: Any, config: Any, expected: tuple[int, ...]
+) -> None:
+    write(tmp_path, {"vocab_size": 100, "eos_token_id": config}, {"eos_token_id": generation})
+    facts = read_model_facts(tmp_path)
+    assert facts.eos_token_ids == expected
+    assert facts.ending_with([99, 100, 5]).eos_token_ids == tuple(dict.fromkeys([*expected, 99, 5]))
+
+
+@pytest.mark.parametrize(
     ("config", "generation", "named"),
     [
+        ({"vocab_size": 9, "eos_token_id": "2"}, None, r"config.json: eos_token_id is '2'"),
+        ({"vocab_size": 9, "eos_token_id": True}, None, r"config.json: eos_token_id is True"),
+        (
+            {"vocab_size": 9},
+            {"eos_token_id": [2, 2.0]},
+            r"generation_.*: eos_token_id is \[2, 2.0\]",
+        ),
+        ({"vocab_size": 9}, {"eos_token_id": {"a": 2}}, r"eos_token_id is {'a': 2}; must be token"),
         ({}, None, "vocab_size"),
         ({"vocab_size": 0}, None, "vocab_size"),
         ([], None, "config.json"),
