@@ -17,7 +17,7 @@ _ENDS = frozenset(
     ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "</s>")
 )
 ROPE_FACTORS = "rope_freqs.weight"  # the tensor of llama3's factors
-_CONTROL = 3  # of tokenizer.ggml.token_type
+_ADDED = 3, 4  # of tokenizer.ggml.token_type: control and user-defined, as some converters write
 _REQUIRED: Any = object()
 
 
@@ -115,7 +115,7 @@ def end_tokens(keys: Keys) -> list[int]:
     known = [
         number
         for number, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind == _CONTROL and token in _ENDS
+        if kind in _ADDED and token in _ENDS
     ]
     return list(dict.fromkeys(token for token in (*given, *known) if token is not None))
 

@@ -14,7 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deploy.errors import LaunchError
 from deploy.gguf.unpack import unpack
 from deploy.model import model_name, resolve_model
-from tests.gguf_files import write_gguf
+from frontend.text.model_files import read_model_facts
+from frontend.text.tokenizer import Tokenizer as FrontendTokenizer
+from tests.gguf_files import spm_keys, write_gguf
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 301,
@@ -65,6 +67,19 @@ def test_unpacks_once_until_the_file_changes(tmp_path: Path) -> None:
     write(tmp_path, keys={"llama.context_length": 256})
     changed = resolve_model(str(path))
     assert read_json(changed / "config.json")["max_position_embeddings"] == 256
+
+
+def test_end_tokens_are_those_of_the_keys_and_of_known_names(tmp_path: Path) -> None:
+    """One set, of which transformers adds the tokenizer's own. Text is no end token."""
+    im_end, types = 266, spm_keys(301)["tokenizer.ggml.token_type"]
+    keys = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 6}
+    for kind, named in ((3, [im_end]), (4, [im_end]), (1, [])):
+        types[im_end] = kind
+        directory = unpack(write(tmp_path, keys={**keys, "tokenizer.ggml.token_type": types}))
+        assert read_model_facts(directory).eos_token_ids == (2, 5, 6, *named)
+        tokenizer = FrontendTokenizer(directory, threads=1)
+        tokenizer.close()
+        assert tokenizer.eos_token_ids == (2,)
 
 
 def test_defaults_for_sampling_are_kept_apart(tmp_path: Path) -> None:
