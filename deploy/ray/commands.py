@@ -10,7 +10,7 @@ from pathlib import Path
 from deploy.errors import LaunchError
 from deploy.first_tokens import PROMPT
 from deploy.health import SERVING
-from deploy.model import model_name, resolve_model, resolve_speculation
+from deploy.model import check_weights, model_name, resolve_model, resolve_speculation
 from deploy.native.processes import is_running
 from deploy.native.progress import report_lines
 from deploy.native.startup import poll_until_serving
@@ -142,6 +142,7 @@ def plan(
     """
     _check_variables(settings, layout)
     model = resolve_model(settings.model).resolve()
+    check_weights(settings.model, model)
     known = {PREFIX + name.upper() for name in (*KNOWN_NAMES, "config_file")}
     shared = {name: value for name, value in environment.items() if name in known}
     for name in (PREFIX + each.upper() for each in _FILES):

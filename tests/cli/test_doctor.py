@@ -121,7 +121,12 @@ def forget_the_template(model: Path) -> None:
     [
         (cut_weights, "weights", "wrong", "cut short"),
         (name_a_missing_file, "weights", "wrong", "names model-00002.safetensors, which does not"),
-        (name_a_missing_tensor, "weights", "wrong", "model.other.weight is in none of the files"),
+        (
+            name_a_missing_tensor,
+            "weights",
+            "wrong",
+            "model.other.weight is not in model.safetensors",
+        ),
         (change_config(architectures=["Llama"]), "model", "wrong", "Llama is not served"),
         (change_config(max_position_embeddings=1 << 40), "memory", "wrong", "MiB short"),
         (change_config(intermediate_size=1 << 40), "memory", "wrong", "GiB are free"),

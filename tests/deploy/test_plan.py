@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from deploy.compose import compose_variables
 from deploy.errors import LaunchError
-from deploy.plan import Layout, plan_stack
+from deploy.native import restart
+from deploy.plan import Layout, plan_stack, read_settings
 from deploy.stack import ENGINE_SERVICES, Process
 from frontend.text.model_files import read_model_facts
 from frontend.text.tokenizer import Tokenizer
@@ -265,6 +268,27 @@ def test_a_draft_model_is_found_as_a_model_is(monkeypatch: pytest.MonkeyPatch) -
     assert "NANO_SPECULATION" not in plan()[1]
     with pytest.raises(LaunchError, match=r"SPECULATION: no/such/directory is not a directory$"):
         plan(SPECULATION="no/such/directory")
+
+
+def test_weights_in_two_files_are_refused_where_workers_start(tmp_path: Path) -> None:
+    """A host of frontends may have the index without the files."""
+    shutil.copy(Path(DEMO) / "config.json", tmp_path)
+    for name in ("a.safetensors", "b.safetensors"):
+        shutil.copy(Path(DEMO) / "model.safetensors", tmp_path / name)
+    twice = f"{tmp_path}: .*: both a.safetensors and b.safetensors hold it"
+    with pytest.raises(LaunchError, match=f"^MODEL: {twice}"):
+        plan(MODEL=str(tmp_path))
+    with pytest.raises(LaunchError, match=f"^SPECULATION: {twice}"):
+        plan(SPECULATION=str(tmp_path))
+    with pytest.raises(LaunchError, match=f"^MODEL: {twice}"):
+        compose_variables(read_settings({"NANO_MODEL": str(tmp_path)}), Layout())
+    with pytest.raises(LaunchError, match=f"^MODEL: {twice}"):
+        restart._find_model(plan()[0], str(tmp_path))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "c.safetensors"}}))
+    with pytest.raises(LaunchError, match=f"^MODEL: {tmp_path}: {index.name}: names c.safetensors"):
+        plan(MODEL=str(tmp_path))
+    plan(Layout(services=("frontend",)), MODEL=str(tmp_path), **ADDRESS)
 
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"

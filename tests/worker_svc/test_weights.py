@@ -12,8 +12,8 @@ from shared.model_directory import MAX_JSON_BYTES
 from tests.worker_svc.harness import save_model, worker_settings
 from worker_svc.errors import ModelError
 from worker_svc.model_runner import ModelRunner
-from worker_svc.weights.files import INDEX
 from worker_svc.weights.fingerprint import ModelFiles
+from worker_svc.weights.shards import INDEX
 
 
 @pytest.fixture

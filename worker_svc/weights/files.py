@@ -3,7 +3,6 @@ slice."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -13,12 +12,12 @@ from typing import Self
 import torch
 from tqdm import tqdm
 
-from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS, is_plain_name, read_text
+from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS
 from worker_svc.errors import ModelError
 from worker_svc.weights.gguf_file import GgufTensor, read_gguf
 from worker_svc.weights.safetensors_file import NAMES, StoredTensor, read_tensors
+from worker_svc.weights.shards import shard_files, tensor_files
 
-INDEX = "model.safetensors.index.json"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The number of bytes converted at a time, so few that they are still in the CPU's cache.
 _BUFFER_BYTES = 4 << 20
@@ -44,7 +43,8 @@ class WeightReader:
             copy: `copy(out, source)` copies tensors to the device, see `Platform.weight_copies`.
 
         Raises:
-            ModelError: a file is missing or malformed.
+            ModelError: a file is missing or malformed, or does not hold the tensors that it should
+                (see `tensor_files`).
         """
         self.dtype = dtype
         self.device = device
@@ -53,8 +53,9 @@ class WeightReader:
         if (model_dir / GGUF_INDEX).exists():
             self._tensors.update(read_gguf(model_dir))
         else:
-            for path in weight_files(model_dir):
-                self._tensors.update(read_tensors(path))
+            stored = {path: read_tensors(path) for path in weight_files(model_dir)}
+            files = tensor_files(model_dir, stored)
+            self._tensors.update((name, stored[path][name]) for name, path in files.items())
         self._unread = set(self._tensors)
         self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         # disable=None shows the bar only if stderr is a terminal.
@@ -200,30 +201,14 @@ class WeightReader:
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The weight files of a checkpoint with or without an index, sorted by name.
+    """The weight files of a checkpoint, sorted by name.
 
     Raises:
-        ModelError: there are no weight files, or the index is malformed or names missing files.
+        ModelError: there are no weight files, or as `shard_files`.
     """
     if (model_dir / GGUF_INDEX).exists():
         return [model_dir / GGUF_WEIGHTS]
-    index = model_dir / INDEX
-    if index.is_file():
-        try:
-            weight_map = json.loads(read_text(index))["weight_map"].items()
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ModelError(f"{INDEX}: cannot be read: {error!r}") from error
-        for tensor, name in weight_map:
-            if not is_plain_name(name):
-                raise ModelError(
-                    f"{INDEX}: weight_map: {tensor}: {name!r} is not the name of a file beside it"
-                )
-        paths = {model_dir / name for _, name in weight_map}
-    else:
-        paths = set(model_dir.glob("*.safetensors"))
+    paths = shard_files(model_dir)
     if not paths:
         raise ModelError(f"model: no *.safetensors in {model_dir}")
-    for path in paths:
-        if not path.is_file():
-            raise ModelError(f"{INDEX}: names {path.name}, which does not exist")
-    return sorted(paths)
+    return paths

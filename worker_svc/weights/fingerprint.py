@@ -18,6 +18,7 @@ import xxhash
 from worker_svc.errors import ModelError
 from worker_svc.user_cache import cache_folder, private_file, private_folder
 from worker_svc.weights.files import weight_files
+from worker_svc.weights.shards import INDEX
 
 log = structlog.get_logger(__name__)
 
@@ -30,9 +31,10 @@ _KEPT = 1024  # the maximum number of digests, of a hundred bytes each
 
 
 class ModelFiles:
-    """The state of a model's config.json and weight files when the object is made.
+    """The state of a model's config.json, index and weight files when the object is made.
 
-    `fingerprint` is a hex digest of config.json and of the name and all bytes of every weight file.
+    `fingerprint` is a hex digest of config.json, of the index of the weight files if there is one,
+    which decides which tensors are read, and of the name and all bytes of every weight file.
     It is equal on all hosts and ranks that have equal files.
     """
 
@@ -57,7 +59,9 @@ class ModelFiles:
             raise ModelError(f"model: {self._model_dir} changed while it was loaded; start again")
 
     def _read_fingerprint(self) -> str:
-        digest = hashlib.sha256((self._model_dir / "config.json").read_bytes())
+        digest = hashlib.sha256()
+        for path in _config_files(self._model_dir):
+            digest.update(path.read_bytes())
         with _kept_digests() as folder:
             for path in weight_files(self._model_dir):
                 digest.update(os.fsencode(f"{path.name} {_file_digest(path, folder)} "))
@@ -65,12 +69,18 @@ class ModelFiles:
 
 
 def model_files(model_dir: Path) -> list[Path]:
-    """A model's config.json and weight files.
+    """A model's config.json, index and weight files.
 
     Raises:
         ModelError: as `weight_files`.
     """
-    return [model_dir / "config.json", *weight_files(model_dir)]
+    return [*_config_files(model_dir), *weight_files(model_dir)]
+
+
+def _config_files(model_dir: Path) -> list[Path]:
+    """The files that say what the weights are and which file holds them."""
+    index = model_dir / INDEX
+    return [model_dir / "config.json", *([index] if index.is_file() else [])]
 
 
 def file_states(paths: Iterable[Path]) -> list[tuple[str, str]]:

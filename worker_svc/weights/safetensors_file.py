@@ -9,10 +9,8 @@ overlap (as in safetensors/src/tensor.rs, `Metadata::validate`), and reads stay 
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 
 from worker_svc.errors import ModelError
+from worker_svc.weights.shards import read_header
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -39,7 +38,6 @@ DTYPES = {
     "U32": torch.uint32,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MAX_HEADER = 100_000_000  # bytes; the library has this limit too
 
 
 @dataclass(frozen=True)
@@ -82,35 +80,13 @@ class StoredTensor:
         return Runs(start + columns.start * cell, len(columns) * cell, row)
 
 
-def read_header(path: Path) -> bytes:
-    """The JSON header of a safetensors file, which follows 8 bytes with its length.
-
-    Raises:
-        ModelError: the file is too short for its header, or the header is too long.
-    """
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
-        if size > min(path.stat().st_size - 8, _MAX_HEADER):
-            raise ModelError(f"{path.name}: not a safetensors file")
-        return file.read(size)
-
-
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file by name.
 
     Raises:
         ModelError: the file is not a safetensors file, is truncated, or has a malformed header.
     """
-    text = read_header(path)
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path.name}: not a safetensors file: {error}") from error
-    if not isinstance(header, dict):
-        raise ModelError(f"{path.name}: not a safetensors file")
-    header.pop("__metadata__", None)
-    first = 8 + len(text)
+    header, first = read_header(path)
     size = path.stat().st_size - first
     tensors, ends = {}, {}
     for name, entry in header.items():
