@@ -15,6 +15,7 @@ from tqdm import tqdm
 from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS
 from worker_svc.errors import ModelError
 from worker_svc.weights.gguf_file import GgufTensor, read_gguf
+from worker_svc.weights.no_effect import has_no_effect
 from worker_svc.weights.safetensors_file import NAMES, StoredTensor, read_tensors
 from worker_svc.weights.shards import shard_files, tensor_files
 
@@ -148,13 +149,15 @@ class WeightReader:
         self._progress.update(len(names))
 
     def check_all_read(self) -> None:
-        """Checks that no tensor is left over.
+        """Checks that no tensor is left over that may change the model.
 
         Raises:
             ModelError: the checkpoint has tensors that the model does not have.
         """
-        if self._unread:
-            names = sorted(self._unread)
+        names = [
+            name for name in sorted(self._unread) if not has_no_effect(name, self.has, self.read)
+        ]
+        if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(f"unknown weight: {', '.join(names[:3])}{more}")
 

@@ -87,7 +87,6 @@ class CompressedTensors:
         scales = per_group(scales, block, rows, columns)
         zeros = None if self._symmetric else self._zeros(reader, name, block, rows, columns)
         if not self._packed:
-            reader.skip(f"{name}.weight_zero_point")
             require_shape(reader, f"{name}.weight", -1, in_features)
             codes = reader.read(f"{name}.weight", rows, columns)
             if codes.dtype != (torch.float8_e4m3fn if self.format == "fp8" else torch.int8):

@@ -1,0 +1,115 @@
+"""Tensors that a model does not have, and which may be in its checkpoint nevertheless."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.worker_svc.harness import save_model, worker_settings
+from tests.worker_svc.quantization.writers import FORMATS, save_quantized
+from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
+from worker_svc.errors import ModelError
+from worker_svc.model_runner import ModelRunner
+
+ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.2.mlp"
+ONE, ZERO = torch.ones(()), torch.zeros(())
+
+
+def add(model_dir: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path = model_dir / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path)
+
+
+def assert_unknown(model_dir: Path, name: str, reason: str = "") -> None:
+    with pytest.raises(ModelError, match=rf"^unknown weight: {name}{reason}"):
+        ModelRunner(worker_settings(model_dir))
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    save_model(tmp_path)
+    return tmp_path
+
+
+def test_such_tensors_do_not_change_the_model(tmp_path: Path) -> None:
+    oracle = save_model(tmp_path)
+    add(
+        tmp_path,
+        {
+            f"{ATTENTION}.rotary_emb.inv_freq": torch.rand(8),
+            "model.rotary_emb.inv_freq": torch.rand(8),
+            "model.rotary_emb.original_inv_freq": torch.rand(8),
+            f"{ATTENTION}.rotary_emb.cos_cached": torch.rand(1, 1, 512, 16),
+            f"{ATTENTION}.rotary_emb.sin_cached": torch.rand(1, 1, 512, 16).half(),
+            f"{ATTENTION}.k_scale": ONE,
+            f"{ATTENTION}.v_scale": torch.ones(1, dtype=torch.bfloat16),
+            f"{ATTENTION}.attn.q_scale": torch.ones(4),
+            f"{ATTENTION}.k_proj.output_scale": torch.ones(1),
+            f"{MLP}.down_proj.input_scale": torch.ones(1, 1, dtype=torch.float16),
+            f"{MLP}.down_proj.weight_scale": torch.ones(64, 1),
+            f"{MLP}.down_proj.input_zero_point": torch.zeros(1, dtype=torch.int8),
+        },
+    )
+    runner, batch = make_runner(tmp_path)
+    (tokens,) = prompts(301, [40])
+    (logits,) = runner.logits(batch.step([(0, tokens)]))
+    torch.testing.assert_close(logits[:301], oracle_logits(oracle, tokens)[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "neutral"),
+    [
+        (f"{ATTENTION}.k_scale", torch.tensor(1.001), 1),
+        (f"{ATTENTION}.v_scale", ZERO, 1),
+        (f"{MLP}.up_proj.input_scale", torch.tensor([1.0, 1.0, 2.0]), 1),
+        (f"{MLP}.up_proj.weight_scale", torch.tensor([1.0, float("nan")]), 1),
+        (f"{MLP}.up_proj.input_zero_point", torch.tensor([0, 1]), 0),
+    ],
+)
+def test_a_value_that_would_change_the_model_is_an_error(
+    model_dir: Path, name: str, tensor: torch.Tensor, neutral: int
+) -> None:
+    add(model_dir, {name: tensor})
+    assert_unknown(model_dir, name, f": may be ignored only if all of it is {neutral}")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        (f"{ATTENTION}.q_proj.bias", ZERO),  # of a layer that is not quantized
+        (f"{ATTENTION}.inv_freq", ONE),
+        (f"{ATTENTION}.rotary_emb.weight", ONE),
+        (f"{ATTENTION}.my_rotary_emb.inv_freq", ONE),
+        (f"{ATTENTION}.other_norm.scale", ONE),
+        (f"{ATTENTION}.temperature_scale", ONE),
+        ("model.layers.0.extra", ZERO),
+    ],
+)
+def test_everything_else_stays_unknown(model_dir: Path, name: str, tensor: torch.Tensor) -> None:
+    add(model_dir, {name: tensor})
+    assert_unknown(model_dir, name, "$")
+
+
+@pytest.mark.parametrize("format", ["GPTQ 4", "AWQ", "W4A16", "FP8", "Qwen FP8"])
+def test_a_quantized_layers_bias_may_be_zero(tmp_path: Path, format: str) -> None:
+    """AutoGPTQ writes one for each layer, whether or not the model has it."""
+    save_quantized(tmp_path, FORMATS[format])
+    names = [f"{ATTENTION}.o_proj.bias", f"{MLP}.up_proj.bias"]
+    add(tmp_path, {name: torch.zeros(64, dtype=torch.float16) for name in names})
+    ModelRunner(worker_settings(tmp_path))
+    add(tmp_path, {names[1]: torch.tensor([0.0, 1e-5])})
+    assert_unknown(tmp_path, names[1], ": may be ignored only if all of it is 0")
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_zero_points_of_a_symmetric_format_are_checked(tmp_path: Path, zero: int) -> None:
+    save_quantized(tmp_path, FORMATS["W8A8"])
+    name = f"{MLP}.up_proj.weight_zero_point"
+    add(tmp_path, {name: torch.full((128, 1), zero, dtype=torch.int8)})
+    if zero:
+        assert_unknown(tmp_path, name)
+    else:
+        ModelRunner(worker_settings(tmp_path))
