@@ -86,6 +86,18 @@ class WeightLoader:
         """
         return self._matrix([rows], columns, None, self._table_format, num_rows)
 
+    def differs(self, rows: Rows, table: str) -> bool:
+        """Whether the checkpoint has rows for a head that are not those of matrix `table`."""
+        return bool(self.computed(lambda: torch.tensor(self._differs(rows, table))))
+
+    def _differs(self, rows: Rows, table: str) -> bool:
+        weight, other = f"{rows.name}.weight", f"{table}.weight"
+        if not self._reader.has(weight):
+            checkpoint = self._choice.checkpoint
+            return bool(checkpoint and checkpoint.holds(self._reader, rows.name))
+        span = range(rows.start, rows.start + rows.count)
+        return not self._reader.has(other) or not self._reader.same_rows(weight, other, span)
+
     def tied_head(self, table: PackedWeight) -> PackedWeight:
         """Packs `table` for products. A quantized table is returned unchanged."""
         if not isinstance(table, PlainWeight):

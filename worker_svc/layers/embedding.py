@@ -69,6 +69,7 @@ class VocabParallelEmbedding:
         name: str,
         hidden_size: int,
     ) -> None:
+        self.name = name  # of its weights in the checkpoint
         self.weight = loader.table(vocab.rows(name), vocab.shard_size, hidden_size)
         self._vocab = vocab
         self._ops = ops

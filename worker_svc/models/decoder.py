@@ -52,13 +52,15 @@ class Parts:
         return VocabParallelEmbedding(self.loader, self.ops, self.tp, self._vocab, name, size)
 
     def head(self, name: str, embedding: VocabParallelEmbedding) -> VocabParallelHead:
-        """Makes the output head, with the weights of `embedding` if the configuration ties them."""
+        """Makes the output head, with the weights of `embedding` if the configuration ties them.
+        Some checkpoints hold a copy, which is not loaded. If it differs, it is the head, because
+        transformers 5 does not tie such weights either."""
         config, vocab = self.config, self._vocab
-        if not config.tie_word_embeddings:
-            weight = self.loader.head(vocab.rows(name), vocab.shard_size, config.hidden_size)
-            return VocabParallelHead(weight)
-        self.loader.skip(name)  # some checkpoints hold a copy
-        return VocabParallelHead(self.loader.tied_head(embedding.weight))
+        rows = vocab.rows(name)
+        if config.tie_word_embeddings and not self.loader.differs(rows, embedding.name):
+            return VocabParallelHead(self.loader.tied_head(embedding.weight))
+        weight = self.loader.head(rows, vocab.shard_size, config.hidden_size)
+        return VocabParallelHead(weight)
 
     @property
     def _vocab(self) -> VocabPartition:

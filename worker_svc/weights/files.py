@@ -134,6 +134,28 @@ class WeightReader:
     def has(self, name: str) -> bool:
         return name in self._tensors
 
+    def same_rows(self, name: str, other: str, rows: range) -> bool:
+        """Whether two matrices have one shape and dtype, and the same bytes in `rows`.
+
+        Raises:
+            ModelError: a matrix is missing, or cannot be read.
+        """
+        first, second = self._tensor(name), self._tensor(other)
+        assert isinstance(first, StoredTensor)  # a GGUF file has no copies
+        assert isinstance(second, StoredTensor)
+        if (first.shape, first.dtype) != (second.shape, second.dtype) or len(first.shape) != 2:
+            return False
+        columns = range(first.shape[1])
+        step = max(_BUFFER_BYTES // (first.dtype.itemsize * max(len(columns), 1)), 1)
+        pieces = (rows[start : start + step] for start in range(0, len(rows), step))
+        return all(
+            torch.equal(
+                self.read(name, piece, columns).view(torch.uint8),
+                self.read(other, piece, columns).view(torch.uint8),
+            )
+            for piece in pieces
+        )
+
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` itself if it is on the device, else a copy on the device."""
         if tensor.device == self.device:

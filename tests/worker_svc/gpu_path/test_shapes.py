@@ -51,6 +51,9 @@ class FakeReader:
         assert out.device == GPU, name
         assert out.dtype == self.dtype, name
 
+    def has(self, name: str) -> bool:
+        return False
+
     def skip(self, name: str) -> None: ...
 
     def check_all_read(self) -> None: ...
