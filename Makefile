@@ -75,15 +75,18 @@ $(STAMP): $(INSTALLED)
 # The kernels of workers on a CPU, so that the first start need not compile them. Without a compiler,
 # workers on a GPU do start.
 KERNELS := $(STAMP)-kernels
+COMPILE = @$(BIN)/python -m worker_svc.kernels.cpu.build || echo "no worker will start on a CPU"; touch $(KERNELS)
 $(KERNELS): $(STAMP) worker_svc/kernels/cpu/build.py $(wildcard worker_svc/kernels/cpu/native/*.*)
-	@$(BIN)/python -m worker_svc.kernels.cpu.build || echo "no worker will start on a CPU"; touch $@
+	$(COMPILE)
 
 # Ray is installed on demand.
 $(STAMP)-ray: $(STAMP) requirements/ray.txt
 	$(PIP_HASHED) $(PIP_ARGS) -r requirements/ray.txt && touch $@
 READY := $(KERNELS)$(if $(filter ray,$(RUNTIME)), $(STAMP)-ray)
 
-setup: $(READY)  ## make .venv with pinned dependencies (PIP_ARGS: extra arguments for pip; RUNTIME=ray: with Ray)
+# Compiles damaged kernels again, too, so it does not look at the stamp.
+setup: $(STAMP) $(filter-out $(KERNELS),$(READY))  ## make .venv with pinned dependencies (PIP_ARGS: extra arguments for pip; RUNTIME=ray: with Ray)
+	$(COMPILE)
 
 up: $(READY)  ## start the stack, wait until it serves, show a first completion
 	@$(CLI) up $(call flags,$(STACK))

@@ -1,12 +1,15 @@
-"""Opens folders and files, such as those of the user's cache directory, that only this user or root
-can have written."""
+"""Keeps files, such as those of the user's cache directory, and opens those that only this user or
+root can have written."""
 
 from __future__ import annotations
 
+import grp
+import hashlib
 import os
+import pwd
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -23,16 +26,60 @@ def cache_folder(name: str) -> Path:
     return base / "nano-vllm-grpc" / name
 
 
+class DamagedError(OSError):
+    """A kept file does not have the bytes that were written to it."""
+
+
+def keep(made: Path, path: Path) -> None:
+    """Moves the complete file `made` to `path`, which is in the same file system. Even if the host
+    loses power, `path` is then as before or complete.
+
+    Raises:
+        OSError: the file cannot be written or moved.
+    """
+    _sync(made)
+    made.replace(path)
+    _sync(path.parent)
+
+
+def digest_of(file: Path | int) -> str:
+    """The SHA-256 of the bytes of a file or of an open descriptor, in hex digits. A CPU with
+    instructions for it hashes 1.5 GB/s, another 0.4.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with open(file, "rb", buffering=0, closefd=not isinstance(file, int)) as opened:
+        opened.seek(0)
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def make_folders(path: Path, mode: int) -> None:
+    """Makes folder `path` and those above it, as far as they are missing."""
+    for folder in reversed((path, *path.parents)):
+        if not folder.is_dir():
+            folder.mkdir(mode, exist_ok=True)
+
+
 @contextmanager
-def private_folder(path: Path, *, create: bool = False) -> Iterator[int]:
+def private_folder(path: Path, *, create: bool = False, code: Path | None = None) -> Iterator[int]:
     """Opens folder `path` -> a descriptor.
+
+    Args:
+        code: a folder of the program. If `path` is in it, this folder and those above it are not
+            checked, because other users who could replace them could replace the program, too.
 
     Raises:
         OSError: the folder is missing, is a link, belongs to another user than root, or other
-            users may write to it.
+            users may write to it or replace a folder above it.
     """
     if create:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folders(path, 0o700)
+    above = list(path.absolute().parents)
+    if code is not None and code.absolute() in above:
+        del above[above.index(code.absolute()) :]
+    for each in reversed(above):
+        _check_folder(each)
     with _opened(path, os.O_RDONLY | os.O_DIRECTORY, None) as folder:
         yield folder
 
@@ -46,6 +93,44 @@ def private_file(folder: int, name: str, flags: int = os.O_RDONLY) -> Iterator[i
     """
     with _opened(name, flags, folder) as file:
         yield file
+
+
+def _sync(path: Path) -> None:
+    """Waits until the disk has a file's bytes, or a folder's entries."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _check_folder(folder: Path) -> None:
+    """Checks that only this user or root can replace what is in `folder`, or where it leads to if
+    it is a link. The folders above have been checked."""
+    status = folder.stat()
+    for user in (status.st_uid, folder.lstat().st_uid):
+        if user not in (0, os.geteuid()):
+            raise PermissionError(f"{folder} belongs to user {user}")
+    if folder.is_symlink():
+        target = folder.parent / folder.readlink()
+        for each in (*reversed(target.parents), target):
+            _check_folder(each)
+    # In a sticky folder, such as /tmp, a user can move or remove only what is the user's own.
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if status.st_mode & stat.S_ISVTX or not writable:
+        return
+    if writable & stat.S_IWOTH or not _is_alone_in(status.st_gid):
+        raise PermissionError(f"other users may write to {folder}; chmod go-w allows its use")
+
+
+def _is_alone_in(group: int) -> bool:
+    """Whether `group` is this user's private one. Where users have such groups, the umask lets
+    groups write."""
+    user = os.geteuid()
+    with suppress(KeyError):
+        name, found = pwd.getpwuid(user).pw_name, grp.getgrgid(group)
+        return user != 0 and found.gr_name == name and set(found.gr_mem) <= {name}
+    return False
 
 
 @contextmanager

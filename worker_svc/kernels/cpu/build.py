@@ -1,8 +1,9 @@
 """Compiles the C++ library of the CPU kernels: `python -m worker_svc.kernels.cpu.build`.
 
-A library is the file DIGEST/VARIANT-COMPILER.so in a folder. The digest is of the sources and the
-flags. A variant is the machine code for CPUs with certain features. Flags name these features and
-not the CPU of this machine, so that an image can hold the code for all machines.
+A library is the file SOURCES/VARIANT-COMPILER-CONTENT.so in a folder. SOURCES is a digest of the
+sources and the flags, CONTENT one of the file. A variant is the machine code for CPUs with certain
+features. Flags name these features and not the CPU of this machine, so that an image can hold the
+code for all machines.
 """
 
 from __future__ import annotations
@@ -18,18 +19,29 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import structlog
+
 from worker_svc.errors import StartError
 from worker_svc.kernels.cpu_features import has
-from worker_svc.user_cache import private_file, private_folder
+from worker_svc.user_cache import (
+    DamagedError,
+    digest_of,
+    keep,
+    make_folders,
+    private_file,
+    private_folder,
+)
+
+log = structlog.get_logger(__name__)
 
 SOURCES = Path(__file__).parent / "native"
 PREBUILT = SOURCES / "build"  # what `make setup` or the build of an image compiles
@@ -51,6 +63,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "generic": (),
 }
+_DIGITS = 32  # of each digest in a library's path
 _KEPT = 8  # the maximum number of digests in a folder; each branch may have its own
 
 
@@ -69,17 +82,36 @@ def digest() -> str:
     for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         content = path.read_bytes()
         found.update(f"\n{path.name} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:32]
+    return found.hexdigest()[:_DIGITS]
 
 
 def find(base: Path, variant: str) -> Path | None:
-    """The library in folder `base` that was asked for last, built by any compiler."""
+    """The library in folder `base` that was asked for last, built by any compiler. It may be
+    damaged."""
     found = (base / digest()).glob(f"{variant}-*.so")
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Opens a library -> a descriptor of the bytes that were compiled.
+
+    Raises:
+        DamagedError: the file has other bytes.
+        OSError: the file is missing, or other users may write to it.
+    """
+    with (
+        private_folder(path.parent, code=SOURCES) as folder,
+        private_file(folder, path.name) as number,
+    ):
+        if digest_of(number)[:_DIGITS] != path.stem.rpartition("-")[2]:
+            raise DamagedError(f"{path.name} does not have the bytes that were compiled")
+        yield number
+
+
 def build(base: Path, variants: Iterable[str]) -> list[Path]:
-    """Compiles those variants that folder `base` does not have yet -> their files.
+    """Compiles those variants that folder `base` does not have yet, or whose files are damaged ->
+    their files.
 
     Waits while another process compiles the same sources. A file appears when it is complete.
 
@@ -89,27 +121,42 @@ def build(base: Path, variants: Iterable[str]) -> list[Path]:
     """
     compiler = Compiler.find()
     folder = base / digest()
-    folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # users may load what root has built
-    libraries = {name: folder / f"{name}-{compiler.digest}.so" for name in variants}
+    make_folders(folder, 0o755)  # users may load what root has built
     with ExitStack() as stack:
-        number = stack.enter_context(private_folder(folder))
+        number = stack.enter_context(private_folder(folder, code=SOURCES))
         lock = stack.enter_context(private_file(number, "lock", os.O_RDWR | os.O_CREAT))
         fcntl.flock(lock, fcntl.LOCK_EX)
         for part in folder.glob("part-*"):  # of a process that was killed
             shutil.rmtree(part, ignore_errors=True)
-        if missing := {name: path for name, path in libraries.items() if not path.exists()}:
+        found = {name: _intact(folder, f"{name}-{compiler.digest}-") for name in variants}
+        if missing := [name for name, path in found.items() if path is None]:
             part = Path(stack.enter_context(TemporaryDirectory(dir=folder, prefix="part-")))
-            compiler.compile(missing, part)
-        for path in (folder, *libraries.values()):
+            found |= compiler.compile(missing, part, folder)
+        libraries = [path for path in found.values() if path is not None]
+        for path in (folder, *libraries):
             os.utime(path)  # what was asked for last is found first and dropped last
     _drop_old(base)
-    return list(libraries.values())
+    return libraries
+
+
+def _intact(folder: Path, prefix: str) -> Path | None:
+    """The library whose name begins with `prefix`. Damaged ones are removed."""
+    for path in folder.glob(f"{prefix}*.so"):
+        try:
+            with opened(path):
+                return path
+        except DamagedError as error:
+            log.warning("compiled CPU kernels are damaged; compiling again", reason=str(error))
+            path.unlink()
+    return None
 
 
 def _drop_old(base: Path) -> None:
     """Removes all folders but the newest. A process that has loaded a library keeps it."""
     with suppress(OSError):
-        folders = [each for each in base.iterdir() if re.fullmatch("[0-9a-f]{32}", each.name)]
+        folders = [
+            each for each in base.iterdir() if re.fullmatch(f"[0-9a-f]{{{_DIGITS}}}", each.name)
+        ]
         folders.sort(key=lambda each: each.stat().st_mtime, reverse=True)
         for folder in folders[_KEPT:]:
             shutil.rmtree(folder, ignore_errors=True)
@@ -129,7 +176,7 @@ class Compiler:
         words = shlex.split(os.environ.get("CXX", "")) or ["c++"]
         if not shutil.which(words[0]):
             raise CompilerError(
-                f"the CPU kernels are not compiled yet, and there is no C++ compiler ({words[0]}); "
+                f"the CPU kernels have to be compiled, and there is no C++ compiler ({words[0]}); "
                 "install one, such as Debian's package g++"
             )
         return Compiler(tuple(words))
@@ -140,8 +187,8 @@ class Compiler:
         version = self._run(["--version"], "tell its version")
         return hashlib.sha256(version.encode()).hexdigest()[:8]
 
-    def compile(self, libraries: dict[str, Path], part: Path) -> None:
-        """Compiles libraries, by variant, in folder `part`, then moves them to their paths."""
+    def compile(self, variants: Sequence[str], part: Path, folder: Path) -> dict[str, Path]:
+        """Compiles libraries in folder `part`, then moves them to `folder` -> paths by variant."""
         sources = sorted(SOURCES.glob("*.cpp"))
 
         def compile_source(variant: str, source: Path) -> None:
@@ -150,13 +197,17 @@ class Compiler:
             self._run([*flags, "-c", str(source), "-o", str(target)], f"compile {source.name}")
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(compile_source, *zip(*product(libraries, sources), strict=True)))
-        for variant, path in libraries.items():
+            list(pool.map(compile_source, *zip(*product(variants, sources), strict=True)))
+        libraries = {}
+        for variant in variants:
             objects = [str(part / f"{variant}-{source.stem}.o") for source in sources]
-            linked = part / path.name
-            self._run(["-shared", "-pthread", *objects, "-o", str(linked)], f"link {path.name}")
+            linked = part / f"{variant}-{self.digest}"
+            self._run(["-shared", "-pthread", *objects, "-o", str(linked)], f"link {linked.name}")
             linked.chmod(0o755)  # the umask may let others write
-            linked.replace(path)
+            path = folder / f"{linked.name}-{digest_of(linked)[:_DIGITS]}.so"
+            keep(linked, path)
+            libraries[variant] = path
+        return libraries
 
     def _run(self, arguments: list[str], purpose: str) -> str:
         ran = subprocess.run(

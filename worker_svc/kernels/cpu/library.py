@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 import structlog
 
 from worker_svc.errors import StartError
-from worker_svc.kernels.cpu.build import PREBUILT, build, choose_variant, find
+from worker_svc.kernels.cpu.build import PREBUILT, build, choose_variant, find, opened
 from worker_svc.kernels.cpu_features import num_cores
-from worker_svc.user_cache import cache_folder, private_file, private_folder
+from worker_svc.user_cache import DamagedError, cache_folder
 
 log = structlog.get_logger(__name__)
 
@@ -43,8 +43,10 @@ def preload() -> None:
     """Loads the library if it has been compiled. All forks of this process then have this library,
     also after its sources have changed."""
     with suppress(OSError, StartError):
-        if any(find(base, choose_variant()) for base in (PREBUILT, cache_folder("kernels"))):
-            library()
+        found = [find(base, choose_variant()) for base in (PREBUILT, cache_folder("kernels"))]
+        if first := next(filter(None, found), None):
+            with opened(first):  # else a fork makes it again
+                library()
 
 
 def _load_from(base: Path, variant: str) -> ctypes.CDLL | None:
@@ -55,19 +57,29 @@ def _load_from(base: Path, variant: str) -> ctypes.CDLL | None:
         return _load(path)
     except OSError as error:
         log.warning("compiled CPU kernels cannot be used", path=str(path), reason=str(error))
-        if base != PREBUILT:  # others may still be able to use that
-            with suppress(OSError):
-                path.unlink()
+        damaged = isinstance(error, DamagedError)
+        with suppress(OSError, StartError):
+            if damaged or base != PREBUILT:  # others may still be able to use that
+                path.unlink(missing_ok=True)
+            if damaged:
+                return _compile(base, variant)
         return None
 
 
 def _load(path: Path) -> ctypes.CDLL:
     """
     Raises:
-        OSError: the file cannot be loaded, or other users may write to it.
+        OSError: the file cannot be loaded, is damaged, or other users may write to it.
     """
-    with private_folder(path.parent) as folder, private_file(folder, path.name):
-        return ctypes.CDLL(str(path))
+    with opened(path) as number:
+        # The path may lead to another file by now. The descriptor stays open, because the loader
+        # takes a later library of an equal name for this one.
+        kept = os.dup(number)
+        try:
+            return ctypes.CDLL(f"/proc/self/fd/{kept}")
+        except OSError:
+            os.close(kept)
+            raise
 
 
 def _load_or_compile(variant: str) -> ctypes.CDLL:

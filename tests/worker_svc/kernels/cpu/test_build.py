@@ -12,7 +12,9 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
+from structlog.testing import capture_logs
 
+from tests.damage import damages
 from tests.worker_svc.untrusted import untrusted
 from worker_svc.kernels.cpu import build as module
 from worker_svc.kernels.cpu.build import VARIANTS, CompilerError, build, choose_variant, find
@@ -94,6 +96,41 @@ def test_a_build_that_is_cut_off_leaves_no_library(tmp_path: Path, compiler: Pat
     (path,) = build(tmp_path / "out", ["generic"])
     assert ctypes.CDLL(str(path)).answer() == 42
     assert {each.name for each in path.parent.iterdir()} == {path.name, "lock"}
+
+
+@damages
+def test_a_damaged_library_is_compiled_again(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    command = ["--out", str(tmp_path / "out")]
+    assert module.main(command) == 0
+    path = find(tmp_path / "out", choose_variant())
+    assert path
+    right = path.read_bytes()
+    damage(path)
+    with capture_logs() as logs:
+        assert module.main(command) == 0
+    assert path.read_bytes() == right
+    assert [each["event"] for each in logs] == ["compiled CPU kernels are damaged; compiling again"]
+    assert len(compiled(tmp_path)) == 4
+    assert {each.name for each in path.parent.iterdir()} == {path.name, "lock"}
+
+
+def test_a_library_is_on_the_disk_before_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    sync = os.fsync
+
+    def watched(number: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{number}")).name
+        synced.append((name, find(tmp_path / "out", "generic") is not None))
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    (path,) = build(tmp_path / "out", ["generic"])
+    linked = path.stem.rpartition("-")[0]
+    assert synced == [(linked, False), (path.parent.name, True)]
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -7,14 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from tests.worker_svc.untrusted import untrusted
+from tests.damage import cut, damages
+from tests.worker_svc.untrusted import as_root, foreign, untrusted, writable_by_all
 from worker_svc.errors import StartError
 from worker_svc.kernels.cpu import build, library
 from worker_svc.kernels.cpu_features import num_cores
@@ -134,6 +136,87 @@ def test_a_broken_library_is_replaced(places: tuple[Path, Path], content: bytes)
     path.write_bytes(content)
     assert start() == [UNUSABLE, *COMPILES]
     assert start() == []
+
+
+@needs_compiler
+@damages
+@pytest.mark.parametrize("prebuilt", [True, False])
+def test_a_damaged_library_is_compiled_again_where_it_was(
+    places: tuple[Path, Path], damage: Callable[[Path], None], prebuilt: bool
+) -> None:
+    base = places[not prebuilt]
+    (path,) = build.build(base, [build.choose_variant()])
+    right = path.read_bytes()
+    damage(path)
+    library.library.cache_clear()
+    library.preload()  # does not run it
+    assert library.library.cache_info().currsize == 0
+    assert start() == [UNUSABLE, *COMPILES]
+    assert path.read_bytes() == right
+    assert start() == []
+    assert not places[prebuilt].exists()
+
+
+@needs_compiler
+def test_a_damaged_library_that_cannot_be_replaced_is_not_loaded(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image, whose files belong to another user."""
+    prebuilt, cache = places
+    start()  # the cache has it, too
+    (path,) = build.build(prebuilt, [build.choose_variant()])
+    cut(path)
+
+    def refuse(path: Path, missing_ok: bool) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert start() == [UNUSABLE]
+    assert list(cache.iterdir())
+
+
+@needs_compiler
+def test_what_was_checked_is_loaded_even_if_its_path_is_replaced(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (other,) = build.build(tmp_path / "other", [build.choose_variant()])
+    source = tmp_path / "sources" / "library.cpp"
+    source.write_text(source.read_text().replace("42", "13"))
+    (path,) = build.build(places[0], [build.choose_variant()])
+    opened = build.opened
+
+    @contextmanager
+    def replaced(path: Path) -> Iterator[int]:
+        with opened(path) as number:
+            other.replace(path)
+            yield number
+
+    monkeypatch.setattr(library, "opened", replaced)
+    assert library._load(path).answer() == 13
+
+
+@needs_compiler
+def test_each_library_is_loaded_as_itself(places: tuple[Path, Path], tmp_path: Path) -> None:
+    source, answers = tmp_path / "sources" / "library.cpp", []
+    for answer in ("42", "13"):
+        source.write_text(f'extern "C" int answer() {{ return {answer}; }}')
+        (path,) = build.build(places[0], [build.choose_variant()])
+        answers.append(library._load(path).answer())
+    assert answers == [42, 13]
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", [pytest.param(foreign, marks=as_root), writable_by_all])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_others_may_replace_is_not_loaded(
+    places: tuple[Path, Path], tmp_path: Path, change: Callable[[Path], None], depth: int
+) -> None:
+    """The folders above that of the library count, too."""
+    base = tmp_path / "above" / "base"
+    (path,) = build.build(base, [build.choose_variant()])
+    change(path.parents[depth])
+    with pytest.raises(PermissionError, match=r"(belongs to user|other users may write)"):
+        library._load(path)
 
 
 @needs_compiler
