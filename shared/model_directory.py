@@ -11,7 +11,8 @@ from pathlib import Path, PurePath
 
 MAX_JSON_BYTES = 16 << 20  # twice the index of the largest checkpoints
 MAX_TOKENIZER_BYTES = 128 << 20  # four times the largest tokenizers
-# In a directory made of a GGUF file: a link to the file, and where each weight is in it.
+# In a directory made of a GGUF file: a link to the file, and where each weight is. A split file has
+# a link to each part instead.
 GGUF_WEIGHTS = "model.gguf"
 GGUF_INDEX = "model.gguf.json"
 

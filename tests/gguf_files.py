@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,45 @@ def read_gguf(path: Path, model: Any) -> None:
             values = _unpair(values, heads[stem])
         weights.pop(f"{prefix}{names[stem]}.{suffix}").data = torch.from_numpy(values.copy())
     assert not weights
+
+
+def split_gguf(
+    path: Path,
+    groups: Sequence[slice],
+    changes: Mapping[int, Mapping[str, int | None]] | None = None,
+) -> list[Path]:
+    """Splits a file as llama.cpp's gguf-split does -> the parts, MODEL-00001-of-0000N.gguf and so
+    on, beside the file.
+
+    Args:
+        groups: the tensors of each part.
+        changes: by part, from 0: values of its `split.` keys; None leaves a key out.
+    """
+    whole = gguf.GGUFReader(path)
+    kinds = {"no": "uint16", "count": "uint16", "tensors.count": "int32"}
+    parts = []
+    for number, group in enumerate(groups):
+        part = path.with_name(f"{path.stem}-{number + 1:05}-of-{len(groups):05}.gguf")
+        writer = gguf.GGUFWriter(part, "")
+        writer.kv_data[0].clear()
+        for name, field in whole.fields.items() if number == 0 else ():
+            if not name.startswith("GGUF."):
+                kind, *of = field.types
+                sub_type = of[-1] if of else None
+                writer.add_key_value(name, field.contents(), kind, sub_type=sub_type)
+        values: dict[str, int | None] = {"no": number, "count": len(groups)}
+        values["tensors.count"] = len(whole.tensors)
+        for name, value in {**values, **(changes or {}).get(number, {})}.items():
+            if value is not None:
+                getattr(writer, f"add_{kinds[name]}")(f"split.{name}", value)
+        for tensor in whole.tensors[group]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        parts.append(part)
+    return parts
 
 
 def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:

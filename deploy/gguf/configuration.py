@@ -39,6 +39,8 @@ class Keys:
             raise GgufError(f"{name}: missing")
         if value is default:
             return value
+        if isinstance(value, np.ndarray):
+            value = value.tolist()
         if type(value) is not kind:
             raise GgufError(f"{name}: {str(value)[:50]!r} is not of type {kind.__name__}")
         return float(str(np.float32(value))) if isinstance(value, float) else value

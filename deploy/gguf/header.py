@@ -13,14 +13,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-_MAX_BYTES = 1 << 28  # of a header; the largest vocabularies take a twentieth
+from worker_svc.weights.gguf_types import READABLE
+
+_MAX_BYTES = 1 << 26  # of a header; the largest vocabularies take a quarter
 _MAX_TENSORS = 1 << 16
-_MAX_ELEMENTS = 1 << 22  # of an array; the largest vocabularies have a tenth
+_MAX_KEYS = 1 << 12  # a hundred times those of most files
+_MAX_ELEMENTS = 1 << 21  # of all arrays; the largest vocabularies have half
 _ALIGNMENT = 32
 _SCALARS = dict(enumerate("BbHhIif?", 0)) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 
 
 class GgufError(ValueError):
@@ -29,8 +34,9 @@ class GgufError(ValueError):
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor [rows, columns] or [size] whose bytes begin at `start` of the file."""
+    """A tensor [rows, columns] or [size] whose bytes begin at `start` of `file`."""
 
+    file: Path
     type: GGMLQuantizationType
     shape: tuple[int, ...]
     start: int
@@ -38,7 +44,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """The keys and the tensors of a GGUF file, by name."""
+    """The keys and the tensors of a GGUF file, by name. Arrays of numbers are numpy's."""
 
     keys: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -48,19 +54,19 @@ def read_header(path: Path) -> Header:
     """Reads a file's header.
 
     Raises:
-        GgufError: the file is not a GGUF file, is truncated or malformed, or has a tensor of an
-            unknown type.
+        GgufError: the file is not a GGUF file, is truncated or malformed, or has a tensor of a
+            type that workers cannot read.
         OSError: the file cannot be read.
     """
     size = path.stat().st_size
     if size < 24:
-        raise GgufError(f"{path.name}: not a GGUF file: {size} bytes")
+        raise GgufError(f"not a GGUF file: {size} bytes")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         magic, version, num_tensors, num_keys = struct.unpack_from("<4sIQQ", data)
         if magic != b"GGUF":
-            raise GgufError(f"{path.name}: not a GGUF file")
+            raise GgufError("not a GGUF file")
         if version not in (2, 3):
-            raise GgufError(f"{path.name}: GGUF version {version} is not supported; 2 and 3 are")
+            raise GgufError(f"GGUF version {version} is not supported; 2 and 3 are")
         reader = _Reader(data, 24)
         keys = reader.keys(num_keys)
         places = reader.tensors(num_tensors)
@@ -68,7 +74,7 @@ def read_header(path: Path) -> Header:
     if not isinstance(alignment, int) or alignment < 1:
         raise GgufError(f"general.alignment: {alignment!r} is not a natural number")
     first = -(-reader.at // alignment) * alignment
-    return Header(keys, {name: _tensor(name, *place, first, size) for name, place in places})
+    return Header(keys, {name: _tensor(path, name, *place, first, size) for name, place in places})
 
 
 class _Reader:
@@ -78,12 +84,15 @@ class _Reader:
         self._data = data
         self._end = min(len(data), _MAX_BYTES)
         self._place = "the header"
+        self._elements = 0
         self.at = at
 
     def keys(self, count: int) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         for number in range(count):
             self._place = f"key {number} of {count}"
+            if number == _MAX_KEYS:
+                raise GgufError(f"{count} keys; the limit is {_MAX_KEYS}")
             name = self._place = self._string()
             if name in keys:
                 raise GgufError(f"{name}: the key occurs twice")
@@ -118,16 +127,22 @@ class _Reader:
         if kind != _ARRAY:
             raise GgufError(f"{self._place}: a value of the unknown type {kind}")
         (of,), (length,) = self._numbers("I", 1), self._numbers("Q", 1)
-        if length > _MAX_ELEMENTS:
-            raise GgufError(f"{self._place}: {length} elements; the limit is {_MAX_ELEMENTS}")
+        self._elements += length
+        if self._elements > _MAX_ELEMENTS:
+            raise GgufError(
+                f"{self._place}: {length} elements; the limit of all arrays is {_MAX_ELEMENTS}"
+            )
         if of in _SCALARS:
-            return list(self._numbers(_SCALARS[of], length))
+            # As a list, numbers would take twenty times their bytes.
+            dtype: np.dtype[Any] = np.dtype(f"<{_SCALARS[of]}")
+            start = self._take(length * dtype.itemsize)
+            return np.frombuffer(self._data, dtype, length, start).copy()
         if of != _STRING:
             raise GgufError(f"{self._place}: an array of the unsupported type {of}")
         return [self._string() for _ in range(length)]
 
     def _string(self) -> str:
-        (length,) = self._numbers("Q", 1)
+        (length,) = _LENGTH.unpack_from(self._data, self._take(8))
         start = self._take(length)
         try:
             return self._data[start : self.at].decode()
@@ -150,13 +165,12 @@ class _Reader:
 
 
 def _tensor(
-    name: str, shape: tuple[int, ...], kind: int, offset: int, first: int, size: int
+    file: Path, name: str, shape: tuple[int, ...], kind: int, offset: int, first: int, size: int
 ) -> Tensor:
-    try:
-        tensor_type = GGMLQuantizationType(kind)
-        block, block_bytes = GGML_QUANT_SIZES[tensor_type]
-    except (ValueError, KeyError) as error:
-        raise GgufError(f"{name}: the tensor's type {kind} is unknown") from error
+    known = {int(each): each for each in GGMLQuantizationType}.get(kind)
+    if known not in READABLE:
+        raise GgufError(f"{name}: tensors of type {known.name if known else kind} are not served")
+    block, block_bytes = GGML_QUANT_SIZES[known]
     columns = shape[-1] if len(shape) > 1 else 1
     if columns % block:
         raise GgufError(f"{name}: shape {list(shape)} is not rows of whole blocks of {block}")
@@ -165,4 +179,4 @@ def _tensor(
         raise GgufError(
             f"{name}: cut short: it ends at byte {start + num_bytes}, the file at {size}"
         )
-    return Tensor(tensor_type, shape, start)
+    return Tensor(file, known, shape, start)

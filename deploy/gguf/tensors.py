@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from deploy.gguf.configuration import ROPE_FACTORS
-from deploy.gguf.header import GgufError, Header, Tensor
+from deploy.gguf.header import GgufError, Header
 from worker_svc.models.families import Family
 
 _MODEL = {
@@ -29,17 +31,25 @@ _LAYER = {
 }
 
 
-def weight_index(header: Header, family: Family, config: dict[str, Any]) -> dict[str, Any]:
-    """Where each weight is: its type, shape and first byte. `head_dim` is set where the file
-    interleaves the halves of each head's rows.
+def weight_index(
+    header: Header, family: Family, config: dict[str, Any], links: Mapping[str, Path]
+) -> dict[str, Any]:
+    """Where each weight is: its type, its shape, the link to its file, and its first byte.
+    `head_dim` is set where the file interleaves the halves of each head's rows.
 
     Raises:
         GgufError: the file has a tensor that the family does not have.
     """
+    names = {file: link for link, file in links.items()}
     weights = {}
     for name, tensor in header.tensors.items():
         if name != ROPE_FACTORS:
-            weights[_weight(name)] = _place(tensor)
+            weights[_weight(name)] = {
+                "type": tensor.type.name,
+                "shape": list(tensor.shape),
+                "file": names[tensor.file],
+                "start": tensor.start,
+            }
     if family.gguf_pairs:
         for name, place in weights.items():
             if re.search(r"\.[qk]_proj\.", name):
@@ -55,7 +65,3 @@ def _weight(name: str) -> str:
     if stem in _MODEL:
         return f"{_MODEL[stem]}.{suffix}"
     raise GgufError(f"{name}: the tensor belongs to no part of the model that is served")
-
-
-def _place(tensor: Tensor) -> dict[str, Any]:
-    return {"type": tensor.type.name, "shape": list(tensor.shape), "start": tensor.start}

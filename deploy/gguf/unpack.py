@@ -1,15 +1,17 @@
 """Makes a model directory of a GGUF file.
 
-The weights stay in the file, to which the directory has a link. Nothing here imports torch.
+The weights stay in the file, to which the directory has a link, or one for each part. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -17,75 +19,111 @@ from gguf import GGMLQuantizationType
 
 from deploy.errors import LaunchError
 from deploy.gguf.configuration import ROPE_FACTORS, Keys, end_tokens, family_of, model_config
-from deploy.gguf.header import GgufError, Header, read_header
+from deploy.gguf.header import GgufError, Header
+from deploy.gguf.parts import find_parts, model_stem, part_name, read_parts
 from deploy.gguf.tensors import weight_index
 from deploy.gguf.tokenizer import make_tokenizer, tokenizer_config
 from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS
-from worker_svc.user_cache import cache_folder, private_folder
+from worker_svc.user_cache import cache_folder, digest_of, keep, private_folder
 
-_LAYOUT = 2  # changes with the contents of the directory
+_LAYOUT = 3  # changes with the contents of the directory
+_DIGESTS = "digests.json"  # of the directory's other files; it is written last
 
 
 def unpack(file: Path, sampling: Mapping[str, float] | None = None) -> Path:
-    """Returns the model directory of a GGUF file, which is kept in the user's cache directory until
-    the file changes.
+    """Returns the model directory of a GGUF file, or of all parts of a split one. It is kept in the
+    user's cache directory until a file changes, and made again if it is damaged.
 
     Args:
+        file: if split, any of the parts.
         sampling: defaults for generation_config.json.
 
     Raises:
-        LaunchError: the file cannot be used.
+        LaunchError: the files cannot be used.
     """
     try:
-        file = file.resolve(strict=True)
-        status = file.stat()
+        parts = find_parts(file)
         generation = dict(sampling or {})
-        state = f"{_LAYOUT} {file} {status.st_size} {status.st_mtime_ns} {status.st_ino}"
-        state += json.dumps(generation)
-        name = f"{file.stem}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+        state = f"{_LAYOUT}{_states(parts)}{json.dumps(generation)}"
+        name = f"{model_stem(parts[0])}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
         with private_folder(cache_folder("gguf"), create=True):
             directory = cache_folder("gguf") / name
-            if not directory.is_dir():
-                _make(directory, file, generation)
+            links = _links(parts)
+            if not _is_intact(directory, links):
+                if directory.exists():
+                    print(f"{directory} is damaged; making it again", file=sys.stderr)
+                _make(directory, links, _texts(parts, links, generation))
             return directory
     except (GgufError, OSError) as error:
         raise LaunchError(f"MODEL: {file}: {error}") from error
 
 
-def _make(directory: Path, file: Path, generation: dict[str, float]) -> None:
-    with tempfile.TemporaryDirectory(dir=directory.parent) as parent:
-        made = Path(parent) / "model"
-        made.mkdir()
-        for name, text in _texts(read_header(file), file, generation).items():
-            (made / name).write_text(text, encoding="utf-8")
-        (made / GGUF_WEIGHTS).symlink_to(file)
-        try:
-            made.rename(directory)
-        except OSError:
-            if not directory.is_dir():  # another process has made it
-                raise
+def _states(parts: Sequence[Path]) -> list[tuple[object, ...]]:
+    """A list that changes when a file is written or replaced."""
+    states = [(file.resolve(strict=True), file.stat()) for file in parts]
+    return [(str(path), each.st_size, each.st_mtime_ns, each.st_ino) for path, each in states]
 
 
-def _texts(header: Header, file: Path, generation: dict[str, float]) -> dict[str, str]:
+def _links(parts: Sequence[Path]) -> dict[str, Path]:
+    """The names of the directory's links, and the files to which they lead."""
+    if len(parts) == 1:
+        return {GGUF_WEIGHTS: parts[0]}
+    stem = Path(GGUF_WEIGHTS).stem
+    return {part_name(stem, n + 1, len(parts)): file for n, file in enumerate(parts)}
+
+
+def _is_intact(directory: Path, links: Mapping[str, Path]) -> bool:
+    """Whether all files have the bytes that were written."""
+    try:
+        digests = json.loads((directory / _DIGESTS).read_bytes())
+        right = [digest_of(directory / name) == each for name, each in digests.items()]
+        right += [(directory / name).readlink() == file for name, file in links.items()]
+    except (OSError, ValueError, AttributeError):
+        return False
+    return all(right)
+
+
+def _make(directory: Path, links: Mapping[str, Path], texts: Mapping[str, str]) -> None:
+    """Replaces files one by one, since a stack may read some of them at the moment."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    with TemporaryDirectory(dir=directory.parent) as temporary:
+        made = Path(temporary, "made")
+        for name, file in links.items():
+            made.symlink_to(file)
+            made.replace(directory / name)
+        digests = {}
+        for name, text in texts.items():
+            made.write_text(text, encoding="utf-8")
+            digests[name] = digest_of(made)
+            keep(made, directory / name)
+        made.write_text(json.dumps(digests))
+        keep(made, directory / _DIGESTS)
+
+
+def _texts(
+    parts: Sequence[Path], links: Mapping[str, Path], generation: Mapping[str, float]
+) -> dict[str, str]:
     """The directory's files."""
+    header = read_parts(parts)
     keys = Keys(header.keys)
     family = family_of(keys)
     config = model_config(header, family)
     if ROPE_FACTORS in header.tensors:
-        config["rope_parameters"]["frequency_factors"] = _vector(header, ROPE_FACTORS, file)
+        config["rope_parameters"]["frequency_factors"] = _vector(header, ROPE_FACTORS)
     contents: dict[str, Any] = {
         "config.json": config,
         "generation_config.json": {**generation, "eos_token_id": end_tokens(keys)},
         "tokenizer_config.json": tokenizer_config(keys),
-        GGUF_INDEX: weight_index(header, family, config),
+        GGUF_INDEX: weight_index(header, family, config, links),
     }
     texts = {name: json.dumps(each, ensure_ascii=False) for name, each in contents.items()}
     return {**texts, "tokenizer.json": make_tokenizer(keys).to_str()}
 
 
-def _vector(header: Header, name: str, file: Path) -> list[float]:
+def _vector(header: Header, name: str) -> list[float]:
     tensor = header.tensors[name]
     if len(tensor.shape) != 1 or tensor.type is not GGMLQuantizationType.F32:
         raise GgufError(f"{name}: {tensor.type.name} {list(tensor.shape)} is not a vector of F32")
-    values: list[float] = np.fromfile(file, "<f4", tensor.shape[0], offset=tensor.start).tolist()
+    data = np.fromfile(tensor.file, "<f4", tensor.shape[0], offset=tensor.start)
+    values: list[float] = data.tolist()
     return values

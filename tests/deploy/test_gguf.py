@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,15 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy.errors import LaunchError
+from deploy.gguf import unpack as module
+from deploy.gguf.header import read_header
 from deploy.gguf.unpack import unpack
 from deploy.model import model_name, resolve_model
 from frontend.text.model_files import read_model_facts
 from frontend.text.tokenizer import Tokenizer as FrontendTokenizer
+from tests.damage import damages
 from tests.gguf_files import spm_keys, write_gguf
+from worker_svc.user_cache import keep
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 301,
@@ -144,6 +151,16 @@ def test_refuses_a_tensor_of_no_part_of_the_model(tmp_path: Path) -> None:
         resolve_model(str(path))
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.float64])
+def test_refuses_a_tensor_that_workers_cannot_read(tmp_path: Path, dtype: type) -> None:
+    path = write(tmp_path, tensors={"blk.0.attn_q.bias": np.zeros(64, dtype)})
+    with pytest.raises(LaunchError) as error:
+        resolve_model(str(path))
+    name = {"float64": "F64"}.get(np.dtype(dtype).name, f"I{8 * np.dtype(dtype).itemsize}")
+    reason = f"blk.0.attn_q.bias: tensors of type {name} are not served"
+    assert str(error.value) == f"MODEL: {path}: {reason}"
+
+
 def test_refuses_rope_factors_that_are_no_vector_of_f32(tmp_path: Path) -> None:
     path = write(tmp_path, tensors={"rope_freqs.weight": np.ones(16, np.float16)})
     with pytest.raises(LaunchError, match=r"rope_freqs\.weight: F16 \[16\] is not a vector of F32"):
@@ -164,6 +181,110 @@ def test_names_where_a_file_is_cut_short(tmp_path: Path) -> None:
         path.write_bytes(data[:size])
         with pytest.raises(LaunchError, match=reason):
             resolve_model(str(path))
+
+
+def key(name: str, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode() + struct.pack("<I", kind) + value
+
+
+def array(name: str, kind: int, length: int, size: int) -> bytes:
+    return key(name, 9, struct.pack("<IQ", kind, length) + bytes(length * size))
+
+
+def long_header(*keys: bytes) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(keys)) + b"".join(keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ([array("a", 10, 1 << 21, 8), array("b", 0, 1, 1)], "b: 1 elements; the limit of all"),
+        ([array(f"{n}", 0, 1 << 18, 1) for n in range(9)], "8: 262144 elements; the limit of all"),
+        ([array("a", 8, 1 << 20, 8), array("b", 8, (1 << 20) + 1, 8)], "b: 1048577 elements"),
+        ([key(f"{n}", 0, b"1") for n in range(4097)], "4097 keys; the limit is 4096"),
+        ([key("a", 8, struct.pack("<Q", 1 << 26) + bytes(1 << 26))], "header must end at 67108864"),
+    ],
+    ids=["numbers", "arrays", "strings", "keys", "bytes"],
+)
+def test_limits_what_a_header_makes(tmp_path: Path, keys: list[bytes], reason: str) -> None:
+    path = tmp_path / "long.gguf"
+    path.write_bytes(long_header(*keys))
+    with pytest.raises(LaunchError, match=reason):
+        resolve_model(str(path))
+
+
+def test_numbers_take_no_more_than_their_bytes(tmp_path: Path) -> None:
+    """They took twenty times as much: 5.3 GB for a header of 248 MB."""
+    path = tmp_path / "long.gguf"
+    path.write_bytes(long_header(array("a", 6, 1 << 21, 4)))
+    tracemalloc.start()
+    try:
+        assert len(read_header(path).keys["a"]) == 1 << 21
+        assert tracemalloc.get_traced_memory()[1] < 3 * (1 << 23)
+    finally:
+        tracemalloc.stop()
+
+
+@damages
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
+     "model.gguf.json", "digests.json"],
+)  # fmt: skip
+def test_what_is_damaged_is_made_again(
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write(tmp_path)
+    directory = unpack(path)
+    right = (directory / name).read_bytes()
+    damage(directory / name)
+    assert unpack(path) == directory
+    assert capsys.readouterr().err == f"{directory} is damaged; making it again\n"
+    assert (directory / name).read_bytes() == right
+    assert unpack(path) == directory
+    assert not capsys.readouterr().err
+
+
+def test_a_file_or_link_that_is_lost_is_made_again(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    directory = unpack(path)
+    names = sorted(each.name for each in directory.iterdir())
+    for name in names:
+        (directory / name).unlink()
+        assert unpack(path) == directory
+        assert sorted(each.name for each in directory.iterdir()) == names
+    (directory / "model.gguf").unlink()
+    (directory / "model.gguf").symlink_to("elsewhere")
+    assert unpack(path) == directory
+    assert (directory / "model.gguf").resolve() == path
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_nothing_is_trusted_that_was_not_written_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    path, written = write(tmp_path), []
+
+    def fail(made: Path, path: Path) -> None:
+        if len(written) == count:
+            path.write_bytes(made.read_bytes()[:10])  # as a file system may leave it
+            raise OSError(5, "Input/output error")
+        written.append(path.name)
+        keep(made, path)
+
+    monkeypatch.setattr(module, "keep", fail)
+    with pytest.raises(LaunchError, match="Input/output error"):
+        unpack(path)
+    assert len(written) == count
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = unpack(path)
+    assert read_json(directory / "config.json")["vocab_size"] == 301
+    assert Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size() == 301
+    assert len(list(directory.parent.iterdir())) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from gguf import GGMLQuantizationType as Type
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from deploy.gguf.unpack import unpack
-from tests.gguf_files import write_gguf
+from tests.gguf_files import split_gguf, write_gguf
 from tests.worker_svc.harness import save_model
 from tests.worker_svc.test_model_runner import LLAMA3, make_runner, oracle_logits, prompts
 from worker_svc.errors import ModelError
-from worker_svc.weights.files import WeightReader
-from worker_svc.weights.gguf_file import GgufTensor
+from worker_svc.weights.files import WeightReader, weight_files
+from worker_svc.weights.gguf_file import GgufTensor, read_gguf
+from worker_svc.weights.gguf_types import READABLE
 
 # Sizes that blocks of 32 divide.
 SHAPE = {"intermediate_size": 96, "head_dim": 32, "vocab_size": 301}
@@ -93,6 +95,33 @@ def test_llama3_rope_comes_as_a_tensor(tmp_path: Path) -> None:
     assert (logits - oracle_logits(oracle, text)[-1]).abs().max() < 1e-4
 
 
+def test_the_readable_types_are_those_that_gguf_converts() -> None:
+    found = set()
+    for kind in Type:
+        _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        with suppress(NotImplementedError), np.errstate(all="ignore"):
+            gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+            found.add(kind)
+    assert found == READABLE
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_split_file_is_read_from_all_parts(tmp_path: Path, count: int) -> None:
+    oracle = save_model(tmp_path / "original", family=LlamaForCausalLM, **SHAPE)
+    write_gguf(tmp_path / "m.gguf", oracle, Type.Q8_0)
+    whole = unpack(tmp_path / "m.gguf")
+    size = -(-len(read_gguf(whole)) // count)
+    slices = [slice(size * number, size * (number + 1)) for number in range(count)]
+    directory = unpack(split_gguf(tmp_path / "m.gguf", slices)[-1])
+    assert len(weight_files(directory)) == count
+    text = prompts(301, [40])[0]
+    assert greedy(directory, text, 20) == greedy(whole, text, 20)
+    part = weight_files(directory)[1].resolve()
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(ModelError, match=rf"model-00002-of-0000{count}\.gguf: cut short"):
+        weight_files(directory)
+
+
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_reads_rows_of_every_type(tmp_path: Path, kind: Type) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -144,7 +173,13 @@ def test_names_an_index_that_cannot_be_read(tmp_path: Path) -> None:
     oracle = save_model(tmp_path / "original", family=Qwen2ForCausalLM, **SHAPE)
     write_gguf(tmp_path / "model.gguf", oracle)
     directory = unpack(tmp_path / "model.gguf")
-    for entry in ([], {"type": "Q9", "shape": [4], "start": 0}, {"type": "F32", "shape": [-4]}):
+    right = {"type": "F32", "shape": [4], "start": 0, "file": "model.gguf"}
+    changes: list[dict[str, Any]] = [{"type": "I64"}, {"file": "../x.gguf"}, {"file": "no.gguf"}]
+    changed = [right | change for change in changes]
+    for entry in (
+        *([], {"type": "Q9", "shape": [4], "start": 0}, {"type": "F32", "shape": [-4]}),
+        *changed,
+    ):
         (directory / "model.gguf.json").write_text(json.dumps({"model.norm.weight": entry}))
         with pytest.raises(ModelError, match=r"model\.gguf\.json: cannot be read"):
             WeightReader(directory, torch.float32, torch.device("cpu"))

@@ -12,9 +12,9 @@ from typing import Self
 import torch
 from tqdm import tqdm
 
-from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS
+from shared.model_directory import GGUF_INDEX
 from worker_svc.errors import ModelError
-from worker_svc.weights.gguf_file import GgufTensor, read_gguf
+from worker_svc.weights.gguf_file import GgufTensor, gguf_files, read_gguf
 from worker_svc.weights.no_effect import has_no_effect
 from worker_svc.weights.safetensors_file import NAMES, StoredTensor, read_tensors
 from worker_svc.weights.shards import shard_files, tensor_files
@@ -232,7 +232,7 @@ def weight_files(model_dir: Path) -> list[Path]:
         ModelError: there are no weight files, or as `shard_files`.
     """
     if (model_dir / GGUF_INDEX).exists():
-        return [model_dir / GGUF_WEIGHTS]
+        return gguf_files(model_dir)
     paths = shard_files(model_dir)
     if not paths:
         raise ModelError(f"model: no *.safetensors in {model_dir}")

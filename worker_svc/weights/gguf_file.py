@@ -1,4 +1,4 @@
-"""Reads weights of a GGUF file, in a model directory that `deploy.gguf` has made.
+"""Reads weights of GGUF files, in a model directory that `deploy.gguf` has made.
 
 The package `gguf` knows the types of blocks. Values become float32, a few rows at a time.
 """
@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
-from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS, read_text
+from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS, is_plain_name, read_text
 from worker_svc.errors import ModelError
+from worker_svc.weights.gguf_types import READABLE
 
 
 @dataclass(frozen=True)
@@ -75,29 +76,43 @@ class GgufTensor:
 
 
 def read_gguf(model_dir: Path) -> dict[str, GgufTensor]:
-    """The tensors of a model directory's GGUF file by name.
+    """The tensors of a model directory's GGUF files by name.
 
     Raises:
-        ModelError: the index cannot be read, or does not belong to the file.
+        ModelError: the index cannot be read, or does not belong to the files.
     """
-    path, weights = model_dir / GGUF_INDEX, model_dir / GGUF_WEIGHTS
+    path = model_dir / GGUF_INDEX
     try:
-        size = weights.stat().st_size
-        tensors = {
-            name: _tensor(weights, entry) for name, entry in json.loads(read_text(path)).items()
-        }
+        entries = json.loads(read_text(path)).items()
+        tensors = {name: _tensor(model_dir, entry) for name, entry in entries}
+        sizes = {each: each.stat().st_size for each in {t.path for t in tensors.values()}}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ModelError(f"{path.name}: cannot be read: {error!r}") from error
     for name, tensor in tensors.items():
+        size = sizes[tensor.path]
         if tensor.end > size:
             raise ModelError(
-                f"{weights.name}: cut short: {name} ends at byte {tensor.end} of {size}"
+                f"{tensor.path.name}: cut short: {name} ends at byte {tensor.end} of {size}"
             )
     return tensors
 
 
-def _tensor(path: Path, entry: dict[str, Any]) -> GgufTensor:
+def gguf_files(model_dir: Path) -> list[Path]:
+    """A model directory's GGUF files that have tensors, sorted by name.
+
+    Raises:
+        ModelError: as `read_gguf`.
+    """
+    return sorted({tensor.path for tensor in read_gguf(model_dir).values()})
+
+
+def _tensor(model_dir: Path, entry: dict[str, Any]) -> GgufTensor:
     shape, numbers = tuple(entry["shape"]), (entry["start"], entry.get("head_dim", 0))
     if not shape or any(type(number) is not int or number < 0 for number in (*shape, *numbers)):
         raise ValueError(f"numbers have to be natural: {entry}")
-    return GgufTensor(path, GGMLQuantizationType[entry["type"]], shape, *numbers)
+    name, kind = entry.get("file", GGUF_WEIGHTS), GGMLQuantizationType[entry["type"]]
+    if not is_plain_name(name):
+        raise ValueError(f"{name!r} is not the name of a file beside it")
+    if kind not in READABLE:
+        raise ValueError(f"type {kind.name} cannot be read")
+    return GgufTensor(model_dir / name, kind, shape, *numbers)
