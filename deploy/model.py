@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +17,7 @@ from deploy.errors import LaunchError
 from shared.model_directory import GGUF_INDEX
 from worker_svc.errors import ModelError
 from worker_svc.settings import NO_DRAFT_MODEL
-from worker_svc.user_cache import cache_folder, digest_of, keep, private_folder
+from worker_svc.user_cache import cache_folder, digest_of, keep, private_folder, state_of, sync
 from worker_svc.weights.shards import check_shards
 
 HUB = "hub:"
@@ -197,11 +200,68 @@ def _from_hub(model: str) -> Path:
 
 
 def _download(model: str, hub_id: str, revision: str) -> Path:
-    # Imported here: the import is slow, and a local directory does not need it.
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(_FILES)))
+        directory = _snapshot(hub_id, revision)
+        if damaged := _damaged_files(directory):
+            names = ", ".join(path.name for path in damaged)
+            print(f"{names} of {model} are damaged; downloading them again", file=sys.stderr)
+            for path in damaged:
+                path.resolve().unlink(missing_ok=True)
+            directory = _snapshot(hub_id, revision)
+            if damaged := _damaged_files(directory):
+                raise OSError(f"{damaged[0]} is missing or does not have the hub's digest")
+        return directory
     except Exception as error:  # from the hub, its HTTP library or the operating system
         reason = str(error).strip().partition("\n")[0]
         raise LaunchError(f"MODEL: {model} cannot be downloaded: {reason}") from error
+
+
+def _snapshot(hub_id: str, revision: str) -> Path:
+    # Imported here: the import is slow, and a local directory does not need it.
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(_FILES)))
+
+
+def _damaged_files(directory: Path) -> list[Path]:
+    """Those files of a snapshot that are missing, or whose bytes do not have the digest that is the
+    name in the hub's cache.
+
+    A file is hashed once, and again when its state has changed. It is synced before its state is
+    kept, so that no loss of power changes its bytes without its state.
+    """
+    record = cache_folder("models") / f"{directory.parents[1].name}-{directory.name}.json"
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError, TypeError), private_folder(record.parent):
+        known = dict(json.loads(record.read_bytes()))
+    states, damaged = {}, []
+    for path in sorted(each for each in directory.rglob("*") if each.is_symlink()):
+        file, name = path.resolve(), str(path.relative_to(directory))
+        states[name] = f"{file} {state_of(file.stat())}" if file.is_file() else ""
+        if not states[name]:
+            damaged.append(path)
+        elif known.get(name) != states[name]:
+            sync(file)
+            if _hub_digest(file) != file.name:
+                damaged.append(path)
+    if not damaged and states != known:
+        with (
+            suppress(OSError),
+            private_folder(record.parent, create=True),
+            TemporaryDirectory(dir=record.parent) as temporary,
+        ):
+            made = Path(temporary, "made")
+            made.write_text(json.dumps(states))
+            keep(made, record)
+    return damaged
+
+
+def _hub_digest(file: Path) -> str:
+    """The name of these bytes in the hub's cache: SHA-256 of large files, git's digest of others.
+    Names of another kind say nothing about bytes."""
+    if re.fullmatch("[0-9a-f]{64}", file.name):
+        return digest_of(file)
+    if re.fullmatch("[0-9a-f]{40}", file.name):
+        data = file.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    return file.name

@@ -37,9 +37,18 @@ def keep(made: Path, path: Path) -> None:
     Raises:
         OSError: the file cannot be written or moved.
     """
-    _sync(made)
+    sync(made)
     made.replace(path)
-    _sync(path.parent)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Waits until the disk has a file's bytes, or a folder's entries."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def digest_of(file: Path | int) -> str:
@@ -52,6 +61,12 @@ def digest_of(file: Path | int) -> str:
     with open(file, "rb", buffering=0, closefd=not isinstance(file, int)) as opened:
         opened.seek(0)
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def state_of(status: os.stat_result) -> str:
+    """A text that changes when a file is written or replaced, as far as its file system tells."""
+    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+    return f"{status.st_dev} {status.st_ino} {status.st_size} {times}"
 
 
 def make_folders(path: Path, mode: int) -> None:
@@ -93,15 +108,6 @@ def private_file(folder: int, name: str, flags: int = os.O_RDONLY) -> Iterator[i
     """
     with _opened(name, flags, folder) as file:
         yield file
-
-
-def _sync(path: Path) -> None:
-    """Waits until the disk has a file's bytes, or a folder's entries."""
-    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _check_folder(folder: Path) -> None:

