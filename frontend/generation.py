@@ -266,7 +266,8 @@ async def begin(
         with_text: whether the caller reads the deltas' text.
 
     Raises:
-        UnavailableError: no engine is connected.
+        QueueFullError: too many requests wait for an engine that recovers.
+        UnavailableError: no engine is ready or recovers.
     """
     sampling = request.sampling
     builders = [

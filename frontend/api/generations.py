@@ -50,7 +50,8 @@ class Generations:
 
         Raises:
             InvalidArgumentError: a field is wrong.
-            UnavailableError: no engine is connected, so the request cannot be checked.
+            QueueFullError: too many requests wait for an engine that recovers.
+            UnavailableError: no engine is ready or recovers.
         """
         received_at = time.monotonic()
         timeout_s = context.time_remaining()
@@ -101,7 +102,7 @@ class Generations:
             validation.check_priority(message.priority, client.priorities)
         request_id = message.request_id or uuid.uuid4().hex
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        info = self.engines.engine_info
+        info = self.engines.limits
         keep = None
         if truncate is not None:
             keep = validation.check_truncation(

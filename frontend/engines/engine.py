@@ -32,6 +32,9 @@ from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
+# How long after its loss an engine recovers, as far as new requests are concerned. A process that
+# died is replaced within this time, and a model of a few gigabytes is loaded.
+_RECOVERY_S = 30.0
 _SUBMISSIONS_AT_ONCE = 32  # in one iteration of the event loop
 _WATCH_AGAIN_S = 0.5
 
@@ -78,12 +81,13 @@ class Engine:
         # From the last connection.
         self.name = ""
         self.model_fingerprint = ""
+        self.info = pb.EngineInfo()
         # As its scheduler last reported.
         self.draining = False
         self._serving = True
         self._was_ready = False
         self._not_ready_since = time.monotonic()
-        self._disconnected_at: float | None = None
+        self._lost_at: float | None = None  # when it last lost its connection or its workers
         self._giving_up: asyncio.TimerHandle | None = None
 
     # The engine's state.
@@ -95,7 +99,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a request that is submitted now would run."""
-        return self.connected and self._serving and not self.ledger.holding and not self.draining
+        return not (self.is_lost or self.ledger.holding or self.draining)
 
     @property
     def serving(self) -> bool:
@@ -108,15 +112,26 @@ class Engine:
         return not self.listed or self.draining
 
     @property
+    def is_lost(self) -> bool:
+        """Whether it has no connection or no workers."""
+        return not (self.connected and self._serving)
+
+    @property
+    def recovers(self) -> bool:
+        """Whether new requests wait for it, because it was lost less than `_RECOVERY_S` ago."""
+        recent = self._lost_at is not None and time.monotonic() - self._lost_at < _RECOVERY_S
+        return self.is_lost and recent
+
+    @property
     def engine_info(self) -> pb.EngineInfo:
         """The limits of the connected engine.
 
         Raises:
             UnavailableError: there is no connection.
         """
-        if self.connection.info is None:
+        if not self.connected:
             raise no_engine()
-        return self.connection.info
+        return self.info
 
     def lost_for(self, seconds: float) -> bool:
         """Whether it has not been ready for at least `seconds`."""
@@ -171,34 +186,31 @@ class Engine:
     def fit(self, num_tokens: int, names: Sequence[Name], num_cached: int) -> Fit:
         """The fit of a prompt of `num_tokens` tokens at this engine. `names`: of the prompt's
         blocks, of which the first `num_cached` are in the cache."""
-        cached = num_cached * self.engine_info.block_size
+        cached = num_cached * self.info.block_size
         return Fit(num_tokens - cached, cached, names[num_cached:], self.index)
 
     # Submitting and dropping completions.
 
-    def submit(
-        self, streams: Sequence[TokenStream], fit: Fit | None = None, *, moved: bool = False
-    ) -> None:
-        """Has the engine compute the completions of a request, which is new or has `moved` here
-        from another engine.
+    def submit(self, streams: Sequence[TokenStream], fit: Fit | None = None) -> None:
+        """Has the engine compute the completions of a request, at once or when it has recovered.
 
         Raises:
-            UnavailableError: there is no connection.
+            QueueFullError: too many requests wait for the engine.
+            UnavailableError: there is no connection, and the engine does not recover.
         """
-        if not self.connected:
+        if not (self.connected or self.recovers):
             raise no_engine()
-        fit = fit or Fit()
+        withheld = not self.connected or self.ledger.holding
+        if withheld:
+            self.ledger.check_room(self.info.max_waiting)
+        fit, now = fit or Fit(), time.monotonic()
         entries = self.ledger.add(streams, fit)
         for stream in streams:
             stream.holder = self
-        if moved:
-            self._name_suspects(entries)
-            self._submit_again(entries, fit.cached_tokens)
-        elif not self.ledger.holding:
-            for entry in entries:
-                entry.state = State.SENT
-            n = streams[0].request.sampling.n
-            self._submit(streams[0], n=n if n > 1 else 0, expected_cached=fit.cached_tokens)
+            stream.arrived_at = stream.arrived_at or now
+        self._name_suspects(entries)
+        if not withheld:
+            self._submit_withheld(entries, now, fit.cached_tokens)
 
     def release(self, streams: Sequence[TokenStream]) -> None:
         """Drops completions of a request, which continue on another engine with new numbers."""
@@ -226,13 +238,22 @@ class Engine:
         message = submit_message(stream, num_engines=self.streams.num_engines, **facts)
         self.connection.send(message)
 
-    def _submit_again(self, entries: Iterable[Entry], expected_cached: int = 0) -> None:
-        """Submits the withheld ones among completions, with the tokens that they have."""
+    def _submit_withheld(self, entries: Iterable[Entry], now: float, cached: int = 0) -> None:
+        """Submits the withheld ones among completions, each with the tokens that it has. Those of a
+        new request are submitted together."""
         for entry in entries:
-            if entry.state is State.WITHHELD:
-                entry.state = State.SENT
-                if entry.stream.stands_for_itself:
-                    self._submit(entry.stream, resubmitted=True, expected_cached=expected_cached)
+            stream, n = entry.stream, entry.stream.request.sampling.n
+            if entry.state is not State.WITHHELD:
+                continue
+            if not stream.sent:
+                for each in stream.group:
+                    self.ledger.entries[each.number].state = State.SENT
+                    each.sent, each.withheld_s = True, now - each.arrived_at
+                self._submit(stream, n=n if n > 1 else 0, expected_cached=cached)
+                continue
+            entry.state = State.SENT
+            if stream.stands_for_itself:
+                self._submit(stream, resubmitted=True, expected_cached=cached)
 
     def _name_suspects(self, entries: Iterable[Entry]) -> None:
         suspects = [entry.stream for entry in entries if entry.state is State.SUSPECT]
@@ -249,8 +270,10 @@ class Engine:
         elif message.HasField("trial"):
             await self._on_trial(message.trial)
         elif message.HasField("engine_state"):
-            self._serving = message.engine_state.serving
+            was_serving, self._serving = self._serving, message.engine_state.serving
             self.draining = message.engine_state.draining
+            if was_serving and not self._serving:
+                self._note_loss()
             await self._report_ready()
         elif message.HasField("engine_info"):
             await self._on_connected(message.engine_info)
@@ -260,17 +283,17 @@ class Engine:
         log.info("connected to the scheduler", address=address, resubmitted=self.num_open)
         if self._giving_up is not None:
             self._giving_up.cancel()
-        self.name, self.model_fingerprint = info.name, info.model_fingerprint
+        self.info, self.name, self.model_fingerprint = info, info.name, info.model_fingerprint
         self._serving, self.draining = True, False
         entries = self.ledger.entries.values()
         self._name_suspects([each for each in entries if not self.has_other_model(each.stream)])
         await self._submit_rest()
-        if self._disconnected_at is not None:
-            self.metrics.recovery.observe(time.monotonic() - self._disconnected_at)
+        if self._lost_at is not None:
+            self.metrics.recovery.observe(time.monotonic() - self._lost_at)
         await self._report_ready()
 
     async def _on_lost(self, died: bool) -> None:
-        self._disconnected_at = time.monotonic()
+        self._note_loss()
         culprit = self.ledger.disconnect(died=died)
         if culprit:
             log.error(
@@ -291,6 +314,16 @@ class Engine:
             self._not_ready_since = time.monotonic()
             await self._on_ready(self, ready)
 
+    def _note_loss(self) -> None:
+        lost_at = self._lost_at = time.monotonic()
+        asyncio.get_running_loop().call_later(_RECOVERY_S, self._refuse_new, lost_at)
+
+    def _refuse_new(self, lost_at: float) -> None:
+        """Fails the requests that arrived after the engine was lost, unless it has returned."""
+        if self._lost_at == lost_at and self.is_lost:
+            streams = [each for each in self.open_streams() if each.arrived_at > lost_at]
+            self.fail(streams, no_engine())
+
     def _give_up(self) -> None:
         reason = "the engine was lost and did not return in time"
         self.fail(self.open_streams(), UnavailableError(reason, RETRY_AFTER_S))
@@ -300,7 +333,8 @@ class Engine:
         numbers = [*self.ledger.entries]
         for start in range(0, len(numbers), _SUBMISSIONS_AT_ONCE):
             part = map(self.ledger.entries.get, numbers[start : start + _SUBMISSIONS_AT_ONCE])
-            self._submit_again(e for e in part if e and not self.has_other_model(e.stream))
+            rest = (each for each in part if each and not self.has_other_model(each.stream))
+            self._submit_withheld(rest, time.monotonic())
             await asyncio.sleep(0)
 
     async def _on_trial(self, trial: pb.Trial) -> None:

@@ -12,8 +12,10 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from frontend.engines.connection import RETRY_AFTER_S
 from frontend.engines.placement import EngineLoad, Fit
 from frontend.engines.token_stream import TokenStream
+from shared.errors import QueueFullError
 from shared.suspects import Record
 
 # A completion makes progress with this many tokens from one scheduler. Fewer tokens may have been
@@ -77,11 +79,24 @@ class Ledger:
         self.holding = False  # nothing is submitted while a suspect is tried alone
         self._engine = engine
         self._load = load
+        self._num_unstarted = 0  # requests
         self._trial: list[int] = []  # the numbers on trial; some may have ended
+
+    def check_room(self, max_waiting: int) -> None:
+        """
+        Raises:
+            QueueFullError: `max_waiting` requests or more are without a first token.
+        """
+        if self._num_unstarted >= max_waiting:
+            raise QueueFullError(
+                f"{self._num_unstarted} requests are waiting; the limit is {max_waiting}",
+                RETRY_AFTER_S,
+            )
 
     def add(self, streams: Sequence[TokenStream], fit: Fit) -> list[Entry]:
         """Adds the completions of a request, which are yet to be sent."""
         self._load.num_open += len(streams)
+        self._num_unstarted += 1
         self._load.unstarted_tokens += fit.uncached_tokens
         if fit.index:
             fit.index.promise(self._engine, fit.missing)
@@ -106,6 +121,7 @@ class Ledger:
         """Stops counting a completion's expected work, because it has begun or has left."""
         fit, entry.fit = entry.fit, None
         if fit:
+            self._num_unstarted -= 1
             self._load.unstarted_tokens -= fit.uncached_tokens
             if fit.index:
                 fit.index.withdraw(self._engine, fit.missing)

@@ -67,8 +67,9 @@ class Outputs:
                 continue
             self._ledger.settle(entry)
             if entry.stream.start is None:
-                entry.stream.start = Start(started.cached_prompt_tokens, started.queue_s)
-                self._metrics.queue_time.observe(started.queue_s)
+                queue_s = entry.stream.withheld_s + started.queue_s
+                entry.stream.start = Start(started.cached_prompt_tokens, queue_s)
+                self._metrics.queue_time.observe(queue_s)
         for drafted in output.drafted:
             if entry := entries.get(drafted.request):
                 entry.stream.num_drafted = drafted.drafted

@@ -28,7 +28,7 @@ from frontend.engines.token_stream import TokenStream
 from frontend.metrics import RequestMetrics
 from frontend.request import Request
 from shared.channels import PLAINTEXT, Dialer
-from shared.errors import FailedPreconditionError, InvalidArgumentError
+from shared.errors import FailedPreconditionError, InvalidArgumentError, QueueFullError
 from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -86,16 +86,18 @@ class Engines:
         Raises:
             UnavailableError: there is no connection.
         """
-        infos = [engine.engine_info for engine in self.connected()]
-        if len(infos) == 1:
-            return infos[0]
-        merged = pb.EngineInfo()
-        merged.CopyFrom(infos[0])
-        merged.max_model_len = min(info.max_model_len for info in infos)
-        merged.vocab_size = min(info.vocab_size for info in infos)
-        for name in ("num_blocks", "max_num_seqs", "max_waiting"):
-            setattr(merged, name, sum(getattr(info, name) for info in infos))
-        return merged
+        return _merged([engine.info for engine in self.connected()])
+
+    @property
+    def limits(self) -> pb.EngineInfo:
+        """`engine_info`, or without a connection that of the engines that recover.
+
+        Raises:
+            UnavailableError: no engine is connected or recovers.
+        """
+        recovering = [engine.info for engine in self._engines.values() if engine.recovers]
+        connected = any(engine.connected for engine in self._engines.values())
+        return self.engine_info if connected or not recovering else _merged(recovering)
 
     def connected(self) -> list[Engine]:
         """The connected engines.
@@ -113,7 +115,8 @@ class Engines:
 
         Raises:
             InvalidArgumentError: no engine has the name that the request gives.
-            UnavailableError: there is no connection.
+            QueueFullError: too many requests wait for an engine that recovers.
+            UnavailableError: no engine is ready or recovers.
         """
         engines = self._candidates(request)
         streams = self._streams.open(request)
@@ -184,8 +187,10 @@ class Engines:
 
     def _candidates(self, request: Request) -> list[Engine]:
         """The engines to which a new request may be sent: those that serve, or else those where the
-        request would wait."""
-        engines = self.connected()
+        request would wait, preferably connected ones."""
+        engines = [each for each in self._engines.values() if not each.is_lost or each.recovers]
+        if not engines:
+            raise no_engine()
         if request.engine:
             if all(engine.name != request.engine for engine in self._engines.values()):
                 names = ", ".join(sorted({engine.name for engine in engines}))
@@ -193,17 +198,16 @@ class Engines:
             engines = [engine for engine in engines if engine.name == request.engine]
             if not engines:
                 raise no_engine()
-        return [engine for engine in engines if engine.serving] or engines
+        connected = [engine for engine in engines if engine.connected]
+        return [engine for engine in connected if engine.serving] or connected or engines
 
-    def _submit(
-        self, streams: Sequence[TokenStream], engines: Sequence[Engine], *, moved: bool = False
-    ) -> None:
-        """Has the best of `engines` compute the completions of a request."""
+    def _submit(self, streams: Sequence[TokenStream], engines: Sequence[Engine]) -> None:
+        """Has the best of `engines` that has room compute the completions of a request."""
         request = streams[0].request
         ids = array("I", request.prompt_ids)
         ids.extend(streams[0].tokens)
         if len(self._engines) == 1:
-            engines[0].submit(streams, Fit(len(ids)), moved=moved)
+            engines[0].submit(streams, Fit(len(ids)))
             return
         fits = {engine: Fit(len(ids)) for engine in engines if engine.index is None}
         for index in {engine.index for engine in engines if engine.index}:
@@ -213,7 +217,12 @@ class Engines:
                 fits[by_number[number]] = by_number[number].fit(len(ids), names, num_cached)
         loads = [(engine.load, fit.uncached_tokens) for engine, fit in fits.items()]
         engine, fit = [*fits.items()][choose(loads)]
-        engine.submit(streams, fit, moved=moved)
+        try:
+            engine.submit(streams, fit)
+        except QueueFullError:  # of an engine that recovers
+            if not (others := [each for each in engines if each is not engine]):
+                raise
+            self._submit(streams, others)
 
     def _try_elsewhere(self, engine: Engine, rejected: TokenStream) -> bool:
         """Moves a new request for which an engine has no room. Returns whether another takes it."""
@@ -224,6 +233,8 @@ class Engines:
         if not others or rejected.request.engine:
             return False
         engine.release(streams)
+        for stream in streams:
+            stream.sent = False
         self._submit(streams, others)
         return True
 
@@ -256,7 +267,7 @@ class Engines:
     def _has_to_move(self, engine: Engine, stream: TokenStream) -> bool:
         if engine.has_other_model(stream):
             return True
-        if engine.serving:
+        if engine.serving or (stream.request.engine and not stream.sent):
             return False
         suspected = engine.is_suspect(stream)
         if not engine.is_drained:
@@ -283,12 +294,13 @@ class Engines:
                 reason = "the model that began this is no longer served; send the request again"
                 engine.fail(streams, FailedPreconditionError(reason))
             return
-        if not engine.is_drained:
-            for stream in streams:
-                stream.move_goal = len(stream.tokens) + MIN_PROGRESS
-        self.metrics.moved += len(streams)
+        if streams[0].sent:
+            self.metrics.moved += len(streams)
+            if not engine.is_drained:
+                for stream in streams:
+                    stream.move_goal = len(stream.tokens) + MIN_PROGRESS
         engine.release(streams)
-        self._submit(streams, others, moved=True)
+        self._submit(streams, others)
 
     def _remove(self, endpoint: Endpoint, engine: Engine) -> None:
         """Ends the connection to a drained engine that has nothing left to do."""
@@ -300,3 +312,16 @@ class Engines:
             task.cancel()
         engine.stop_watching()
         del self._engines[endpoint]
+
+
+def _merged(infos: Sequence[pb.EngineInfo]) -> pb.EngineInfo:
+    """The smallest limits of requests, and the total capacity."""
+    if len(infos) == 1:
+        return infos[0]
+    merged = pb.EngineInfo()
+    merged.CopyFrom(infos[0])
+    merged.max_model_len = min(info.max_model_len for info in infos)
+    merged.vocab_size = min(info.vocab_size for info in infos)
+    for name in ("num_blocks", "max_num_seqs", "max_waiting"):
+        setattr(merged, name, sum(getattr(info, name) for info in infos))
+    return merged

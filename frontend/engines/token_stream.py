@@ -85,6 +85,9 @@ class TokenStream:
         self.traceparent = ""  # of the engine's spans
         self.group = [self]  # the request's completions
         self.holder: Holder | None = None  # the engine where it is
+        self.arrived_at = 0.0  # when it was first given to an engine; time.monotonic
+        self.sent = False  # whether a scheduler has got it, and has not rejected it
+        self.withheld_s = 0.0  # from its arrival until then
         self.record = Record()  # of schedulers that died with it
         self.move_goal = 0  # with this many tokens, it made progress since a lost engine
         self.rejected_by: set[Holder] = set()  # engines that had no room for it

@@ -367,8 +367,9 @@ async def test_model_and_server_information(service: Service, engine: Any, demo:
 
 
 async def test_health_and_the_engine_protocol_follow_the_engine(
-    service: Service, engine: Any, settings: FrontendSettings
+    service: Service, engine: Any, settings: FrontendSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("frontend.engines.engine._RECOVERY_S", 0.0)
     assert (await engine.HealthCheck(vllm.HealthCheckRequest())).healthy
     await service.scheduler.stop()
     await service.wait_for_health(False)

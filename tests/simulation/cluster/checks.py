@@ -134,6 +134,8 @@ def _check_error(world: World, client: Client, index: int, models: set[int]) -> 
         asked = {engine.name for engine in world.frontends[plan.frontend].steady(_SEEN_S)}
         asked = asked & {plan.engine} if plan.engine else asked
         assert asked <= set(refused), f"{name}: refused by {refused}"
+    elif isinstance(error, UnavailableError) and not models:  # its engine did not recover
+        assert plan.engine or not serving, name
     elif isinstance(error, FailedPreconditionError | UnavailableError):
         assert models, name
         assert not models & {host.served_model for host in serving}, name

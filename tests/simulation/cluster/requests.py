@@ -11,7 +11,13 @@ from random import Random
 from frontend.engines.pool import Engines
 from frontend.engines.token_stream import FinishReason, TokenStream
 from frontend.request import Request, Sampling
-from shared.errors import DeadlineError, InvalidArgumentError, ServiceError, UnavailableError
+from shared.errors import (
+    DeadlineError,
+    InvalidArgumentError,
+    QueueFullError,
+    ServiceError,
+    UnavailableError,
+)
 from tests.oracle import completion
 from tests.simulation.cluster.engines import DEADLY_TOKEN, TOKEN, Owner, marked, salt_of
 
@@ -106,7 +112,7 @@ class Client:
         while True:
             try:
                 self.streams = engines.submit(request)
-            except UnavailableError:
+            except (UnavailableError, QueueFullError):
                 await asyncio.sleep(_AGAIN_S)
             else:
                 return

@@ -18,6 +18,7 @@ from frontend.engines.placement import _MIN_IMBALANCE
 from frontend.engines.pool import Engines
 from frontend.engines.token_stream import TokenStream
 from frontend.request import Request
+from shared.errors import QueueFullError
 from tests.simulation.cluster.engines import Shape
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.network import Dialer, Link
@@ -51,7 +52,11 @@ class _CountingEngines(Engines):
 
     def submit(self, request: Request) -> list[TokenStream]:
         began = time.thread_time()
-        streams = super().submit(request)
+        try:
+            streams = super().submit(request)
+        except QueueFullError:
+            assert request.engine or not self.serving, "rejected without asking the engines"
+            raise
         self.world.routing_cpu_s.append(time.thread_time() - began)
         if not request.engine:
             (engine,) = [e for e in self._engines.values() if e.has(streams[0])]
