@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.health import NOT_SERVING, check_health
 from deploy.native.processes import parent_processes
 from deploy.native.restart import restart
 from tests.faults.conftest import BLOCK_SIZE, LONG_PROMPTS, Victim
@@ -160,6 +161,33 @@ def test_killed_again_and_again(victim: Victim, service: str) -> None:
             if service == "worker":
                 stack.kill(service, index)
         assert_undamaged(streams.wait_ended(), victim.expected)
+    victim.rest()
+
+
+@pytest.mark.parametrize("victim", [1], ids=["TP 1"], indirect=True)
+@pytest.mark.parametrize(
+    "killed", [("worker",), ("scheduler",), ("worker", "scheduler")], ids="+".join
+)
+def test_new_streams_wait_for_the_successor(victim: Victim, killed: tuple[str, ...]) -> None:
+    """A whole round of streams arrives before the successor is started."""
+    stack = victim.stack
+    names = [*REQUESTS, *LONG][:16]
+    requests = {f"{name} {number}": REQUESTS[name] for number, name in enumerate(names)}
+    expected = {each: victim.expected[each.rpartition(" ")[0]] for each in requests}
+    parents = [parent_processes(stack.directory)[f"{service}-0"] for service in killed]
+    for parent in parents:
+        parent.suspend()
+    try:
+        for service in killed:
+            stack.kill(service)
+        wait_for(lambda: check_health(stack.address) == NOT_SERVING, "the loss to be noticed")
+        with open_streams(stack.address, requests) as streams:
+            for parent in parents:
+                parent.resume()
+            assert_undamaged(streams.wait_ended(), expected)
+    finally:
+        for parent in parents:
+            parent.resume()
     victim.rest()
 
 
