@@ -294,7 +294,8 @@ class Engine:
 
     async def _on_lost(self, died: bool) -> None:
         self._note_loss()
-        culprit = self.ledger.disconnect(died=died)
+        # A scheduler that takes too long to stop is killed.
+        culprit = self.ledger.disconnect(died=died and not self.draining)
         if culprit:
             log.error(
                 "request kills every scheduler that runs it; failing the request",

@@ -83,9 +83,11 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._send_state()
 
     def drain(self) -> None:
-        """Tells all frontends that this scheduler is about to stop, and ends its other streams."""
-        self._state.draining = True
-        self._send_state()
+        """Tells all frontends that this scheduler is about to stop, and ends its other streams. A
+        scheduler that has failed announces nothing, as if it had died."""
+        if not self._failed:
+            self._state.draining = True
+            self._send_state()
 
     def _send_state(self) -> None:
         for connection in self._connections.values():

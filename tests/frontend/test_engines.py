@@ -20,6 +20,7 @@ from shared.errors import (
     QueueFullError,
 )
 from shared.pb import scheduler_pb2 as pb
+from shared.suspects import MIN_LOSSES
 from tests.frontend.cluster import PROMPT, Cluster, expected, finish, request, submitted, tokens
 from tests.frontend.fake_scheduler import INFO, FakeScheduler
 from tests.waiting import until
@@ -134,6 +135,25 @@ async def test_the_only_engine_is_disconnected_once_its_streams_have_ended(
     a.send_state(draining=True)
     assert await finish(a, stream) == expected()
     await cluster.until_connected()
+
+
+async def test_a_scheduler_that_dies_while_it_stops_counts_against_no_stream(
+    cluster: Cluster,
+) -> None:
+    """It may be killed because its stop takes too long."""
+    a = await cluster.add("a")
+    await cluster.list("a")
+    stream = cluster.submit()
+    (engine,) = cluster.engines._engines.values()
+    for _ in range(MIN_LOSSES):
+        await submitted(a)
+        a.send_state(draining=True)
+        await until(lambda: engine.draining, "the frontend to know that it stops")
+        await a.stop()
+        await a.start()
+    await submitted(a)
+    assert a.suspects.empty()
+    assert await finish(a, stream) == expected()
 
 
 async def test_a_stream_that_was_lost_twice_in_a_row_does_not_move(

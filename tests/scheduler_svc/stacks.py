@@ -41,6 +41,7 @@ class Frontend:
         self.finished: dict[int, scheduler_pb2.Finished] = {}
         self.info = scheduler_pb2.EngineInfo()
         self.states: list[bool] = []
+        self.draining = False
         self.trials: list[scheduler_pb2.Trial] = []
         # By request and position: ids and values.
         self.logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
@@ -129,6 +130,7 @@ class Frontend:
         while True:
             message: Any = await self._call.read()
             assert message.HasField("engine_state")
+            self.draining |= message.engine_state.draining
 
     def close(self) -> None:
         self._call.cancel()

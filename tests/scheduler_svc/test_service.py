@@ -6,12 +6,14 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
 import pytest
 from grpc import aio
 
+from scheduler_svc.core.scheduler import Scheduler
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, completion
@@ -140,6 +142,18 @@ async def test_a_stream_that_is_ended_in_order_says_so(tmp_path: Path) -> None:
         frontend = await stack.frontend()
         os.kill(os.getpid(), signal.SIGTERM)
         assert (await frontend.failure()).code() is grpc.StatusCode.ABORTED
+
+
+async def test_a_scheduler_whose_engine_fails_announces_no_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frontends count no death of a scheduler that has announced its stop."""
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        monkeypatch.setattr(Scheduler, "schedule", Mock(side_effect=RuntimeError("planted")))
+        await frontend.submit(1, [1, 2, 3])
+        error = await frontend.failure()
+        assert (error.code(), frontend.draining) == (grpc.StatusCode.INTERNAL, False)
 
 
 async def test_a_full_queue_says_when_to_retry(tmp_path: Path) -> None:
