@@ -17,12 +17,21 @@ from shared.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
 from tests.oracle import VOCAB_SIZE
 from tests.simulation import virtual_time
 from tests.simulation.cluster.checks import played
-from tests.simulation.cluster.engines import DEADLY_TOKEN, READ, STEP, TOKEN, WORKERS, Shape, marked
+from tests.simulation.cluster.engines import (
+    DEADLY_TOKEN,
+    FAILURE,
+    READ,
+    STEP,
+    TOKEN,
+    WORKERS,
+    Shape,
+    marked,
+)
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.requests import Client, Plan
 from tests.simulation.cluster.world import World
 
-_DEADLY = (READ, STEP, TOKEN)
+_DEADLY = (READ, STEP, TOKEN, FAILURE)
 _MAX_S = 2000.0  # of virtual time
 _POLL_S, _REST_S = 0.5, 6.0
 _LIMITS = Limits(
@@ -46,8 +55,8 @@ def play(
     rng: Random, innocents: int, culprits: Sequence[int] = (), window_s: float = 0.0, kills: int = 0
 ) -> int:
     """Submits innocent requests, and a request of each kind in `culprits`, at random times; kills
-    and restarts schedulers at others. Each culprit must end with INTERNAL, and nobody else. Returns
-    how many schedulers died of requests."""
+    and restarts schedulers at others. Each culprit must end with INTERNAL, and nobody else, unless
+    by chance (`cluster.losses`). Returns how many schedulers died of requests."""
     frontends, plans = rng.randint(1, 3), []
     for number, poison in enumerate([0] * innocents + [*culprits], start=1):
         leaves = not poison and rng.random() < 0.1
@@ -83,7 +92,8 @@ async def _play(
         pass
     for client in clients:
         errors = [type(stream.error) for stream in client.streams if stream.error]
-        assert errors == [InternalError] * client.plan.is_deadly(0), (client.plan, errors)
+        expected = [InternalError] * client.plan.is_deadly(0)
+        assert errors in (expected, [InternalError]), (client.plan, errors)
     kinds = {plan.number: plan.poison for plan in plans}
     return sum(len(at) for number, at in world.taken_down.items() if kinds[number] in _DEADLY)
 
@@ -118,7 +128,7 @@ def requests_that_kill_anything_at_any_time_end_alone(rng: Random) -> int:
     return play(rng, rng.choice([3, 20]), culprits, window_s=rng.choice([0.5, 5.0]), kills=1)
 
 
-def schedulers_that_die_of_nothing_convict_nothing(rng: Random) -> int:
+def schedulers_that_die_of_nothing_convict_only_by_chance(rng: Random) -> int:
     deaths = play(rng, 20, window_s=5.0, kills=rng.randint(5, 15))
     assert not deaths
     return deaths
@@ -130,7 +140,7 @@ SCENES: dict[str, Callable[[Random], int]] = {
     "killed by a token": partial(one_culprit_costs_a_logarithm_of_schedulers, kind=TOKEN),
     "killed by several": many_culprits_cost_as_often_as_much,
     "killed by anything": requests_that_kill_anything_at_any_time_end_alone,
-    "killed by nothing": schedulers_that_die_of_nothing_convict_nothing,
+    "killed by nothing": schedulers_that_die_of_nothing_convict_only_by_chance,
 }
 
 

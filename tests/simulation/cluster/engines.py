@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from tests.simulation.cluster.hosts import Host
 
 # Prompts that begin with one of these kill the scheduler when they are first scheduled, or with
-# their fifth token; WORKERS kills the workers whenever it is computed, READ the scheduler when it
-# is queued.
-STEP, TOKEN, WORKERS = POISONS = range(901, 904)
-READ = 904
+# their fifth token; WORKERS kills the workers whenever it is computed, FAILURE ends the scheduler
+# with an error when it is first scheduled, READ kills it when it is queued.
+STEP, TOKEN, WORKERS, FAILURE = POISONS = range(901, 905)
+READ = 905
 DEADLY_TOKEN = 5
 _SALT = 331  # between models' tokens
 _MAX_RUN = 4  # steps
@@ -90,6 +90,10 @@ class _Workers:
         self._back_at = max(self._back_at, self._loop.time() + seconds)
         if not self._lost.done():
             self._lost.set_result(None)
+            rows = (row for step, _, _ in self._steps if step for row in step.rows)
+            tokens = dict.fromkeys(map(owner_of, self._host.sequences()), 0)  # progress aside
+            running = {owner_of(row.seq) for row in rows}
+            self._host.world.losses.add(self._process, tokens, running)
 
     @property
     def max_run(self) -> int:
@@ -176,7 +180,7 @@ class _Scheduler(Scheduler):
     def schedule(self, now: float = 0.0) -> Step | None:
         step = super().schedule(now)
         for row in step.rows if step else ():
-            if row.seq.tokens[0] == STEP:
+            if row.seq.tokens[0] in (STEP, FAILURE):
                 self._die_of(row.seq)
         return step
 
@@ -206,6 +210,7 @@ class Process:
         self.accepts = True
         self.model = host.model
         self.calls: dict[Call, None] = {}
+        self.held: set[Owner] = set()  # when it died
         self.servicer = SchedulerServicer()
         self.workers = _Workers(host, self)
         self.scheduler = _Scheduler(host, self)
@@ -233,6 +238,7 @@ class Process:
     def end(self) -> None:
         """Ends it without a word."""
         self.alive = self.accepts = False
+        self.held |= {owner_of(seq) for seq in self.scheduler._sequences.values()}
         for call in [*self.calls]:
             call.lose()
         for task in self._tasks:

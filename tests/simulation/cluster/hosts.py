@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from scheduler_svc.core.sequence import Sequence
 from shared.pb import scheduler_pb2 as pb
 from tests.oracle import VOCAB_SIZE
-from tests.simulation.cluster.engines import WORKERS, Process, Shape, owner_of
+from tests.simulation.cluster.engines import FAILURE, WORKERS, Process, Shape, owner_of
 
 if TYPE_CHECKING:
     from tests.simulation.cluster.world import World
@@ -87,10 +87,14 @@ class Host:
         process.servicer.drain()
         await process.left(drain_s)
         if process.alive:
-            for call in [*process.calls]:
-                call.interrupt()
-            await process.left(1.0)
-            self.kill()
+            await self._interrupt(process)
+
+    async def _interrupt(self, process: Process, back_s: float | None = None) -> None:
+        for call in [*process.calls]:
+            call.interrupt()
+        await process.left(1.0)
+        if self.process is process:
+            self.kill(back_s)
 
     def poisoned(self, process: Process, seq: Sequence) -> None:
         """Takes down what a poisonous sequence takes down."""
@@ -99,6 +103,13 @@ class Host:
         back_s = self.world.take_down(owner_of(seq).request, seq.tokens[0], self)
         if seq.tokens[0] == WORKERS:
             process.workers.lose(back_s)
+            return
+        process.held = {owner_of(seq), *map(owner_of, self.sequences())}
+        if seq.tokens[0] == FAILURE:
+            process.accepts = False
+            process.servicer.fail()
+            process.servicer.drain()
+            self._failing = asyncio.ensure_future(self._interrupt(process, back_s))
         else:
             self.kill(back_s)
 

@@ -31,9 +31,13 @@ class DiedError(Exception):
 class Link:
     """The network between one frontend and one engine's host."""
 
-    def __init__(self, rng: Random, delays: Callable[[], float]) -> None:
+    def __init__(
+        self, rng: Random, delays: Callable[[], float], on_lost: Callable[[Process], None]
+    ) -> None:
+        """`on_lost`: is called when the frontend learns that its connection is lost."""
         self.rng = rng
         self.delays = delays
+        self.on_lost = on_lost
         self.healed = asyncio.Event()
         self.healed.set()
         self.calls: dict[Call, None] = {}
@@ -115,7 +119,7 @@ class Call:
         self._sender: asyncio.Task[None] | None = None
         self._server: asyncio.Task[None] | None = None
         self._cancelled = False
-        if process is None or not process.alive:
+        if process is None or not process.accepts:
             self._down.put(_lost())
             return
         link.calls[self] = process.calls[self] = None
@@ -129,6 +133,8 @@ class Call:
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (item := await self._down.get()) is not _END:
             if isinstance(item, BaseException):
+                if self._process and self._sender and _is_loss(item):
+                    self._link.on_lost(self._process)
                 raise item
             yield item
 
@@ -256,6 +262,10 @@ class Channel:
 
 def _lost() -> aio.AioRpcError:
     return _status(grpc.StatusCode.UNAVAILABLE, ())
+
+
+def _is_loss(error: BaseException) -> bool:
+    return isinstance(error, aio.AioRpcError) and error.code() is not grpc.StatusCode.ABORTED
 
 
 def _status(

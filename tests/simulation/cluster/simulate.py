@@ -13,7 +13,7 @@ from shared.suspects import MIN_LOSSES_ALONE
 from tests.oracle import VOCAB_SIZE
 from tests.simulation import virtual_time
 from tests.simulation.cluster.checks import played
-from tests.simulation.cluster.engines import POISONS, STEP, TOKEN, WORKERS, Shape
+from tests.simulation.cluster.engines import FAILURE, POISONS, STEP, TOKEN, WORKERS, Shape
 from tests.simulation.cluster.faults import CHANGE_MODELS, KINDS, Faults
 from tests.simulation.cluster.requests import MAX_COMPLETIONS, Client, Plan, plan
 from tests.simulation.cluster.world import World
@@ -25,7 +25,7 @@ _REST_S = 6.0
 _POLL_S = 0.05
 # Engines that a request takes down before it stays where it is: one more if tokens that it makes
 # before are lost on their way, and come from the next.
-_BLAST = {STEP: 2, WORKERS: 2, TOKEN: 3}
+_BLAST = {STEP: 2, WORKERS: 2, FAILURE: 2, TOKEN: 3}
 
 
 def simulate(seed: int) -> Result:
@@ -130,7 +130,7 @@ class Simulation:
             if not self._kinds:
                 most = _BLAST.get(each.poison, 0)
                 assert len(taken) <= most, f"request {each.number} took down {taken}"
-            if not self._kinds and len(self._plans) == 1 and each.poison == STEP:
+            if not self._kinds and len(self._plans) == 1 and each.poison in (STEP, FAILURE):
                 deaths = len(world.taken_down[each.number])
                 assert deaths <= 2 + MIN_LOSSES_ALONE, f"{deaths} schedulers died"
 

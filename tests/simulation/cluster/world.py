@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -19,8 +20,9 @@ from frontend.engines.pool import Engines
 from frontend.engines.token_stream import TokenStream
 from frontend.request import Request
 from shared.errors import QueueFullError
-from tests.simulation.cluster.engines import Shape
+from tests.simulation.cluster.engines import Owner, Process, Shape
 from tests.simulation.cluster.hosts import Host
+from tests.simulation.cluster.losses import Losses
 from tests.simulation.cluster.network import Dialer, Link
 from tests.simulation.cluster.requests import MAX_COMPLETIONS
 
@@ -93,7 +95,8 @@ class Frontend:
 
     def link(self, address: str) -> Link:
         if address not in self.links:
-            self.links[address] = Link(Random(self._world.rng.random()), self._world.delays)
+            rng, on_lost = Random(self._world.rng.random()), partial(self._note_loss, address)
+            self.links[address] = Link(rng, self._world.delays, on_lost)
         return self.links[address]
 
     def steady(self, seconds: float) -> list[Engine]:
@@ -102,6 +105,17 @@ class Frontend:
         changed_at = self.engines.changed_at
         engines = self.engines._engines.values()
         return [each for each in engines if each.serving and changed_at[each] < then]
+
+    def _note_loss(self, address: str, process: Process) -> None:
+        """Notes the completions that may count a lost connection: all that are at an engine, unless
+        it has said that it stops."""
+        for place, engine in self.engines._engines.items():
+            if place.address == address and engine.connected and not engine.draining:
+                tokens = {
+                    Owner(int(stream.request.request_id), stream.index): len(stream.tokens)
+                    for stream in engine.open_streams()
+                }
+                self._world.losses.add("frontends", tokens, process.held)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -145,6 +159,7 @@ class World:
         self.routing_cpu_s: list[float] = []  # of each request
         self.ended: set[int] = set()  # requests
         self.refused: dict[int, list[str]] = {}  # names of engines, by request
+        self.losses = Losses()
         self.taken_down: dict[int, list[str]] = {}  # names of engines, by poisonous request
         self._poison_back_s = poison_back_s
         self._write_list()
