@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from pathlib import Path
 from typing import Any
 
 from shared.process.kept import PREFIX, memory_file
+from shared.process.owner import opened, own_process
 
 _BYTES = 64 << 10
 
@@ -44,12 +44,28 @@ class Board:
 
 
 def read_board(pid: int, name: str) -> dict[str, Any] | None:
-    """Returns the object that a process shows; None if there is none, or it is being written."""
+    """Returns the object that a process of this user shows; None if there is none, or it is being
+    written."""
     try:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            if os.readlink(descriptor).startswith(f"/memfd:{PREFIX}{name} "):
-                shown = json.loads(descriptor.read_bytes().partition(b"\0")[0])
-                return shown if isinstance(shown, dict) else None
+        with own_process(pid) as (folder, _):
+            text = _shown(folder, f"/memfd:{PREFIX}{name} ")
+        shown = json.loads(text.partition(b"\0")[0])
     except (OSError, ValueError):
         return None
-    return None
+    return shown if isinstance(shown, dict) else None
+
+
+def _shown(process: int, begin: str) -> bytes:
+    """Returns the first `_BYTES` of the memory file whose name begins like this; none without one.
+
+    Args:
+        process: a descriptor of the process's `/proc/PID`.
+    """
+    with opened("fd", os.O_DIRECTORY, process) as descriptors:
+        for each in os.listdir(descriptors):
+            if os.readlink(each, dir_fd=descriptors).startswith(begin):
+                with opened(each, folder=descriptors) as file:
+                    # A program that another user started may have inherited the user's file.
+                    own = os.fstat(file).st_uid == os.geteuid()
+                    return os.read(file, _BYTES) if own else b""
+    return b""

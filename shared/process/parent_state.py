@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.process.board import read_board
+from shared.process.owner import is_own
 
 BOARD = "parent"
 
@@ -29,6 +30,10 @@ class ParentState:
 
 
 def read_parent_state(parent: int) -> ParentState | None:
-    """Returns the state of the parent process with this id; None if it shows none."""
+    """Returns the state of the parent process with this id; None if it shows none. A fork counts
+    only while it is a child of the parent process."""
     shown = read_board(parent, BOARD)
-    return ParentState(**shown) if shown else None
+    if not shown:
+        return None
+    state = ParentState(**shown)
+    return state if not state.pid or is_own(state.pid, parent) else replace(state, pid=0)
