@@ -15,6 +15,8 @@ from typing import BinaryIO
 
 import structlog
 
+from deploy.errors import LaunchError
+from deploy.stack import open_file
 from shared.backoff import Backoff
 from shared.process.fork import CANNOT_START
 
@@ -53,7 +55,7 @@ class Child:
         self._started, self.failure = time.monotonic(), ""
         self.starts += 1
         try:
-            with _opened(self.log) as file:
+            with open_log(self.log) as file:
                 self._popen = subprocess.Popen(
                     command,
                     env=environment,
@@ -108,17 +110,26 @@ class Child:
         self.due = time.monotonic() + (0.0 if lasted else self._backoff.next_s())
 
 
-def _opened(path: Path) -> BinaryIO:
+def open_log(path: Path) -> BinaryIO:
+    """Opens a log to append to it. If that is impossible, nothing is logged."""
     try:
-        return path.open("ab")
-    except OSError:  # a full disk: the process runs without a log
+        return open(open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+    except (OSError, LaunchError):  # such as a full disk: the process runs without a log
         return Path(os.devnull).open("ab")
 
 
 def rotate(log_file: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
     """Copies a long log to `NAME.1` and empties it. The process keeps the file open and continues
     to write: lines that it writes in this moment are lost."""
-    with suppress(OSError):
-        if log_file.stat().st_size > max_bytes:
-            shutil.copyfile(log_file, log_file.with_name(f"{log_file.name}.1"))
-            os.truncate(log_file, 0)
+    with suppress(OSError, LaunchError):
+        if log_file.lstat().st_size <= max_bytes:
+            return
+        earlier = log_file.with_name(f"{log_file.name}.1")
+        earlier.unlink(missing_ok=True)
+        with (
+            open(open_file(log_file, os.O_RDWR), "r+b") as file,
+            open(open_file(earlier, os.O_WRONLY | os.O_CREAT), "wb") as copy,
+        ):
+            shutil.copyfileobj(file, copy)
+            copy.flush()  # before anything is lost, because the disk may be full
+            file.truncate(0)

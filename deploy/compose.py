@@ -4,11 +4,13 @@ docker/compose.yaml."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from deploy.errors import LaunchError
@@ -29,6 +31,8 @@ from deploy.stack import (
     first_token,
     gateway_url,
     make_directory,
+    open_file,
+    replace_file,
     run_directory,
 )
 from shared.config import PREFIX
@@ -266,7 +270,7 @@ def _write_ranks(settings: StackSettings, layout: Layout, profile: str) -> None:
     path = _ranks_file(settings.port)
     make_directory(path.parent)
     services = rank_services(settings.tp, layout.engines, profile) | file_services(settings)
-    path.write_text(json.dumps({"services": services}, indent=1), encoding="utf-8")
+    replace_file(path, json.dumps({"services": services}, indent=1))
 
 
 def _ranks_file(port: int) -> Path:
@@ -283,7 +287,8 @@ def _compose(port: int, arguments: list[str], environment: Mapping[str, str]) ->
             "RUNTIME=docker needs the docker command, with its compose plugin, or podman-compose"
         )
     files = ["--file", str(DOCKER / "compose.yaml")]
-    if _ranks_file(port).exists():
+    with suppress(FileNotFoundError):
+        os.close(open_file(_ranks_file(port)))  # checks that only this user may write to it
         files += ["--file", str(_ranks_file(port))]
     command = [*program, "--project-name", f"nano-vllm-{port}", *files, *arguments]
     status = subprocess.run(command, env=dict(environment), check=False).returncode

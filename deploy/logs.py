@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from deploy.errors import LaunchError
+from deploy.stack import check_directory
 
 _TAIL_BYTES = 32 << 10
 
@@ -46,8 +47,9 @@ def follow(directory: Path, service: str | None) -> NoReturn:
     """Follows the logs in `directory`, of all services or one: tail(1) replaces this process.
 
     Raises:
-        LaunchError: there are no logs.
+        LaunchError: there are no logs, or other users may have put them there.
     """
+    check_directory(directory)
     logs = sorted(directory.glob(f"{service or '*'}-*.log"))
     if not logs:
         raise LaunchError(f"no logs of {service or 'any service'} in {directory}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from pydantic import TypeAdapter
 from deploy.errors import LaunchError
 from frontend.callers.tenants import read_clients
 from nano_vllm_grpc.tls import ClientTls
+from worker_svc.user_cache import private_file, private_folder
 
 # In starting order; they stop in reverse, so that clients stop before the servers they call.
 ENGINE_SERVICES = ("worker", "scheduler", "frontend")
@@ -159,11 +162,12 @@ class Stack:
         """Loads the stack that was started in `directory`.
 
         Raises:
-            LaunchError: no stack was.
+            LaunchError: no stack was, or other users may have written the file.
         """
         try:
-            return _STACK.validate_json((directory / "stack.json").read_bytes())
-        except (OSError, ValueError) as error:
+            with open(open_file(directory / "stack.json"), "rb") as file:
+                return _STACK.validate_json(file.read())
+        except (FileNotFoundError, ValueError) as error:
             raise LaunchError(f"no stack was started in {directory}") from error
 
 
@@ -178,33 +182,106 @@ def run_directory(port: int) -> Path:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes a stack's directory, open to this user only, because its sockets lead to the engine."""
-    directory.mkdir(parents=True, exist_ok=True)
-    directory.chmod(0o700)
-
-
-def make_private(directory: Path) -> None:
-    """Makes a directory, open to this user only, where other users could make one first.
+    """Makes a stack's directory, open to this user only, because its sockets lead to the engine.
 
     Raises:
-        LaunchError: another user could have made it, or could change it.
+        LaunchError: as `own_directory`.
     """
-    with suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise LaunchError(f"{directory} is not a directory; remove it")
-    if found.st_uid != os.geteuid():
-        raise LaunchError(f"{directory} belongs to user {found.st_uid}; remove it")
-    if found.st_mode & 0o077:
-        raise LaunchError(f"{directory} is open to other users; remove it, or chmod 700 it")
+    with _explained(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+    with own_directory(directory, create=True) as folder:
+        os.fchmod(folder, 0o700)
+
+
+@contextmanager
+def own_directory(directory: Path, *, create: bool = False) -> Iterator[int]:
+    """Opens a stack's directory -> a descriptor.
+
+    Raises:
+        FileNotFoundError: there is none.
+        LaunchError: it is a link, or another user owns it, may write to it or could replace it.
+    """
+    with _explained(directory):
+        _check_above(directory.parent)
+        with private_folder(directory, create=create) as folder:
+            _check_owner(os.fstat(folder), directory, os.geteuid())
+            yield folder
+
+
+def check_directory(directory: Path) -> None:
+    """
+    Raises:
+        LaunchError: as `own_directory`.
+    """
+    with suppress(FileNotFoundError), own_directory(directory):
+        pass
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Opens a file in a stack's directory -> a descriptor. With O_CREAT, a new file is open to this
+    user only.
+
+    Raises:
+        FileNotFoundError: there is none.
+        LaunchError: as `own_directory`, also about the file, or it cannot be opened.
+    """
+    with (
+        own_directory(path.parent) as folder,
+        _explained(path),
+        private_file(folder, path.name, flags) as file,
+    ):
+        _check_owner(os.fstat(file), path, os.geteuid())
+        return os.dup(file)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file so that readers see either the old text or the new."""
-    unfinished = path.with_name(f"{path.name}.new")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    """Writes a file in a stack's directory, open to this user only, so that readers see either the
+    old text or the new.
+
+    Raises:
+        LaunchError: as `open_file`; a full disk is a reason.
+    """
+    try:
+        with own_directory(path.parent) as folder, _explained(path):
+            unfinished = f"{path.name}.new"
+            with suppress(FileNotFoundError):
+                os.unlink(unfinished, dir_fd=folder)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with open(os.open(unfinished, flags, 0o600, dir_fd=folder), "wb") as file:
+                file.write(text.encode())
+            os.replace(unfinished, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    except FileNotFoundError as error:
+        raise LaunchError(f"{path} cannot be written: its directory is gone") from error
+
+
+def _check_above(folder: Path) -> None:
+    """Checks who could replace the directories in a folder: this user, root, and the owner of the
+    folder above, who could replace the whole folder."""
+    owners = 0, os.geteuid(), folder.absolute().parent.stat().st_uid
+    for found in (folder.lstat(), folder.stat()):
+        _check_owner(found, folder, *owners)
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise LaunchError(f"other users may write to {folder}; chmod o-w allows its use")
+
+
+def _check_owner(found: os.stat_result, path: Path, *owners: int) -> None:
+    if found.st_uid not in owners:
+        raise LaunchError(f"{path} belongs to user {found.st_uid}")
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turns errors of the system about a file, but for a missing one, into errors for the user."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        wrong = {errno.ENOTDIR: "is not a directory", errno.ELOOP: "is a link"}
+        if error.errno in wrong:
+            raise LaunchError(f"{path} {wrong[error.errno]}; remove it") from error
+        reason = f"{path}: {error.strerror}" if error.strerror else str(error)
+        raise LaunchError(reason) from error
 
 
 def dialled_address(host: str, port: int) -> str:

@@ -84,7 +84,12 @@ def has_stack(directory: Path) -> bool:
 
 def check_stacks() -> Iterator[Check]:
     for directory in sorted(Path(".run").glob("[0-9]*")):
-        if is_running(directory):
+        try:
+            running = is_running(directory)
+        except LaunchError as error:
+            yield Check("stacks", "warning", str(error))
+            continue
+        if running:
             yield Check("stacks", "ok", f"a stack runs on port {directory.name}")
         elif parent_processes(directory):
             yield Check(

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.dashboard.faults import Faults
 from deploy.dashboard.samples import Sample, Sampler
-from deploy.errors import SupervisorGoneError
+from deploy.errors import LaunchError
 from deploy.health import CHANNEL_OPTIONS
 from deploy.native.processes import running_processes
 from deploy.native.status import ProcessStatus, stack_status, supervisor_status
@@ -109,7 +109,7 @@ class Observer:
             return
         self._faults.set_serving(serving, time.monotonic())
         self._announce()
-        with suppress(SupervisorGoneError):
+        with suppress(LaunchError):
             found = await asyncio.to_thread(running_processes, self._stack.directory)
             self._faults.observe({each.name: each.pid for each in found}, time.monotonic())
             self._announce()
@@ -118,7 +118,7 @@ class Observer:
         while True:
             await self._has_viewers.wait()
             due = time.monotonic() + _INTERVAL_S
-            with suppress(SupervisorGoneError):
+            with suppress(LaunchError):
                 self._statuses = await asyncio.to_thread(_statuses, self._stack.reloaded())
                 pids = {each.process.name: each.pid for each in self._statuses}
                 self._faults.observe(pids, time.monotonic())

@@ -33,7 +33,7 @@ from deploy.native.startup import wait_until_serving
 from deploy.native.status import format_status, stack_status, status_json, supervisor_status
 from deploy.plan import Environment, Layout, plan_stack, read_settings
 from deploy.ports import free_port, reserve_port
-from deploy.stack import RUN, Stack, first_token, run_directory
+from deploy.stack import RUN, Stack, check_directory, first_token, run_directory
 from shared.config import PREFIX
 
 
@@ -74,11 +74,12 @@ def run(environment: Environment, layout: Layout) -> int:
     or a stop signal arrives. The stack also stops if this process is killed."""
     environment = {f"{PREFIX}HTTP_PORT": "0", f"{PREFIX}UI_PORT": "0"} | environment
     settings = read_settings(environment)
-    with (
-        tempfile.TemporaryDirectory(prefix="nano-", ignore_cleanup_errors=True) as temporary,
-        signals_interrupt(),
-    ):
-        directory = Path(temporary)
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="nano-", ignore_cleanup_errors=True)
+    except OSError as error:  # such as a full disk
+        raise LaunchError(f"there is no temporary directory: {error.strerror}") from error
+    with temporary, signals_interrupt():
+        directory = Path(temporary.name)
         try:
             threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
             port = settings.port or free_port(settings.host)
@@ -193,6 +194,7 @@ def logs(environment: Environment, service: str | None) -> NoReturn:
 def ps(environment: Environment, as_json: bool = False) -> int:
     """Prints a line per process, or a list in JSON; returns 1 if no stack is running."""
     directory = _directory(environment)
+    check_directory(directory)
     try:
         stack = Stack.load(directory)
         statuses = [supervisor_status(stack), *stack_status(stack)]
@@ -211,7 +213,8 @@ def ps(environment: Environment, as_json: bool = False) -> int:
 def _supervised_again(stack: Stack, supervisor: subprocess.Popen[bytes]) -> int:
     with show_progress(stack) as report:
         wait_until_serving(stack, report, supervisor)
-    replace(stack, was_up=True).save()
+    if not stack.was_up:
+        replace(stack, was_up=True).save()
     print(f"the stack on port {stack.port} is up, and has a supervisor again")
     return 0
 

@@ -4,6 +4,7 @@ would do harm."""
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from deploy.errors import LaunchError
-from deploy.stack import make_directory
+from deploy.stack import make_directory, open_file
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -22,10 +23,10 @@ def locked(directory: Path) -> Iterator[None]:
     of the first one for leftovers.
 
     Raises:
-        LaunchError: another command is changing the stack.
+        LaunchError: another command is changing the stack, or other users could.
     """
     make_directory(directory)
-    with (directory / "lock").open("w") as file:
+    with open(open_file(directory / "lock", os.O_WRONLY | os.O_CREAT), "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -10,20 +10,35 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
+from deploy.child import open_log
 from deploy.engines import list_engines
 from deploy.errors import LaunchError, SupervisorGoneError
-from deploy.stack import SERVICES, Stack, make_directory, replace_file
+from deploy.native.ending import KILL_AFTER_S, end_in_order, is_alive, send, wait_ended
+from deploy.native.environment import (
+    ENVIRONMENT_FILE,
+    kept_environment,
+    load_environment,
+    save_environment,
+)
+from deploy.stack import (
+    SERVICES,
+    Stack,
+    make_directory,
+    open_file,
+    own_directory,
+    replace_file,
+)
 from shared.config import PREFIX
 from shared.process.board import read_board
+from shared.process.owner import is_own
 from shared.process.parent_state import read_parent_state
 
 if TYPE_CHECKING:
@@ -34,12 +49,13 @@ if TYPE_CHECKING:
 MARKER = "NANOVLLM_STACK"
 NAME = "NANOVLLM_PROCESS"
 
+_TIED = f"{PREFIX}EXIT_WITH_PARENT"  # set in the environment of a stack that ends with a process
+
 BOARD = "supervisor"  # on which the supervisor shows its state
 BEAT_S = 1.0  # maximum time between its updates of the board
 _SILENT_S = 5.0  # without an update
 _LOCK_FILE = "supervisor.lock"
 _LOCK = "hhqqi"  # struct flock: type, whence, start, length, process id
-KILL_AFTER_S = 5.0  # beyond a service's own grace period
 _POLL_S = 0.02
 
 
@@ -77,42 +93,47 @@ def start_supervisor(
     stack.save()
     if stack.count("scheduler"):
         list_engines(stack, range(stack.engines))
-    environment = environment | {MARKER: str(directory.absolute())}
     options = []
     if tied:
-        environment |= {f"{PREFIX}EXIT_WITH_PARENT": "1"}
+        environment = environment | {_TIED: "1"}
         options = ["--tied-to", str(os.getpid()), *(["--remove"] if temporary else [])]
-    return _run_supervisor(directory, environment, options)
+    save_environment(directory, environment)
+    # Only an untied stack gets another supervisor, which must not make a difference.
+    kept = environment if tied else kept_environment(environment)
+    return _run_supervisor(directory, kept, options)
 
 
 def replace_supervisor(directory: Path) -> subprocess.Popen[bytes] | None:
     """Starts a supervisor for a stack in the background that has processes, but no supervisor or a
-    silent one. Returns None if there is nothing to do."""
+    silent one. Returns None if there is nothing to do.
+
+    Raises:
+        LaunchError: other users may have changed the stack's directory or the files in it.
+    """
     supervisor = find_supervisor(directory)
     if supervisor and supervisor.state == "RUNNING":
         return None
-    parents = [*parent_processes(directory).values()]
-    if not parents or not (directory / "stack.json").exists():
+    if not parent_processes(directory) or not (directory / "stack.json").exists():
         return None
-    environment = parents[0].environ()
-    if f"{PREFIX}EXIT_WITH_PARENT" in environment:  # these end with their supervisor
+    Stack.load(directory)
+    environment = load_environment(directory)
+    if _TIED in environment:  # these processes end with their supervisor
         return None
     if supervisor:
         with suppress(psutil.NoSuchProcess):
             silent = psutil.Process(supervisor.pid)
             silent.kill()
             wait_ended([silent], KILL_AFTER_S)
-    environment.pop(NAME, None)
     return _run_supervisor(directory, environment, [])
 
 
 def _run_supervisor(
     directory: Path, environment: Environment, options: list[str]
 ) -> subprocess.Popen[bytes]:
-    with (directory / "supervisor.log").open("ab") as output:
+    with open_log(directory / "supervisor.log") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "deploy.native.supervisor", str(directory), *options],
-            env=environment,
+            env=environment | {MARKER: str(directory.absolute())},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -126,7 +147,7 @@ def supervisor_lock(directory: Path) -> int | None:
     Returns:
         None, or the process id of the supervisor that holds the lock.
     """
-    descriptor = os.open(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = open_file(directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -141,13 +162,17 @@ def _lock_owner(descriptor: int) -> int | None:
 
 
 def find_supervisor(directory: Path) -> SupervisorState | None:
-    """Returns the state of a stack's supervisor; None if there is none."""
+    """Returns the state of a stack's supervisor; None if there is none.
+
+    Raises:
+        LaunchError: other users may have changed the stack's directory.
+    """
     try:
-        with (directory / _LOCK_FILE).open("rb") as file:
+        with open(open_file(directory / _LOCK_FILE), "rb") as file:
             pid = _lock_owner(file.fileno())
     except FileNotFoundError:
         return None
-    if pid is None:
+    if pid is None or not is_own(pid):
         return None
     shown = read_board(pid, BOARD) or read_board(pid, BOARD)  # again, if it was being written
     if shown is None:
@@ -246,7 +271,8 @@ def wake_supervisor(directory: Path) -> None:
 def stopped_processes(directory: Path) -> set[str]:
     """The names of the processes that are to stay stopped."""
     try:
-        return set((directory / "stopped").read_text(encoding="utf-8").split())
+        with open(open_file(directory / "stopped"), encoding="utf-8") as file:
+            return set(file.read().split())
     except FileNotFoundError:
         return set()
 
@@ -272,14 +298,18 @@ def _oldest(processes: list[psutil.Process]) -> psutil.Process:
 
 
 def stack_members(directory: Path) -> list[psutil.Process]:
-    """Returns all living processes of the stack, including the supervisor."""
+    """Returns all living processes of the stack, including the supervisor. A process of another
+    user is none of them, whatever its environment says."""
     marker = str(directory.absolute())
     members = []
     # psutil remembers the processes of the last call, even if a pid was reused since.
     psutil.process_iter.cache_clear()
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARKER) == marker:
+            # Real, effective and saved: a program that another user starts may have this effective
+            # user. If the process still runs, all answers were its own.
+            own = {*process.uids()} == {os.geteuid()}
+            if own and process.environ().get(MARKER) == marker and process.is_running():
                 members.append(process)
         except (psutil.Error, OSError):  # it has ended, is a zombie, or is another user's
             continue
@@ -306,21 +336,21 @@ def stop_stack(
         (directory / "stack.json").unlink()  # from now on the supervisor starts nothing
         end_in_order(parent_processes(directory), None, stop_timeout_s(stack), deadline)
     # A process that is ending may have lost its environment, but still has its ports.
-    while alive := [process for process in members if _is_alive(process)]:
+    while alive := [process for process in members if is_alive(process)]:
         pids = {process.pid for process in alive}
         for process in alive:
             # The supervisor, or a process that has lost its parent.
             if process not in signalled and _parent(process) not in pids:
-                _signal(process.terminate)
+                send(process.terminate)
                 signalled.add(process)
         if time.monotonic() > deadline:
             report(f"killing {len(alive)} processes that did not end within {grace_s:.0f} s")
             for process in alive:
-                _signal(process.kill)
+                send(process.kill)
             deadline = float("inf")
         time.sleep(_POLL_S)
         members |= _others(directory, spared)
-    _clear(directory, _LOCK_FILE, "stack.json", "stopped")
+    _clear(directory, _LOCK_FILE, ENVIRONMENT_FILE, "stack.json", "stopped")
     return len(members)
 
 
@@ -328,55 +358,12 @@ def _others(directory: Path, spared: int) -> set[psutil.Process]:
     return {each for each in stack_members(directory) if each.pid != spared}
 
 
-def end_in_order(
-    running: Mapping[str, psutil.Process],
-    names: Collection[str] | None,
-    limit_s: float,
-    deadline: float = float("inf"),
-    terminate: Callable[[str], object] | None = None,
-) -> None:
-    """Ends the processes with these names, or all, one service at a time. Kills those that do not
-    end within `limit_s` seconds, or by the `deadline`.
-
-    Args:
-        terminate: tells a process to end, by name. None: sends SIGTERM.
-    """
-    for service in reversed(SERVICES):
-        chosen = {
-            name: process
-            for name, process in running.items()
-            if name.rpartition("-")[0] == service and (names is None or name in names)
-        }
-        for name, process in chosen.items():
-            _signal(partial(terminate, name) if terminate else process.terminate)
-        if not wait_ended(chosen.values(), min(limit_s, deadline - time.monotonic())):
-            for process in chosen.values():
-                _signal(process.kill)
-            wait_ended(chosen.values(), KILL_AFTER_S)
-
-
-def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
-    """Waits at most `limit_s` seconds; returns whether all these processes have ended."""
-    deadline = time.monotonic() + limit_s
-    while any(map(_is_alive, processes)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_S)
-    return True
-
-
 def _clear(directory: Path, *patterns: str) -> None:
     """Removes files that only a running stack needs, and those that match `patterns`."""
-    for pattern in (*patterns, "*.sock", "metrics/*", "engines"):
-        for leftover in directory.glob(pattern):
-            leftover.unlink(missing_ok=True)
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    with suppress(FileNotFoundError), own_directory(directory):
+        for pattern in (*patterns, "*.new", "*.sock", "metrics/*", "engines"):
+            for leftover in directory.glob(pattern):
+                leftover.unlink(missing_ok=True)
 
 
 def _parent(process: psutil.Process) -> int | None:
@@ -384,8 +371,3 @@ def _parent(process: psutil.Process) -> int | None:
         return int(process.ppid())
     except psutil.Error:
         return None
-
-
-def _signal(send: Callable[[], Any]) -> None:
-    with suppress(psutil.NoSuchProcess):
-        send()

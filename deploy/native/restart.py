@@ -24,10 +24,9 @@ from deploy.engines import (
 from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.first_tokens import stream_completion
 from deploy.model import check_weights, resolve_model
+from deploy.native.ending import KILL_AFTER_S, end_in_order
 from deploy.native.guards import uninterrupted
 from deploy.native.processes import (
-    KILL_AFTER_S,
-    end_in_order,
     parent_processes,
     start_processes,
     stop_processes,

@@ -30,7 +30,7 @@ from deploy.plan import Environment, public_tls
 from deploy.ports import free_port
 from deploy.ray.actors import actor_names, ask
 from deploy.ray.layout import Endpoint, RayStack
-from deploy.stack import MODULES, Process, bracket_host, first_token, make_private, replace_file
+from deploy.stack import MODULES, Process, bracket_host, first_token, make_directory, replace_file
 from shared.config import PREFIX
 from shared.process.fork import CANNOT_START
 from shared.process.parent_state import read_parent_state
@@ -226,10 +226,10 @@ def _directory(port: int) -> Path:
         LaunchError: another user could have made or changed it.
     """
     base = Path(tempfile.gettempdir(), f"nano-vllm-grpc-{os.geteuid()}")
-    make_private(base)
+    make_directory(base)
     # Ray's nodes may share a host.
     directory = base / f"{port}-{ray.get_runtime_context().get_node_id()[:12]}"
-    directory.mkdir(exist_ok=True)
+    make_directory(directory)
     return directory
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+import sysconfig
+import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -44,8 +45,10 @@ class Launcher:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.started: list[subprocess.Popen[str]] = []
+        self._python = directory / "python"
+        venv.create(self._python)
+        self._find_packages(STANDINS, ROOT)
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("NANO_")} | {
-            "PYTHONPATH": f"{STANDINS}:{ROOT}",
             "NANO_MODEL": DEMO,
             "NANO_HTTP_PORT": "0",  # stand-ins do not speak to a gateway
             "NANO_UI_PORT": "0",
@@ -90,11 +93,23 @@ class Launcher:
 
     def use_real_services(self) -> None:
         """Replaces the stand-ins with the real services."""
-        self.environment |= {"PYTHONPATH": str(ROOT), "NANO_HANG_TIMEOUT_S": HANG_TIMEOUT_S}
+        self._find_packages(ROOT)
+        self.environment |= {"NANO_HANG_TIMEOUT_S": HANG_TIMEOUT_S}
 
-    @staticmethod
-    def command(*args: object) -> list[str]:
-        return [sys.executable, "-P", "-m", "cli", *map(str, args)]
+    def _find_packages(self, *folders: Path) -> None:
+        """Makes the interpreter find packages here, then those of this process's interpreter. The
+        variable PYTHONPATH would not reach the processes of a stack."""
+        (own,) = self._python.glob("lib/python3*/site-packages")
+        others = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})"
+        (own / "packages.pth").write_text("\n".join([*map(str, folders), others]))
+
+    def command(self, *args: object) -> list[str]:
+        return [str(self._python / "bin" / "python"), "-P", "-m", "cli", *map(str, args)]
+
+    @property
+    def behaviour(self) -> Path:
+        """A file that says how stand-ins for workers misbehave (`standins/standin.py`)."""
+        return self.directory / "behaviour"
 
     def members(self, port: int) -> list[psutil.Process]:
         """The living processes of the stack on `port`."""

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from deploy.health import SERVING, UNREACHABLE, check_health, http_health
+from deploy.native.processes import NAME
 from deploy.ports import free_port
 from deploy.stack import run_directory
 from tests.waiting import WAIT_S, wait_for
@@ -133,9 +134,8 @@ def test_a_stack_in_the_foreground_ends_with_its_command(
 def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     launcher: Launcher, port: int, number: signal.Signals
 ) -> None:
-    behaviour = launcher.directory / "behaviour"
     start = ("up", "--port", port, "--services", "worker frontend")
-    launcher.succeed(*start, STANDIN_FILE=str(behaviour))
+    launcher.succeed(*start, HF_HOME="/first", OTHER="is not kept")
     before = launcher.members(port)
     supervisor = named(before, "deploy.native.supervisor")
     worker, frontend = named(before, "worker_svc"), named(before, "frontend")
@@ -150,11 +150,15 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     wait_for(lambda: launcher.serving(port) == 1, "the worker to be missed")
 
     # Another one adopts the running processes, and starts the worker with its first environment.
-    assert "has a supervisor again" in launcher.succeed("up", "--port", port)
+    others = {"HF_HOME": "/second", "OTHER": "is not kept either"}
+    assert "has a supervisor again" in launcher.succeed("up", "--port", port, **others)
     members = launcher.members(port)
     assert not {supervisor, worker} & {*members}
     assert frontend in members
-    assert named(members, "worker_svc").environ()["STANDIN_FILE"] == str(behaviour)
+    successor = named(members, "worker_svc").environ()
+    assert successor == frontend.environ() | {NAME: "worker-0"}
+    assert successor["HF_HOME"] == "/first"
+    assert "OTHER" not in successor
     # It also restarts processes that it has adopted.
     frontend.kill()
     wait_for(lambda: frontend not in launcher.members(port), "its end")
@@ -165,9 +169,8 @@ def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
 
 
 def test_interrupting_up_stops_processes_that_ignore_signals(launcher: Launcher, port: int) -> None:
-    up = launcher.start(
-        *("up", "--port", port, "--services", "worker"), STANDIN="stuck", NANO_DRAIN_TIMEOUT_S="0"
-    )
+    launcher.behaviour.write_text("stuck")
+    up = launcher.start(*("up", "--port", port, "--services", "worker"), NANO_DRAIN_TIMEOUT_S="0")
     assert up.stdout
     assert any("RUNNING/NOT_SERVING" in line for line in up.stdout)  # still waiting for the worker
     members = launcher.members(port)
@@ -203,7 +206,8 @@ def test_a_worker_that_cannot_start_ends_up_with_its_reason(launcher: Launcher, 
 def test_up_says_in_its_last_line_why_it_fails(
     launcher: Launcher, port: int, options: tuple[object, ...], standin: str, said: str
 ) -> None:
-    refused = launcher.fail("up", "--port", port, *options, STANDIN=standin)
+    launcher.behaviour.write_text(standin)
+    refused = launcher.fail("up", "--port", port, *options)
     assert said in refused.splitlines()[-1]
     assert not launcher.members(port)
 
@@ -249,7 +253,8 @@ def test_run_killed_takes_its_stack_along(launcher: Launcher) -> None:
 
 
 def test_run_that_fails_says_why(launcher: Launcher) -> None:
-    run = launcher.start("run", "--port", 0, "--services", "worker", STANDIN="refuse")
+    launcher.behaviour.write_text("refuse")
+    run = launcher.start("run", "--port", 0, "--services", "worker")
     assert run.stderr
     assert run.stderr.read() == "run: worker-0 cannot start: no weights in this model\n"
     assert run.wait() == 1

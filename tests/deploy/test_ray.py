@@ -10,7 +10,7 @@ import pytest
 from deploy.errors import LaunchError
 from deploy.plan import StackSettings
 from deploy.ray.layout import Endpoint, RayStack
-from deploy.stack import Process, make_private
+from deploy.stack import Process, make_directory
 
 from .conftest import Launcher
 
@@ -69,23 +69,25 @@ def test_address_of_a_frontend(host: str, address: str) -> None:
 
 def test_a_directory_that_others_may_have_made_is_refused(tmp_path: Path) -> None:
     private, link = tmp_path / "private", tmp_path / "link"
-    make_private(private)
+    make_directory(private)
     assert private.stat().st_mode & 0o777 == 0o700
-    make_private(private)
+    make_directory(private)
     link.symlink_to(private)
     with pytest.raises(LaunchError, match="link is not a directory"):
-        make_private(link)
+        make_directory(link)
+    private.chmod(0o720)
+    with pytest.raises(LaunchError, match="other users may write to"):
+        make_directory(private)
     private.chmod(0o755)
-    with pytest.raises(LaunchError, match="open to other users"):
-        make_private(private)
+    make_directory(private)
+    assert private.stat().st_mode & 0o777 == 0o700
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(LaunchError, match="belongs to user"):
-            make_private(private)
+            make_directory(private)
 
 
 def test_without_ray(launcher: Launcher) -> None:
     (launcher.directory / "ray.py").write_text("raise ModuleNotFoundError(name='ray')")
-    path = f"{launcher.directory}:{launcher.environment['PYTHONPATH']}"
-    said = launcher.fail("up", "--runtime", "ray", PYTHONPATH=path)
+    said = launcher.fail("up", "--runtime", "ray", PYTHONPATH=str(launcher.directory))
     assert said == "up: RUNTIME=ray needs Ray: make setup RUNTIME=ray installs it\n"

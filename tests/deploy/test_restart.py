@@ -130,8 +130,8 @@ def test_restart_replaces_the_model_unless_it_cannot_be_loaded(
 def test_a_restart_that_failed_or_was_killed_can_be_repeated(launcher: Launcher, port: int) -> None:
     """A worker that does not come back ends the restart, and the supervisor keeps starting it: also
     that of an engine which the stack has not begun with."""
-    behaviour = launcher.directory / "behaviour"
-    launcher.succeed("up", "--port", port, STANDIN_FILE=str(behaviour))
+    behaviour = launcher.behaviour
+    launcher.succeed("up", "--port", port)
 
     def fail(worker: str, *options: object) -> list[str]:
         """The processes that a restart has replaced, although it failed."""

@@ -55,8 +55,8 @@ def test_engines_come_and_go_while_the_others_serve(launcher: Launcher, port: in
 def test_an_engine_that_cannot_start_or_is_interrupted_leaves_the_stack_as_it_was(
     launcher: Launcher, port: int
 ) -> None:
-    behaviour = launcher.directory / "behaviour"
-    launcher.succeed("up", "--port", port, STANDIN_FILE=str(behaviour))
+    behaviour = launcher.behaviour
+    launcher.succeed("up", "--port", port)
     before = launcher.rows(port)
     behaviour.write_text("refuse")
     refused = launcher.fail("scale", "--port", port, "--engines", 2)

@@ -79,8 +79,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StackInTime]:
         launcher.use_real_services()
         stack = StackInTime(launcher, free_port(), offset_file)
         clock = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(offset_file)}
-        up = launcher("up", "--port", stack.port, "--dtype", "float32", **clock)
-        assert up.returncode == 0, up.stderr
+        # In the foreground, because in the background a stack does not get these variables.
+        serving = launcher.start("serve", "--port", stack.port, "--dtype", "float32", **clock)
+        assert serving.stdout
+        assert any("stop it" in line for line in serving.stdout)
         yield stack
 
 

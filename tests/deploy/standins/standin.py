@@ -1,9 +1,9 @@
 """Services without a model: the process model of the real ones, in half a second and 40 MB.
 
-The variable STANDIN, if set, says how workers misbehave: `refuse` (cannot start), `crash` (dies at
-once, every time), `stuck` (never gets ready, and ignores SIGTERM) or `silent` (never gets ready,
-and answers nothing). Processes started once the file named by STANDIN_FILE exists read it there. A
-worker refuses a model without weights.
+The file `behaviour` in the current directory, if there is one, says how workers that are started
+misbehave: `refuse` (cannot start), `crash` (dies at once, every time), `stuck` (never gets ready,
+and ignores SIGTERM) or `silent` (never gets ready, and answers nothing). A worker refuses a model
+without weights.
 
 A frontend counts as connected to a scheduler while that is among the stack's engines. A scheduler
 that stops logs whether it still was.
@@ -12,7 +12,6 @@ that stops logs whether it still was.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import threading
@@ -66,8 +65,8 @@ def run(settings_class: type[ServiceSettings], service: str) -> None:
 
 
 def _behaviour() -> str | None:
-    file = Path(os.environ.get("STANDIN_FILE", os.devnull))
-    return os.environ.get("STANDIN") or (file.read_text() if file.exists() else None)
+    file = Path("behaviour")
+    return file.read_text() if file.exists() else None
 
 
 async def _serve(settings: Any, service: str, behaviour: str | None) -> None:
