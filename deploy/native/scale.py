@@ -57,6 +57,7 @@ def scale(directory: Path, engines: int) -> int:
 
 
 def _start_engines(stack: Stack, wanted: Stack) -> None:
+    wanted.save()  # if it cannot be, nothing has changed
     try:
         apply(wanted)
         with show_progress(wanted) as report:
