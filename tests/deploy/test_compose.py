@@ -9,6 +9,7 @@ import pytest
 from deploy.compose import DOCKER, compose_variables, http_port
 from deploy.errors import LaunchError
 from deploy.plan import HttpPort, Layout, StackSettings
+from deploy.stack import make_directory, run_directory
 
 from .conftest import Launcher
 
@@ -109,3 +110,16 @@ def test_http_is_a_profile_and_impossible_options_are_rejected(
     )
     assert up.returncode == 1
     assert said in up.stdout + up.stderr
+
+
+def test_a_compose_file_that_others_may_have_written_is_not_used(
+    launcher: Launcher, port: int
+) -> None:
+    directory = launcher.directory / run_directory(port)
+    make_directory(directory)
+    ranks = directory / "compose.ranks.json"
+    ranks.write_text("{}")
+    ranks.chmod(0o666)
+    down = "down", "--runtime", "docker", "--port", port
+    said = launcher.fail(*down, PATH=install_fake(launcher, "docker"), DOCKER_STATUS="0")
+    assert "other users may write to compose.ranks.json; chmod go-w allows its use" in said

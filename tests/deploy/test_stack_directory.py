@@ -156,9 +156,17 @@ def test_a_file_that_others_may_have_written_is_not_used(directory: Path, name: 
 
 @needs_root
 @pytest.mark.parametrize("name", [ENVIRONMENT_FILE, "stack.json", "stopped", "supervisor.lock"])
-def test_a_file_of_another_user_is_not_used(directory: Path, name: str) -> None:
+def test_a_file_of_another_user_is_not_used(
+    directory: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.chown(directory / name, OTHER_USER, OTHER_USER)
     with pytest.raises(LaunchError, match=f"{name} belongs to user {OTHER_USER}"):
+        load(directory, name)
+    # Not even one of root is.
+    os.chown(directory, OTHER_USER, OTHER_USER)
+    os.chown(directory / name, 0, 0)
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER_USER)
+    with pytest.raises(LaunchError, match=f"{name} belongs to user 0"):
         load(directory, name)
 
 
