@@ -1,7 +1,8 @@
 """Data that outlives the forks of a process, in memory files (memfd_create(2)) of that process.
 
 The parent process makes the files before its first fork, and never maps them. A fork finds what the
-last one left. So does the program that `restart_program` starts, if it is the same.
+last one left. So does the program that `restart_program` starts, if it is the same. That program
+also gets the TCP sockets of this one, so that no port is free meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,6 +21,8 @@ from typing import Any, NoReturn
 PREFIX = "nanovllm-"  # of the names of memory files
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3; some hosts allow no other memory files
 _KEPT = "kept-"  # of the names of those that `restart_program` passes on
+_LISTENER = "listener"  # the name of a socket that listens
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _HARMLESS = (-signal.SIGKILL, -signal.SIGTERM, 0)
 
 
@@ -58,39 +62,78 @@ def kept_file(name: str, version: str = "") -> int:
     """
     digest = hashlib.sha256(f"{_loaded_code()} {version}".encode()).hexdigest()[:32]
     wanted = f"{_KEPT}{name}-{digest}"
-    for descriptor, found in _kept_files():
-        if found == wanted and os.get_inheritable(descriptor):
+    found = _claim(wanted)
+    return memory_file(wanted) if found is None else found
+
+
+def held_socket(host: str, port: int) -> socket.socket | None:
+    """Finds the socket with which the program before `restart_program` held this port."""
+    found = _claim(_holder(host, port))
+    return None if found is None else socket.socket(fileno=found)
+
+
+def listening_socket() -> socket.socket | None:
+    """Finds the socket on which the program before `restart_program` listened."""
+    found = _claim(_LISTENER)
+    return None if found is None else socket.socket(fileno=found)
+
+
+def _claim(wanted: str) -> int | None:
+    for descriptor, name in _kept():
+        if name == wanted and os.get_inheritable(descriptor):
             os.set_inheritable(descriptor, False)
             return descriptor
-    return memory_file(wanted)
+    return None
 
 
 def close_unclaimed() -> None:
-    """Closes the memory files of the program before that no `kept_file` has found."""
-    for descriptor, _ in _kept_files():
+    """Closes the files and sockets of the program before that this one has not found."""
+    for descriptor, _ in _kept():
         if os.get_inheritable(descriptor):
             os.close(descriptor)
 
 
 def restart_program() -> NoReturn:
-    """Replaces this program by a new start of the same command, whose `kept_file` finds the files.
+    """Replaces this program by a new start of the same command, which finds the kept files and
+    the sockets.
 
     Raises:
         OSError: the command no longer exists.
     """
-    for descriptor, _ in _kept_files():
+    for descriptor, _ in _kept():
         os.set_inheritable(descriptor, True)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _kept_files() -> Iterator[tuple[int, str]]:
-    """Yields the descriptors and names of this process's kept files."""
+def _kept() -> Iterator[tuple[int, str]]:
+    """Yields the descriptors and names of this process's kept files, and of its TCP sockets that
+    listen or hold a port."""
     folder, begin = "/proc/self/fd", f"/memfd:{PREFIX}"
-    for descriptor in os.listdir(folder):
+    for descriptor in map(int, os.listdir(folder)):
         with suppress(OSError):  # the folder's own
             target = os.readlink(f"{folder}/{descriptor}")
             if target.startswith(begin + _KEPT):
-                yield int(descriptor), target.removeprefix(begin).removesuffix(" (deleted)")
+                yield descriptor, target.removeprefix(begin).removesuffix(" (deleted)")
+            elif target.startswith("socket:") and (name := _name_of(descriptor)):
+                yield descriptor, name
+
+
+def _name_of(descriptor: int) -> str:
+    """The name of a TCP socket that listens or holds a port; empty for other sockets."""
+    found = socket.socket(fileno=descriptor)
+    try:
+        if found.family not in _INTERNET or found.type != socket.SOCK_STREAM:
+            return ""
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return _LISTENER
+        holds = found.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT)
+        return _holder(*found.getsockname()[:2]) if holds else ""
+    finally:
+        found.detach()
+
+
+def _holder(host: str, port: int) -> str:
+    return f"holds {host} {port}"
 
 
 @cache

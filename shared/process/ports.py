@@ -2,7 +2,8 @@
 
 A port is free while the process that listens on it is replaced. Any user of the host could then
 take it, read what clients send and answer them. A socket with SO_REUSEPORT that is bound, but does
-not listen, shares its port only with processes of the same user, and gets no connections.
+not listen, shares its port only with processes of the same user, and gets no connections. It passes
+to the program that `restart_program` starts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+
+from shared.process.kept import held_socket
 
 _ANY = ("0.0.0.0", "[::]")
 
@@ -30,13 +33,19 @@ def held_ports(alone: Sequence[str], together: Sequence[str] = ()) -> Iterator[N
             host, _, port = address.rpartition(":")
             try:
                 for each in _hosts(host) if int(port) else ():
-                    if address in alone:
-                        # Like a server, this ignores connections in TIME_WAIT.
-                        bound_socket(each, int(port), socket.SO_REUSEADDR).close()
-                    sockets.enter_context(bound_socket(each, int(port), socket.SO_REUSEPORT))
+                    sockets.enter_context(_hold(each, int(port), address in alone))
             except OSError as error:
                 raise OSError(f"cannot listen on {address}: {error.strerror}") from error
         yield
+
+
+def _hold(host: str, port: int, alone: bool) -> socket.socket:
+    if inherited := held_socket(host, port):
+        return inherited
+    if alone:
+        # Like a server, this ignores connections in TIME_WAIT.
+        bound_socket(host, port, socket.SO_REUSEADDR).close()
+    return bound_socket(host, port, socket.SO_REUSEPORT)
 
 
 def _hosts(host: str) -> set[str]:

@@ -23,6 +23,7 @@ from shared.config import ServiceSettings
 from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START
 from shared.process.heartbeat import Heartbeat
+from shared.process.kept import listening_socket
 from shared.process.parent_process import ParentProcess
 from shared.process.ports import held_ports
 from shared.telemetry.logging import configure_logging
@@ -77,7 +78,9 @@ def run_service(
     held = ExitStack()
     try:
         # Before the first fork, so that all forks have the same addresses.
-        endpoint = metrics and open_endpoint(settings, name, index, metrics, **labels or {})
+        endpoint = metrics and open_endpoint(
+            settings, name, index, metrics, listening_socket(), **labels or {}
+        )
         held.enter_context(held_ports(alone, together))
     except OSError as error:
         log.error("cannot start", reason=str(error))

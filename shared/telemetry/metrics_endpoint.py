@@ -83,10 +83,14 @@ def open_endpoint(
     service: str,
     index: int,
     metrics: ServiceMetrics,
+    found: socket.socket | None = None,
     **labels: str,
 ) -> MetricsEndpoint | None:
     """Listens at the address in the settings; returns None if the settings have no address.
-    `labels`: see `list_endpoint`.
+
+    Args:
+        found: a socket that listens, see `shared.process.kept`. It is used if it has the address.
+        labels: see `list_endpoint`.
 
     Raises:
         OSError: the port cannot be bound.
@@ -97,13 +101,21 @@ def open_endpoint(
         if not port:
             return None
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listener = _listen(host, port, found)
     except OSError as error:
         raise OSError(f"metrics_port: cannot listen on {host}:{port}: {error}") from error
     listener.setblocking(False)
     file = Path(directory, f"{service}-{index}.json") if directory else None
     return MetricsEndpoint(listener, metrics, file, labels)
+
+
+def _listen(host: str, port: int, found: socket.socket | None) -> socket.socket:
+    if found:
+        if port in (0, found.getsockname()[1]):
+            return found
+        found.close()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
 async def list_endpoint(file: Path, address: str, **labels: str) -> None:
