@@ -28,7 +28,7 @@ from typing import Any
 import structlog
 import torch
 
-from shared.process.kept import KeptObject, kept_file, may_have_damaged
+from shared.process.kept import KeptObject, UnusableFileError, kept_file, may_have_damaged
 from worker_svc.errors import ModelError
 from worker_svc.settings import WorkerSettings
 from worker_svc.weights.fingerprint import file_states, model_files
@@ -74,12 +74,10 @@ class WeightMemory:
     them."""
 
     def __init__(self, version: str = "") -> None:
+        self._version = version
         self._file = kept_file("weights", version)
         self._index = KeptObject("weights-index", version)
-        sealed = fcntl.fcntl(self._file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
-        if sealed and self._index.read() is None:  # a fork died in between
-            os.close(self._file)
-            self._file = kept_file("weights", version)
+        self.drop_unusable()
         self._begin()
 
     def _begin(self) -> None:
@@ -87,6 +85,17 @@ class WeightMemory:
         self._unused = torch.empty(0, dtype=torch.uint8)  # of the last chunk
         self._unused_at = 0  # its place in the file
         self._states: list[list[tuple[str, str, list[int], int]]] | None = []  # None: given up
+
+    def drop_unusable(self) -> None:
+        """Replaces a sealed file without an index, which can neither be used nor emptied. Call it
+        while there is no fork."""
+        if self._is_sealed and self._index.read() is None:
+            os.close(self._file)
+            self._file = kept_file("weights", self._version)
+
+    @property
+    def _is_sealed(self) -> bool:
+        return bool(fcntl.fcntl(self._file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
 
     def notes(self, key: str) -> Any:
         """The notes that `seal` was given with this key, or None."""
@@ -146,11 +155,16 @@ class WeightMemory:
             self._index.write({"key": key, "notes": notes, "states": self._states})
 
     def reset(self) -> None:
-        """Empties the memory. If it is sealed, what is added next is not kept."""
+        """Empties the memory.
+
+        Raises:
+            UnusableFileError: it is sealed. Weights beside it would take as much memory again.
+        """
         self._begin()
-        self._index.clear()
-        with suppress(OSError):
-            os.ftruncate(self._file, 0)
+        self._index.clear()  # so that the next program drops a sealed file
+        if self._is_sealed:
+            raise UnusableFileError("the kept weights are of another model")
+        os.ftruncate(self._file, 0)
 
     def _take(self, num_bytes: int) -> tuple[torch.Tensor, int]:
         """Unused memory uint8 [num_bytes], and its place in the file."""
@@ -260,7 +274,7 @@ class KeptMemory:
     def fork_ended(self, status: int) -> None:
         """Empties the cache unless the fork ended by SIGKILL, by SIGTERM or in order. Any other end
         may have a reason that also damaged the cache. If Linux killed a process because memory was
-        short, the cache's memory is needed.
+        short, the cache's memory is needed. Drops weights that the fork sealed, but did not finish.
 
         Args:
             status: the fork's exit status; negative: the signal that killed it.
@@ -268,6 +282,7 @@ class KeptMemory:
         before, self._oom_kills = self._oom_kills, _oom_kills()
         if may_have_damaged(status) or self._oom_kills != before:
             self.cache.clear()
+        self.weights.drop_unusable()
 
 
 def _oom_kills() -> int:

@@ -26,6 +26,11 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _HARMLESS = (-signal.SIGKILL, -signal.SIGTERM, 0)
 
 
+class UnusableFileError(Exception):
+    """A kept file can neither be used nor emptied, but the program after `restart_program` will
+    not find it. A fork that ends with this error makes its parent process start that program."""
+
+
 def may_have_damaged(status: int) -> bool:
     """Whether what ended a fork may also have damaged what it wrote: anything but SIGKILL, SIGTERM
     and an end in order.

@@ -24,7 +24,7 @@ from shared.process.board import Board
 from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START, Fork, Serve
 from shared.process.heartbeat import BEATS, Heartbeat
-from shared.process.kept import close_unclaimed, restart_program
+from shared.process.kept import UnusableFileError, close_unclaimed, restart_program
 from shared.process.parent_state import BOARD
 
 log = structlog.get_logger(__name__)
@@ -40,7 +40,7 @@ class ParentProcess:
     Once a service fork has been ready, the parent always forks again, whatever ends a fork or
     keeps the next one from starting. It passes on SIGTERM and SIGINT. No fork outlives it. The
     signal `RESTART` ends the service fork like SIGTERM, and then starts this program again, in this
-    process.
+    process. A fork that ends with `UnusableFileError` sends it.
 
     Args:
         serve: calls `Heartbeat.ready` once it serves. If it cannot serve, it calls
@@ -76,7 +76,7 @@ class ParentProcess:
         """Returns the exit status of a service fork that ended in order, was told to end, or died
         before any was ready. For a fork that a signal killed, it is 128 plus the signal.
 
-        Call it after all calls of `kept_file`.
+        Call it after all calls that find what the program before kept (`shared.process.kept`).
         """
         close_unclaimed()
         gc.freeze()
@@ -135,6 +135,10 @@ class ParentProcess:
         heartbeat = Heartbeat(theirs, parent, self._hang_timeout_s, fork.restarts)
         try:
             fork.function(heartbeat)
+        except UnusableFileError as error:
+            log.warning("a kept file cannot be used; the program starts again", reason=str(error))
+            os.kill(parent, RESTART)
+            signal.pause()  # for the parent's SIGTERM, as another end may be taken for a failure
         except Exception as error:
             heartbeat.fail(type(error).__name__)  # its text may quote a prompt
             raise

@@ -229,15 +229,6 @@ def test_weights_of_a_quantized_checkpoint_are_kept(
     assert runner_of(tmp_path, memory).info == first.info
 
 
-def test_other_settings_or_another_model_load_again(tiny_dir: Path, memory: KeptMemory) -> None:
-    first = runner_of(tiny_dir, memory)
-    other = runner_of(tiny_dir, memory, dtype="bfloat16")
-    assert other.info.dtype == "bfloat16"
-    assert first.info.dtype == "float32"
-    other.configure(1, NUM_BLOCKS)
-    other.run(batch_for(other).step([(0, [1, 2, 3])]))
-
-
 def test_weights_that_cannot_be_kept_are_loaded_again(
     tmp_path: Path, memory: KeptMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
