@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from deploy.native.progress import show_progress
 from deploy.native.scale import apply, changing
 from deploy.native.startup import Report, wait_until_serving
 from deploy.native.supervisor import command
+from deploy.ports import reserve_port
 from deploy.stack import ENGINE_SERVICES, Process, Stack, first_token
 from frontend.text.model_files import ModelFilesError, read_model_facts
 from shared.process.parent_process import RESTART
@@ -171,11 +172,14 @@ def _restart(stack: Stack, processes: Sequence[Process], report: Report) -> None
     Raises:
         StartError: a process cannot start.
     """
-    with uninterrupted():
-        if others := {each.name for each in processes} - _restart_in_place(stack, processes):
-            stop_processes(stack, others)
-            start_processes(stack, others)
-    wait_until_serving(stack, report)
+    with ExitStack() as held:
+        if any(each.service == "frontend" for each in processes):
+            held.enter_context(reserve_port(stack.host, stack.port, alone=False))
+        with uninterrupted():
+            if others := {each.name for each in processes} - _restart_in_place(stack, processes):
+                stop_processes(stack, others)
+                start_processes(stack, others)
+        wait_until_serving(stack, report)
     # The engine may still be recovering. If it lost another process before it had computed
     # anything, it would conclude that the same step has failed again.
     while not _answers(stack):

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.stack import DEMO_MODEL
+from tests.taker import refused
 from tests.waiting import wait_for
 
 from .conftest import Launcher
@@ -125,6 +126,15 @@ def test_restart_replaces_the_model_unless_it_cannot_be_loaded(
     launcher.succeed("scale", "--port", port, "--engines", 3)
     assert len(launcher.rows(port)) == 7
     assert models(launcher, port) == {model}
+
+
+def test_no_other_user_can_take_the_port_of_a_frontend_that_gets_another_model(
+    launcher: Launcher, port: int
+) -> None:
+    launcher.succeed("up", "--port", port)
+    with refused(port):
+        launcher.succeed("restart", "--port", port, "--model", other_model(launcher, "other"))
+    assert models(launcher, port) == {launcher.directory / "other"}
 
 
 def test_a_restart_that_failed_or_was_killed_can_be_repeated(launcher: Launcher, port: int) -> None:

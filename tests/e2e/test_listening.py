@@ -4,14 +4,12 @@ lists, and each answers only its intended callers."""
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import socket
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from errno import EADDRINUSE
 from pathlib import Path
 
 import grpc
@@ -20,6 +18,7 @@ import pytest
 
 from deploy.health import SERVING, check_health
 from deploy.native.processes import running_processes, stack_members
+from deploy.native.restart import restart
 from deploy.ports import free_port
 from nano_vllm_grpc.channels import open_blocking_channel
 from nano_vllm_grpc.tls import ClientTls
@@ -27,12 +26,14 @@ from shared.pb.scheduler_pb2 import GetLoadRequest
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
-from shared.process.ports import bound_socket
 from tests.certificates import Authority
 from tests.stack import ROOT, RealStack, running_stack
+from tests.taker import refused
 from tests.waiting import wait_for
 
 TIMEOUT_S = 120
+# The processes whose ports clients know.
+CLIENTS_PROCESSES = [("frontend", 0), ("frontend", 1), ("dashboard", 0)]
 ROLE = "URI:urn:nano-vllm-grpc:role:"
 
 
@@ -171,20 +172,25 @@ def test_other_users_reach_no_socket_nor_its_directory(opened: Open) -> None:
     assert not any(each.stat().st_mode & 0o077 for each in sockets)
 
 
-def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) -> None:
-    """But for the gateway's, which docs/deploy/security.md says."""
-    stack = opened.stack
-    names = [("frontend", 0), ("frontend", 1), ("dashboard", 0)]
-    pids = [stack.pid(*name) for name in names]
+def listening_ports(stack: RealStack) -> set[int]:
+    """The TCP ports on which frontends and dashboard listen."""
+    pids = [stack.pid(*name) for name in CLIENTS_PROCESSES]
     ports = {
         connection.laddr.port
-        for pid, (service, _) in zip(pids, names, strict=True)
+        for pid in pids
         for connection in psutil.Process(pid).net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
     assert {stack.stack.port, stack.stack.ui_port} < ports
     # Each frontend also has its metrics and, with HTTP, the engine protocol.
     assert len(ports) == (6 if stack.stack.http_port else 4)
+    return ports
+
+
+def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) -> None:
+    """But for the gateway's, which docs/deploy/security.md says."""
+    stack, ports = opened.stack, listening_ports(opened.stack)
+    pids = [stack.pid(*name) for name in CLIENTS_PROCESSES]
     parents = [psutil.Process(pid).parent() for pid in pids]
     with ExitStack() as resumed:
         for parent in filter(None, parents):
@@ -194,34 +200,17 @@ def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) ->
             fork = psutil.Process(pid)
             fork.kill()
             wait_for(lambda fork=fork: fork.status() == psutil.STATUS_ZOMBIE, "its end")
-        for port in ports:
-            assert os.waitstatus_to_exitcode(_in_child(_bind_as_another_user, port)) == EADDRINUSE
+        with refused(*ports):  # has tried each
+            pass
     stack.wait_serving()
 
 
-def _bind_as_another_user(port: int) -> int:
-    """The error of binding a port with each option, as another user if this one is root."""
-    kinds = [socket.SO_REUSEADDR]
-    if os.getuid() == 0:
-        os.setuid(65534)
-        kinds.append(socket.SO_REUSEPORT)
-    for option in kinds:
-        for host in ("127.0.0.1", "0.0.0.0"):
-            try:
-                bound_socket(host, port, option)
-            except OSError as error:
-                if error.errno != EADDRINUSE:
-                    return error.errno
-            else:
-                return 0
-    return EADDRINUSE
-
-
-def _in_child(function: Callable[[int], int], port: int) -> int:
-    """The wait status of a fork that ends with what the function returns."""
-    if not (pid := os.fork()):
-        os._exit(function(port))
-    return os.waitpid(pid, 0)[1]
+def test_no_other_user_can_take_a_port_during_a_restart(opened: Open) -> None:
+    stack, ports = opened.stack, listening_ports(opened.stack)
+    with refused(*ports):
+        for service in ("frontend", "dashboard"):
+            restart(stack.directory, service)
+    assert listening_ports(stack) == ports
 
 
 DENIED, STALE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRECONDITION
