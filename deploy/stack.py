@@ -203,7 +203,9 @@ def own_directory(directory: Path, *, create: bool = False) -> Iterator[int]:
     """
     with _explained(directory):
         _check_above(directory.parent)
-        with private_folder(directory, create=create) as folder:
+        with private_folder(
+            directory, create=create, trusted=directory.absolute().parent
+        ) as folder:
             _check_owner(os.fstat(folder), directory, os.geteuid())
             yield folder
 

@@ -77,12 +77,14 @@ def make_folders(path: Path, mode: int) -> None:
 
 
 @contextmanager
-def private_folder(path: Path, *, create: bool = False, code: Path | None = None) -> Iterator[int]:
+def private_folder(
+    path: Path, *, create: bool = False, trusted: Path | None = None
+) -> Iterator[int]:
     """Opens folder `path` -> a descriptor.
 
     Args:
-        code: a folder of the program. If `path` is in it, this folder and those above it are not
-            checked, because other users who could replace them could replace the program, too.
+        trusted: a folder. If `path` is in it, this folder and those above it are not checked: other
+            users who could replace them could replace the program, too, or the caller checks them.
 
     Raises:
         OSError: the folder is missing, is a link, belongs to another user than root, or other
@@ -91,8 +93,8 @@ def private_folder(path: Path, *, create: bool = False, code: Path | None = None
     if create:
         make_folders(path, 0o700)
     above = list(path.absolute().parents)
-    if code is not None and code.absolute() in above:
-        del above[above.index(code.absolute()) :]
+    if trusted is not None and trusted.absolute() in above:
+        del above[above.index(trusted.absolute()) :]
     for each in reversed(above):
         _check_folder(each)
     with _opened(path, os.O_RDONLY | os.O_DIRECTORY, None) as folder:

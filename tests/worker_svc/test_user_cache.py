@@ -19,10 +19,10 @@ above = pytest.mark.parametrize(
 )
 
 
-def refused(path: Path, code: Path | None = None) -> str:
+def refused(path: Path, trusted: Path | None = None) -> str:
     """Why a folder is refused; empty: it is not."""
     try:
-        with private_folder(path, code=code):
+        with private_folder(path, trusted=trusted):
             return ""
     except PermissionError as error:
         return str(error)
@@ -87,11 +87,11 @@ def test_a_users_private_group_may_write_above(
 
 def test_who_may_replace_the_program_may_replace_its_folders(folder: Path) -> None:
     writable_by_all(folder.parents[1])
-    assert not refused(folder, code=folder.parents[0])
-    assert not refused(folder, code=folder.parents[1])
-    assert refused(folder, code=folder.parents[1] / "elsewhere")
+    assert not refused(folder, trusted=folder.parents[0])
+    assert not refused(folder, trusted=folder.parents[1])
+    assert refused(folder, trusted=folder.parents[1] / "elsewhere")
     writable_by_all(folder)
-    assert refused(folder, code=folder.parents[0])
+    assert refused(folder, trusted=folder.parents[0])
 
 
 def test_folders_are_made_for_the_user_alone(tmp_path: Path) -> None:
