@@ -128,7 +128,7 @@ class Call:
             self._sender = asyncio.ensure_future(self._send(requests))
             argument = self._received()
         handler = getattr(process.servicer, method)
-        self._server = asyncio.ensure_future(self._serve(handler(argument, self)))
+        self._server = asyncio.ensure_future(self._serve(partial(handler, argument, self)))
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (item := await self._down.get()) is not _END:
@@ -192,10 +192,10 @@ class Call:
                 raise asyncio.CancelledError
             yield item
 
-    async def _serve(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _serve(self, handle: Callable[[], Coroutine[Any, Any, None]]) -> None:
         end: object = _lost()
         try:
-            await work
+            await handle()
             end = _END
         except ServiceError as error:
             end = _status(error.code, error.trailing_metadata())
