@@ -143,8 +143,9 @@ class UnimplementedError(ServiceError):
 
 
 class UnavailableError(ServiceError):
-    """The request cannot be served now. `retry_after_s` is None if no time to retry is known. The
-    client should repeat the call, with the tokens that it already has as `resume_token_ids`."""
+    """The request cannot be served now. `retry_after_s` is None if no time to retry is known. A new
+    request first waits for an engine that was lost, up to 30 s from the loss. The client should
+    repeat the call, with the tokens that it already has as `resume_token_ids`."""
 
     code = grpc.StatusCode.UNAVAILABLE
 

@@ -659,7 +659,7 @@ class Timings(_message.Message):
     FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
     TOTAL_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
-    """in the scheduler, until the request's first step"""
+    """of waiting, until the first step"""
     first_token_s: _builtins.float
     """until the first token"""
     total_s: _builtins.float

@@ -65,7 +65,8 @@ class InferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Runs one request to its end and returns the whole completion.
+        """Runs one request to its end and returns the whole completion. If no engine is ready, the request
+        waits for an engine that was lost less than 30 s ago.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

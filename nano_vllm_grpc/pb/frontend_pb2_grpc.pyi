@@ -32,7 +32,9 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.GenerateRequest, _frontend_pb2.GenerateResponse]
-    """Runs one request to its end and returns the whole completion."""
+    """Runs one request to its end and returns the whole completion. If no engine is ready, the request
+    waits for an engine that was lost less than 30 s ago.
+    """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_frontend_pb2.GenerateRequest, _frontend_pb2.GenerateStreamResponse]
     """Streams the same completion as deltas. Joined, they equal the completion that Generate returns."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.TokenizeRequest, _frontend_pb2.TokenizeResponse]
@@ -46,7 +48,9 @@ class InferenceServiceStub:
 class InferenceServiceAsyncStub(InferenceServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_frontend_pb2.GenerateRequest, _frontend_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Runs one request to its end and returns the whole completion."""
+    """Runs one request to its end and returns the whole completion. If no engine is ready, the request
+    waits for an engine that was lost less than 30 s ago.
+    """
     GenerateStream: _aio.UnaryStreamMultiCallable[_frontend_pb2.GenerateRequest, _frontend_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """Streams the same completion as deltas. Joined, they equal the completion that Generate returns."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_frontend_pb2.TokenizeRequest, _frontend_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -63,7 +67,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _frontend_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_frontend_pb2.GenerateResponse, _abc.Awaitable[_frontend_pb2.GenerateResponse]]:
-        """Runs one request to its end and returns the whole completion."""
+        """Runs one request to its end and returns the whole completion. If no engine is ready, the request
+        waits for an engine that was lost less than 30 s ago.
+        """
 
     @_abc_1.abstractmethod
     def GenerateStream(

@@ -103,7 +103,13 @@ _SERVER = "shared.rpc.server"
 _PROCESS = (
     Limit("waiting requests of an engine", "max_waiting", "", _FULL),
     Limit("waiting tokens of an engine", "max_waiting_tokens", "", _FULL),
-    Limit("wait for a lost engine", "frontend.engines.pool:_RETURN_S", "s", "UNAVAILABLE"),
+    Limit(
+        "wait of a new request for a lost engine, from the loss",
+        "frontend.engines.engine:_RECOVERY_S",
+        "s",
+        "UNAVAILABLE",
+    ),
+    Limit("wait of an older request", "frontend.engines.pool:_RETURN_S", "s", "UNAVAILABLE"),
     Limit("connections", f"{_SERVER}:MAX_CONNECTIONS", "", "closed"),
     Limit("open calls", f"{_SERVER}:MAX_CALLS", "", _FULL),
     Limit("open calls of a connection", f"{_SERVER}:_CALLS_PER_CONNECTION", "", "waits"),
