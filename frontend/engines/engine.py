@@ -334,7 +334,7 @@ class Engine:
         numbers = [*self.ledger.entries]
         for start in range(0, len(numbers), _SUBMISSIONS_AT_ONCE):
             part = map(self.ledger.entries.get, numbers[start : start + _SUBMISSIONS_AT_ONCE])
-            rest = (each for each in part if each and not self.has_other_model(each.stream))
+            rest = (e for e in part if e and not self.has_other_model(e.stream))
             self._submit_withheld(rest, time.monotonic())
             await asyncio.sleep(0)
 

@@ -208,6 +208,7 @@ def _check_rest(world: World) -> None:
             assert not engine.num_open, f"{engine.open_streams()} at {place}"
             unstarted = engine.load.unstarted_tokens
             assert not unstarted, f"{unstarted} tokens are to be computed at {place}"
+            assert not engine.ledger._num_unstarted, f"requests are to begin at {place}"
         known = {place.address for place in engines._engines}
         listed = {host.address for host in world.hosts if host.listed}
         assert known == listed, f"knows {known} of {listed}"
