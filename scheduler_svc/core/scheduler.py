@@ -161,8 +161,9 @@ class Scheduler:
         crowded = len(full) > self.blocks.num_free_blocks
         if crowded and in_flight:
             return None
-        speculation = self.speculation if self.may_draft else None
-        if in_flight and speculation and speculation.waits(decodes):
+        room = self._draft_room()
+        speculation = self.speculation if self.may_draft and room else None
+        if in_flight and speculation and speculation.waits(decodes, room):
             return None
         while len(full) > self.blocks.num_free_blocks:
             preempted = sequences.preempt_last(self._running)
@@ -174,7 +175,7 @@ class Scheduler:
 
         number = sequences.last_step + 1
         if speculation and not (in_flight or crowded):
-            rows = self._schedule_with_drafts(decodes, number, speculation)
+            rows = self._schedule_with_drafts(decodes, number, speculation.choose(decodes, room))
         else:
             rows = [seq.schedule(1, number, i) for i, seq in enumerate(decodes)]
         num_decodes, num_drafts = len(rows), len(rows) - len(decodes)
@@ -259,13 +260,17 @@ class Scheduler:
         """Raises AssertionError if blocks or queues contradict each other. For tests."""
         self._open.check_integrity()
 
+    def _draft_room(self) -> int:
+        """How many tokens may be drafted: in rows that no sequence may need, and in blocks that no
+        decode may need."""
+        rows = self.limits.max_num_seqs - len(self._running) - len(self._waiting)
+        num_blocks = self.blocks.num_free_blocks - len(self._running)
+        return max(0, min(rows, num_blocks * self.blocks.block_size))
+
     def _schedule_with_drafts(
-        self, decodes: list[Sequence], number: int, speculation: Speculation
+        self, decodes: list[Sequence], number: int, drafts: dict[Sequence, Seq[int]]
     ) -> list[Row]:
-        """Schedules decodes, and after each of them the tokens drafted for it. Drafts take only
-        rows that no sequence may need, and no block that a decode may need."""
-        room = self.limits.max_num_seqs - len(self._running) - len(self._waiting)
-        drafts = speculation.choose(decodes, room) if room > 0 else {}
+        """Schedules decodes, and after each of them the tokens drafted for it."""
         rows: list[Row] = []
         for seq in decodes:
             rows.append(seq.schedule(1, number, len(rows)))

@@ -32,7 +32,7 @@ class Planned(Speculation):
         self.drafts = drafts
         self.wants_to_wait = False
 
-    def waits(self, decodes: Seq[Sequence]) -> bool:
+    def waits(self, decodes: Seq[Sequence], room: int) -> bool:
         return self.wants_to_wait
 
     def choose(self, decodes: Seq[Sequence], room: int) -> dict[Sequence, Seq[int]]:
@@ -129,6 +129,17 @@ def test_the_next_step_waits_for_an_answer_if_drafts_are_worth_it() -> None:
     scheduler.speculation.wants_to_wait = True
     assert scheduler.schedule() is None
     scheduler.apply(step, answer(step))
+    assert scheduler.schedule()
+
+
+@pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(16, 1), (2, 8)])
+def test_nothing_waits_without_room_for_drafts(num_blocks: int, max_num_seqs: int) -> None:
+    """The sequence has the only seat, or the cache has no block but those that it may need."""
+    scheduler = scheduler_with({}, num_blocks, max_num_seqs)
+    scheduler.add(make(1, PROMPT, 5))
+    assert isinstance(scheduler.speculation, Planned)
+    scheduler.speculation.wants_to_wait = True
+    next_step(scheduler)
     assert scheduler.schedule()
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from scheduler_svc.core.client import Client
 from scheduler_svc.core.guesses.guess import DRAFTED, MAX_DRAFTS
 from scheduler_svc.core.sampling import Grammar, SamplingParams
-from scheduler_svc.core.sequence import Row, Sequence
+from scheduler_svc.core.sequence import Request, Row, Sequence
 from scheduler_svc.core.speculation.speculation import Speculation
 from scheduler_svc.core.step import Step, StepTiming
 
@@ -16,9 +17,12 @@ CYCLE = [5, 6, 7, 8]
 Time = Callable[[int], float]  # seconds of a step of so many rows
 
 
-def decoding(tokens: list[int], max_tokens: int = 100) -> Sequence:
+def decoding(
+    tokens: list[int], max_tokens: int = 100, client: str = "", connection: int = 0
+) -> Sequence:
     """A sequence of which all tokens but the last are computed."""
-    seq = Sequence((0, 1), tokens, SamplingParams(max_tokens))
+    request = Request(client=Client(client))
+    seq = Sequence((connection, 1), tokens, SamplingParams(max_tokens), request)
     seq.begin_at(len(tokens) - 1)
     return seq
 
@@ -40,6 +44,10 @@ def taught(seconds: Time, wait_s: float = 0.0) -> Speculation:
         for _ in range(100):
             speculation.step_answered(step, StepTiming(seconds(size), wait_s, 0.0))
     return speculation
+
+
+def plain_step(seq: Sequence) -> Step:
+    return Step(1, [Row(seq, 15, 1, True)], num_decodes=1)
 
 
 def extend(seq: Sequence, token: int) -> None:
@@ -125,13 +133,41 @@ def test_the_last_token_is_not_computed() -> None:
 def test_waiting_must_gain_more_than_it_costs() -> None:
     seq = decoding(CYCLE * 4)
     seq.schedule(1, 1, 0)
-    assert taught(flat).waits([seq])
-    assert not taught(flat, wait_s=1.0).waits([seq])
-    assert not taught(flat).waits([decoding([1, 2, 3])])
+    assert taught(flat).waits([seq], 100)
+    assert not taught(flat, wait_s=1.0).waits([seq], 100)
+    assert not taught(flat).waits([decoding([1, 2, 3])], 100)
+    assert not taught(flat).waits([seq], 0)
+
+
+def test_nothing_is_drafted_before_the_time_of_a_step_is_known() -> None:
+    speculation, seq = Speculation(), decoding(CYCLE * 4)
+    assert not speculation.choose([seq], 100)
+    speculation.step_answered(plain_step(seq), StepTiming(0.01, 0.0, 0.0))
+    assert len(speculation.choose([seq], 100)[seq]) == 1  # which doubles the rows
+
+
+def test_a_step_without_drafts_is_measured_again() -> None:
+    """It was slow by chance, so that drafts seemed to pay. Each measurement is trusted longer."""
+    speculation, seq = Speculation(), decoding(CYCLE * 4)
+    runs, length = [], 0
+    for _ in range(50):
+        drafts = speculation.choose([seq], 1)
+        step = plain_step(seq)
+        if drafts:
+            step.rows.append(Row(seq, 16, 1, True, None, 1))
+            step.num_decodes, step.num_drafts = 2, 1
+            length += 1
+        elif length:
+            runs.append(length)
+            length = 0
+        speculation.step_answered(step, StepTiming(0.01, 0.0, 0.0))
+    assert runs == [2, 4, 8, 16]
 
 
 def test_a_draft_model_guesses_until_it_is_wrong() -> None:
     speculation, seq = Speculation(by_model=True), decoding(CYCLE * 4)
+    speculation.step_answered(plain_step(seq), StepTiming(0.01, 0.0, 0.0))
+    assert speculation.choose([seq], 100)
     for _ in range(100):
         drafts = speculation.choose([seq], 100)
         if not drafts:

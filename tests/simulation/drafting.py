@@ -39,7 +39,7 @@ class SimulatedSpeculation(Speculation):
         self._rng = rng
         self._next_tokens = next_tokens
 
-    def waits(self, decodes: Seq[Sequence]) -> bool:
+    def waits(self, decodes: Seq[Sequence], room: int) -> bool:
         return self._happens(self._chances.waits)
 
     def choose(self, decodes: Seq[Sequence], room: int) -> dict[Sequence, Seq[int]]:

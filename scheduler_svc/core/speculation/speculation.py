@@ -20,7 +20,7 @@ from collections.abc import Sequence as Seq
 from math import log
 
 from scheduler_svc.core.guesses.acceptance import Acceptance
-from scheduler_svc.core.guesses.guess import DRAFTED, MAX_DRAFTS, Guess
+from scheduler_svc.core.guesses.guess import DRAFTED, Guess
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.speculation.step_times import StepTimes
 from scheduler_svc.core.step import Step, StepTiming
@@ -36,15 +36,16 @@ class Speculation:
         self._acceptance = Acceptance()
         self._times = StepTimes()
 
-    def waits(self, decodes: Seq[Sequence]) -> bool:
-        """Whether the next step should wait for the answer to the step in flight, because drafts
-        are then expected to gain more than the wait costs."""
-        return bool(self.choose(decodes, len(decodes) * MAX_DRAFTS))
+    def waits(self, decodes: Seq[Sequence], room: int) -> bool:
+        """Whether the next step should wait for the answer to the step in flight, because up to
+        `room` drafts are then expected to gain more than a wait costs."""
+        return bool(self.choose(decodes, room))
 
     def choose(self, decodes: Seq[Sequence], room: int) -> dict[Sequence, Seq[int]]:
         """The tokens to draft, at most `room` in all. Those of a sequence whose last token is not
         known yet begin with a guess at that token."""
-        if not decodes or not self._times.may_gain(len(decodes)):
+        room = self._times.max_drafts(len(decodes), room) if decodes else 0
+        if not room:
             return {}
         gains: list[tuple[float, Sequence]] = []
         for seq in decodes:
@@ -93,12 +94,13 @@ class Speculation:
         return self.guess(seq)
 
     def _best_number(self, gains: Seq[float], num_seqs: int) -> int:
-        """How many drafts are best in a step of sequences, of the drafts that gain this much."""
+        """How many drafts are best in a step of sequences, of the drafts that gain this much. The
+        step after drafts has to wait for their answer."""
         best, best_value, value = 0, 0.0, 0.0
-        without_s = self._times.seconds(num_seqs) or 1.0
+        without_s = self._times.seconds_without(num_seqs)
         for number, gain in enumerate(gains, 1):
             value += gain
-            seconds = (self._times.seconds(num_seqs + number) or 1.0) + self._times.wait_s
+            seconds = max(self._times.seconds(num_seqs + number), without_s) + self._times.wait_s
             if (net := value - num_seqs * log(seconds / without_s)) > best_value:
                 best, best_value = number, net
         return best

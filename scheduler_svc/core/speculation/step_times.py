@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from math import inf
 
 from scheduler_svc.core.step import Step, StepTiming
@@ -10,19 +10,28 @@ from scheduler_svc.core.step import Step, StepTiming
 # How far a new time moves what is known of all sizes, because contexts grow and the machine does
 # other work, and of its own size alone. Geometric, so that halves and doubles weigh the same.
 _PACE_WEIGHT, _SIZE_WEIGHT = 0.1, 0.05
-_MAX_FACTOR = 4.0  # between the known time and one measurement, because machines pause
+# A size's first times tell of that size alone, and their mean is taken. Shorter ones count for
+# more, because the machine may have done other work during the others.
+_NUM_FIRST, _FALL = 20, 0.5
 _WAIT_WEIGHT = 0.1
+_MAX_FACTOR = 4.0  # between the known time and one measurement, because machines pause
 _MIN_GAIN = 1.1  # below which guesses are not worth the time that they take
+# The part of a step's time that is due to its rows, before two sizes have shown it. With a quarter,
+# likely drafts are tried once, and then the time of that step is known.
+_UNKNOWN_PART = 0.25
 
 
 class StepTimes:
-    """Times in seconds. Unknown times are interpolated. Larger steps are tried in small increments:
-    the time of a step with more than twice the rows of any step so far is infinite."""
+    """Times in seconds. Those between known sizes are interpolated. Those beyond lie on the line
+    through two known sizes, of which one is at least twice the other."""
 
     def __init__(self) -> None:
         self._pace = 1.0
         self._relative: dict[int, float] = {}  # seconds at a pace of 1, by number of rows
+        self._counts: dict[int, int] = {}  # of measurements, by number of rows
         self._sizes: list[int] = []  # of these, ascending
+        self._num_drafted = 0  # steps with drafts since the last one without
+        self._num_waits = 0
         self.wait_s = 0.0  # of the workers, for a step that is planned after the last answer
 
     def step_answered(self, step: Step, timing: StepTiming) -> None:
@@ -30,25 +39,49 @@ class StepTimes:
         rows = len(step.rows)
         if rows != step.num_decodes or timing.took_s <= 0:
             return
-        if step.num_drafts:
-            self.wait_s += _WAIT_WEIGHT * (min(timing.gap_s, timing.took_s) - self.wait_s)
+        self._num_drafted = self._num_drafted + 1 if step.num_drafts else 0
+        if timing.gap_s > 0:
+            self._num_waits += 1
+            gap_s = min(timing.gap_s, _MAX_FACTOR * (self.wait_s or timing.took_s))
+            self.wait_s += max(_WAIT_WEIGHT, 1 / self._num_waits) * (gap_s - self.wait_s)
         if rows not in self._relative:
             insort(self._sizes, rows)
             self._relative[rows] = timing.took_s / self._pace
-            return
-        factor = timing.took_s / self.seconds(rows)
-        factor = min(max(factor, 1 / _MAX_FACTOR), _MAX_FACTOR)
-        self._pace *= factor**_PACE_WEIGHT
-        self._relative[rows] *= factor**_SIZE_WEIGHT
+            self._counts[rows] = 1
+        elif step.num_drafts or not timing.gap_s:  # else its way to the workers took time, too
+            factor = timing.took_s / self.seconds(rows)
+            factor = min(max(factor, 1 / _MAX_FACTOR), _MAX_FACTOR)
+            self._counts[rows] += 1
+            if self._counts[rows] > _NUM_FIRST:
+                self._pace *= factor**_PACE_WEIGHT
+                self._relative[rows] *= factor**_SIZE_WEIGHT
+            else:
+                weight = 1 / self._counts[rows]
+                self._relative[rows] *= factor ** (max(weight, _FALL) if factor < 1 else weight)
 
-    def may_gain(self, num_seqs: int) -> bool:
-        """Whether steps of so many sequences gain at least a tenth from drafts that are always
-        right. Where the time of a step is proportional to its rows, they gain nothing."""
-        without_s = self.seconds(num_seqs)
-        return not without_s or any(
-            factor * without_s > _MIN_GAIN * (self.seconds(factor * num_seqs) + self.wait_s)
-            for factor in (2, 4, 8)
-        )
+    def max_drafts(self, num_seqs: int, room: int) -> int:
+        """How many of up to `room` drafts may be worth their time in a step of sequences. Larger
+        steps are tried in small increments: none has more than twice the rows of any step so far.
+
+        The number is 0 where a step gains less than a tenth even if all drafts are right, as where
+        its time is proportional to its rows. It is also 0 before any time is known, and when a step
+        without drafts is to be measured again, lest drafts seem good for long because it was slow
+        by chance. Each of its measurements is trusted for twice as many steps."""
+        if not self._sizes or self._num_drafted >> self._counts.get(num_seqs, 0):
+            return 0
+        room = min(room, 2 * max(num_seqs, self._sizes[-1]) - num_seqs)
+        without_s = self.seconds_without(num_seqs)
+        for rows in {num_seqs + min(factor * num_seqs, room) for factor in (1, 3, 7)}:
+            seconds = max(self.seconds(rows), without_s) + self.wait_s
+            if rows * without_s > _MIN_GAIN * num_seqs * seconds:
+                return room
+        return 0
+
+    def seconds_without(self, num_seqs: int) -> float:
+        """The time of a step of sequences without drafts: not more than that of more rows."""
+        larger = self._sizes[bisect_left(self._sizes, num_seqs) :]
+        least = min(map(self._relative.__getitem__, larger), default=inf)
+        return min(self.seconds(num_seqs), self._pace * least)
 
     def seconds(self, rows: int) -> float:
         """The time of a step of this many rows; 0 before the first step."""
@@ -56,11 +89,23 @@ class StepTimes:
         if not sizes:
             return 0.0
         place = bisect_left(sizes, rows)
-        if place == len(sizes):
-            return self._pace * relative[sizes[-1]] if rows <= 2 * sizes[-1] else inf
-        above = sizes[place]
-        if above == rows or not place:
-            return self._pace * relative[above]
-        below = sizes[place - 1]
-        share = (rows - below) / (above - below)
-        return self._pace * (relative[below] + share * (relative[above] - relative[below]))
+        if 0 < place < len(sizes):
+            below, above = sizes[place - 1], sizes[place]
+            share = (rows - below) / (above - below)
+            return self._pace * (relative[below] + share * (relative[above] - relative[below]))
+        if place:
+            nearest, other = sizes[-1], bisect_right(sizes, sizes[-1] // 2) - 1
+        else:  # the smallest known size, or below it
+            nearest, other = sizes[0], bisect_left(sizes, 2 * sizes[0])
+        return self._pace * (relative[nearest] + (rows - nearest) * self._slope(nearest, other))
+
+    def _slope(self, nearest: int, place: int) -> float:
+        """The time of a row more or less than `nearest`, from the size at this place of the known
+        sizes if there is one. It is at least 0, and at most `nearest`'s time per row."""
+        relative = self._relative
+        per_row = relative[nearest] / nearest
+        if not 0 <= place < len(self._sizes):
+            return _UNKNOWN_PART * per_row
+        other = self._sizes[place]
+        slope = (relative[nearest] - relative[other]) / (nearest - other)
+        return min(max(slope, 0.0), per_row)

@@ -1,0 +1,76 @@
+"""Times of steps of sizes that never ran."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sequence import Row, Sequence
+from scheduler_svc.core.speculation.step_times import StepTimes
+from scheduler_svc.core.step import Step, StepTiming
+
+SEQ = Sequence((0, 1), [1, 2], SamplingParams(1))
+
+
+def measure(
+    times: StepTimes, rows: int, seconds: float, gap_s: float = 0.0, drafts: int = 0
+) -> None:
+    step = Step(1, [Row(SEQ, 1, 1, True)] * rows, num_decodes=rows, num_drafts=drafts)
+    times.step_answered(step, StepTiming(seconds, gap_s, 0.0))
+
+
+def known(**seconds: float) -> StepTimes:
+    """Times that know the seconds of these numbers of rows."""
+    times = StepTimes()
+    for rows, each in seconds.items():
+        measure(times, int(rows[1:]), each)
+    return times
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9, 16, 24, 64, 65, 100, 128, 129, 1000])
+def test_a_line_is_continued(rows: int) -> None:
+    times = known(_8=10 + 8, _16=10 + 16, _64=10 + 64)
+    assert times.seconds(rows) == pytest.approx(10 + rows)
+
+
+def test_one_size_says_little_about_others() -> None:
+    times = known(_8=1.0)
+    assert 0.5 < times.seconds(4) < 1 < times.seconds(16) < 2
+    assert times.seconds(16) < times.seconds(160) < 20
+
+
+def test_near_sizes_say_little_about_far_ones() -> None:
+    """Their times differ by chance."""
+    assert known(_63=1.0, _64=1.1).seconds(128) < 2 * 1.1
+    assert known(_63=1.1, _64=1.0).seconds(128) > 1.0
+
+
+def test_more_rows_never_take_less_time_nor_more_than_one_step_after_another() -> None:
+    assert known(_8=1.0, _32=0.5).seconds(64) == pytest.approx(0.5)
+    assert known(_8=1.0, _32=0.5).seconds_without(8) == pytest.approx(0.5)
+    assert known(_8=1.0, _16=9.0).seconds(32) == pytest.approx(18.0)
+
+
+def test_steps_grow_in_small_increments() -> None:
+    times = known(_1=1.0, _8=1.0)
+    assert times.max_drafts(8, 100) == 8
+    assert times.max_drafts(2, 100) == 14
+    assert times.max_drafts(8, 5) == 5
+
+
+def test_few_free_rows_are_not_worth_a_guess() -> None:
+    assert known(_8=1.0, _16=1.0).max_drafts(60, 4) == 0
+
+
+def test_a_first_wait_counts_in_full_unless_the_machine_paused() -> None:
+    times = known(_1=1.0)
+    measure(times, 2, 1.0, gap_s=0.5, drafts=1)
+    assert times.wait_s == pytest.approx(0.5)
+    measure(times, 2, 1.0, gap_s=100.0, drafts=1)
+    assert times.wait_s < 2
+
+
+def test_a_step_that_was_waited_for_tells_nothing_of_those_planned_ahead() -> None:
+    times = known(_1=1.0, _2=1.0)
+    measure(times, 1, 3.0, gap_s=0.5)
+    assert times.seconds(1) == pytest.approx(1.0)
