@@ -50,6 +50,15 @@ def plain_step(seq: Sequence) -> Step:
     return Step(1, [Row(seq, 15, 1, True)], num_decodes=1)
 
 
+def mislead(speculation: Speculation, client: str, connection: int = 0) -> None:
+    """Teaches that repetitions of a client do not continue as before."""
+    for _ in range(100):
+        seq = decoding(CYCLE * 4, client=client, connection=connection)
+        speculation.choose([seq], 100)
+        extend(seq, 99)
+        speculation.choose([seq], 100)
+
+
 def extend(seq: Sequence, token: int) -> None:
     """Appends a sampled token."""
     seq.tokens.append(token)
@@ -144,6 +153,34 @@ def test_nothing_is_drafted_before_the_time_of_a_step_is_known() -> None:
     assert not speculation.choose([seq], 100)
     speculation.step_answered(plain_step(seq), StepTiming(0.01, 0.0, 0.0))
     assert len(speculation.choose([seq], 100)[seq]) == 1  # which doubles the rows
+
+
+def test_one_clients_wrong_guesses_do_not_end_the_drafts_of_others() -> None:
+    speculation = taught(flat)
+    mislead(speculation, "a")
+    assert not speculation.choose([decoding(CYCLE * 4, client="a")], 100)
+    assert speculation.choose([decoding(CYCLE * 4, client="b")], 100)
+    assert speculation.choose([decoding(CYCLE * 4)], 100)
+
+
+def test_each_connections_anonymous_clients_are_one() -> None:
+    speculation = taught(flat)
+    mislead(speculation, "", connection=3)
+    assert not speculation.choose([decoding(CYCLE * 4, connection=3)], 100)
+    assert speculation.choose([decoding(CYCLE * 4, connection=4)], 100)
+
+
+def test_clients_that_have_gone_are_forgotten() -> None:
+    """A client that keeps sending requests is not."""
+    speculation = taught(flat)
+    for client in ("gone", "stays"):
+        mislead(speculation, client)
+    for i in range(1000):
+        for client in (f"other {i}", "stays"):
+            speculation.choose([decoding(CYCLE * 4, client=client)], 100)
+    assert len(speculation._acceptances) <= 256
+    assert not speculation.choose([decoding(CYCLE * 4, client="stays")], 100)
+    assert speculation.choose([decoding(CYCLE * 4, client="gone")], 100)
 
 
 def test_a_step_without_drafts_is_measured_again() -> None:

@@ -25,6 +25,8 @@ from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.speculation.step_times import StepTimes
 from scheduler_svc.core.step import Step, StepTiming
 
+_MAX_CLIENTS = 256  # whose acceptance is remembered, also between requests; each takes about 1 KB
+
 
 class Speculation:
     """Drafts the tokens that followed earlier occurrences of a sequence's last tokens, and those
@@ -33,7 +35,7 @@ class Speculation:
 
     def __init__(self, *, by_model: bool = False) -> None:
         self._by_model = by_model
-        self._acceptance = Acceptance()
+        self._acceptances: dict[str | int, Acceptance] = {}  # by client; the latest client is last
         self._times = StepTimes()
 
     def waits(self, decodes: Seq[Sequence], room: int) -> bool:
@@ -68,7 +70,7 @@ class Speculation:
         is drafted before the guess has been constrained."""
         if seq.guess is None:
             by_model = self._by_model and not seq.params.stepwise
-            seq.guess = Guess(seq.tokens, self._acceptance, by_model=by_model)
+            seq.guess = Guess(seq.tokens, self._acceptance_of(seq), by_model=by_model)
         seq.guess.renew()
         return seq.guess
 
@@ -86,6 +88,16 @@ class Speculation:
     def step_answered(self, step: Step, timing: StepTiming) -> None:
         """Learns from the time that a step took."""
         self._times.step_answered(step, timing)
+
+    def _acceptance_of(self, seq: Sequence) -> Acceptance:
+        """What a sequence's client has taught, or its connection's anonymous clients. Wrong guesses
+        of one client must not end the drafts of another."""
+        client = seq.request.client.name or seq.key.connection
+        acceptance = self._acceptances.pop(client, None) or Acceptance()
+        self._acceptances[client] = acceptance
+        if len(self._acceptances) > _MAX_CLIENTS:
+            del self._acceptances[next(iter(self._acceptances))]
+        return acceptance
 
     def _guess(self, seq: Sequence) -> Guess | None:
         """The guess at a sequence's next tokens, if any may be drafted."""
