@@ -55,7 +55,8 @@ class SchedulerSettings(ServiceSettings):
         20, ge=0, description="maximum run of spaces in JSON of structured output (0: no limit)"
     )
     speculation: str = Field(
-        "auto", description="source of drafts: none, ngram (auto), or a draft model's directory"
+        "auto",
+        description="source of drafts: none, ngram (auto), or on a CPU a draft model's directory",
     )
     sync: bool = Field(False, description="plan a step only after the previous step's answer")
 

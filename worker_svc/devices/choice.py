@@ -7,18 +7,22 @@ from importlib import import_module
 import torch
 
 from worker_svc.devices.base import Platform
-from worker_svc.settings import WorkerSettings
+from worker_svc.errors import StartError
+from worker_svc.settings import NO_DRAFTS_ON_GPU, WorkerSettings
 
 
 def choose_platform(settings: WorkerSettings) -> Platform:
     """Sets up the device that the settings ask for.
 
     Raises:
-        StartError: the device that the settings ask for does not exist.
+        StartError: the device that the settings ask for does not exist, or is a GPU and there is a
+            draft model. Benchmarks and tests of a draft model on a GPU pass their own platform.
     """
     choose_vector_math()
     # Imports one module only: there is no Triton without a GPU.
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
+        if settings.draft_model:
+            raise StartError(f"speculation: {NO_DRAFTS_ON_GPU}")
         from worker_svc.devices.cuda import CudaPlatform
 
         return CudaPlatform(settings)
