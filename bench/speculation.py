@@ -90,8 +90,10 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="of each group; %(default)s")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="%(default)s")
     parser.add_argument("--tokens", type=int, default=128, help="per answer; %(default)s")
+    parser.add_argument("--max-num-seqs", type=int, default=256,
+                        help="drafts need more than streams; %(default)s")  # fmt: skip
     options = parser.parse_args(args)
-    check_minimum(parser, options, 1, ("pairs", "streams", "tokens", "prompts"))
+    check_minimum(parser, options, 1, ("pairs", "streams", "tokens", "prompts", "max_num_seqs"))
     return options
 
 
@@ -116,7 +118,8 @@ def measure(
         with ExitStack() as stacks:
             addresses = {}
             for setting in settings if pairs else ():
-                started = private_stack(model, console, speculation=setting)
+                limits = {"max_num_seqs": options.max_num_seqs}
+                started = private_stack(model, console, speculation=setting, **limits)
                 addresses[setting] = stacks.enter_context(started).address
             for number in range(pairs):
                 for case, results in found.items():

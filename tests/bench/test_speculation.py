@@ -18,16 +18,19 @@ def test_both_stacks_answer_every_prompt(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings: list[str] = []
+    seats: set[int] = set()
 
-    def start(*_: object, speculation: str) -> nullcontext[FakeServer]:
+    def start(*_: object, speculation: str, max_num_seqs: int) -> nullcontext[FakeServer]:
         settings.append(speculation)
+        seats.add(max_num_seqs)
         return nullcontext(server)
 
     monkeypatch.setattr(speculation, "private_stack", start)
     words = "--model models/demo --groups stories json --streams 1 6 --tokens 5 --pairs 2"
+    words += " --max-num-seqs 6"
     out = tmp_path / "found.json"
     assert main([*words.split(), "--out", str(out)]) == 0
-    assert settings == ["none", "auto", "auto", "none"]
+    assert (settings, seats) == (["none", "auto", "auto", "none"], {6})
     cases = json.loads(out.read_text())["cases"]
     assert len(cases) == 8  # 2 groups, 2 numbers of streams, 2 temperatures
     assert all(case["differing"] == 0 and len(case["ratios"]) == 2 for case in cases)
