@@ -163,6 +163,7 @@ def launching(directory: Path) -> Iterator[Launcher]:
     finally:
         for started in made.started:
             started.kill()
+            started.wait(WAIT_S)  # or `serve`'s tail would hold its output open
             started.communicate()
         for run in (directory / ".run").glob("*"):
             kill_all(run)
