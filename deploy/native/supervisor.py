@@ -203,8 +203,11 @@ def main() -> int:
     if args.tied_to is not None:
         end_with_parent(args.tied_to, signal.SIGTERM)
     raise_descriptor_limit()
-    if (owner := supervisor_lock(args.directory)) is not None:
-        log.error("cannot start", reason=f"process {owner} supervises {args.directory} already")
+    try:
+        if (owner := supervisor_lock(args.directory)) is not None:
+            raise LaunchError(f"process {owner} supervises {args.directory} already")
+    except (LaunchError, FileNotFoundError) as error:
+        log.error("cannot start", reason=str(error))
         return CANNOT_START
     supervisor = Supervisor(args.directory)
     supervisor.start()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from deploy.native.environment import (
 from deploy.native.guards import locked
 from deploy.native.processes import find_supervisor, stopped_processes, supervisor_lock
 from deploy.stack import Stack, make_directory, open_file, replace_file
+from shared.process.fork import CANNOT_START
 from tests.other_user import OTHER_USER, needs_root
 
 from .conftest import plan
@@ -241,3 +245,16 @@ def test_a_file_is_made_for_this_user_only(directory: Path) -> None:
         open_file(directory / "missing" / "file")
     with pytest.raises(LaunchError, match="its directory is gone"):
         replace_file(directory / "missing" / "file", "")
+
+
+def test_a_supervisor_says_why_it_does_not_use_a_directory(directory: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(directory)
+    for used, reason in (
+        (link, f"{link} is not a directory; remove it"),
+        (tmp_path / "missing", "No such file or directory"),
+    ):
+        command = [sys.executable, "-P", "-m", "deploy.native.supervisor", str(used)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == CANNOT_START
+        assert reason in json.loads(done.stdout + done.stderr)["reason"]
