@@ -30,7 +30,10 @@ _UNIT_TESTS = {
         *("test_fair_queueing", "test_budgets", "test_paused", "test_suspects", "test_rewind"),
         *("forks/test_followers", "rpc/test_step_features", "test_drafted_steps", "test_runs"),
     ],
-    "cluster": ["test_engines", "test_placement", "test_prefix_index", "test_scheduler_client"],
+    "cluster": [
+        *("test_engines", "test_placement", "test_prefix_index", "test_recovery"),
+        "test_scheduler_client",
+    ],
 }
 _FOLDERS = {"engine": "tests/scheduler_svc", "cluster": "tests/frontend"}
 _MAX_SECONDS = 600
