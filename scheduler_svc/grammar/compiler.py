@@ -20,16 +20,13 @@ from xgrammar import Grammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, Vo
 
 from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import GrammarError
-from scheduler_svc.grammar.schema import json_formats, patterns, schema_problem
+from scheduler_svc.grammar.schema.errors import SchemaError
+from scheduler_svc.grammar.schema.nodes import to_text
+from scheduler_svc.grammar.schema.reader import enforced_text
+from scheduler_svc.grammar.schema.regex import RegexError, parse
+from scheduler_svc.grammar.schema.tags import enforce
 from shared.vocabulary import Vocabulary
 
-# Regular expressions that match nothing that JSON escapes, whatever reads them.
-_PLAIN = re.compile(
-    r"""(?x) (?: [^\x00-\x1f"\\.\[]
-    | \\[dw.+*?()|{}/^$-]
-    | \[ (?: [a-z]-[a-z] | [A-Z]-[A-Z] | [0-9]-[0-9] | [^\x00-\x7f]-[^\x00-\x7f]
-           | [^\x00-\x1f"\\^\]-] | \\[dw.] )+ \] )*"""
-)
 # After this much processor time, a draft gains less than it costs, or the grammar is a hostile one.
 _MAX_DRAFT_CPU_S = 0.002
 ANY_JSON = '{"type": ["object", "array"]}'
@@ -207,21 +204,21 @@ def compile_grammar(compilers: Compilers, kind: GrammarKind, text: str) -> Compi
     """
     if kind is GrammarKind.JSON:
         text = ANY_JSON
-    if kind is GrammarKind.JSON_SCHEMA and (problem := schema_problem(text)):
-        raise GrammarError(kind, problem)
     try:
         match kind:
             case GrammarKind.REGEX:
-                grammar = _compile(compilers, compilers.any, Grammar.from_regex(text))
+                read = Grammar.from_regex(to_text(parse(text)))
+                grammar = _compile(compilers, compilers.any, read)
             case GrammarKind.EBNF:
                 grammar = _compile(compilers, compilers.any, Grammar.from_ebnf(text))
             case GrammarKind.STRUCTURAL_TAG:
                 grammar = _compile_tag(compilers, text)
             case _:
-                for pattern in patterns(text):
-                    _check_pattern(pattern)
-                parsed = Grammar.from_json_schema(text, max_whitespace_cnt=compilers.max_whitespace)
-                grammar = _compile(compilers, compilers.json, parsed)
+                text = enforced_text(text) if kind is GrammarKind.JSON_SCHEMA else text
+                read = Grammar.from_json_schema(text, max_whitespace_cnt=compilers.max_whitespace)
+                grammar = _compile(compilers, compilers.json, read)
+    except (SchemaError, RegexError) as error:
+        raise GrammarError(kind, str(error)) from error
     except (RuntimeError, ValueError, TypeError) as error:
         if is_out_of_memory(error):
             raise MemoryError from error
@@ -237,15 +234,8 @@ def _compile_tag(compilers: Compilers, text: str) -> XGrammar:
     tag = json.loads(text)
     if isinstance(tag, dict) and "structures" in tag:
         tag = _triggered_tags(tag)
-    formats = list(json_formats(tag))
-    for each in formats:
-        schema = json.dumps(each["json_schema"])
-        if problem := schema_problem(schema):
-            raise GrammarError(GrammarKind.STRUCTURAL_TAG, f"a 'json_schema' in it: {problem}")
-        for pattern in patterns(schema):
-            _check_pattern(pattern)
-        each.setdefault("max_whitespace_cnt", compilers.max_whitespace)
-    compiler = compilers.json if formats else compilers.any
+    has_json = enforce(tag, compilers.max_whitespace)
+    compiler = compilers.json if has_json else compilers.any
     if compilers.strips_space:
         return _compile(compilers, compiler, Grammar.from_structural_tag(json.dumps(tag)))
     return compiler.compile_structural_tag(json.dumps(tag))
@@ -286,23 +276,6 @@ def _schema_of(structure: dict[str, Any]) -> Any:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether xgrammar raised an error for C++'s std::bad_alloc."""
     return "bad_alloc" in str(error)
-
-
-def _check_pattern(pattern: str) -> None:
-    """Rejects a pattern in a JSON schema if its matches may contain characters that JSON escapes,
-    and xgrammar would not leave these out. It copies matches unchanged into a JSON string if the
-    pattern has characters beyond ASCII, or if nothing would be left.
-
-    Raises:
-        GrammarError: the pattern is rejected.
-        RuntimeError: the pattern is not a regular expression.
-    """
-    read = Grammar.from_json_schema(json.dumps({"type": "string", "pattern": pattern}))
-    if "json_string=true" not in str(read) and not _PLAIN.fullmatch(pattern):
-        raise GrammarError(
-            GrammarKind.JSON_SCHEMA,
-            f"'pattern' {pattern[:50]!r} may match what JSON escapes, which is not supported",
-        )
 
 
 def _reason(kind: GrammarKind, message: str) -> str:

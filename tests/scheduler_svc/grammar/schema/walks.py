@@ -1,0 +1,77 @@
+"""Random completions of a JSON schema, over a vocabulary of single bytes."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
+
+from scheduler_svc.core.sampling import GrammarKind
+from scheduler_svc.grammar.compiler import Compilers, Matcher, compile_grammar, make_compilers
+from shared.vocabulary import Vocabulary
+
+END = 256
+_CLOSING = b'"}],:0'
+_MAX_BYTES = 2000
+# Of all bytes that may come next, few are in texts that schemas tell apart.
+_USUAL = frozenset(b'{}[]",:-+.0123456789abcdefgxyzstrunlTZ_@/ ')
+
+
+@cache
+def compilers() -> Compilers:
+    return make_compilers(Vocabulary({i: bytes([i]) for i in range(256)} | {END: b""}), 1)
+
+
+def completions(kind: GrammarKind, text: str, rng: random.Random, number: int) -> Iterator[str]:
+    """Yields completions of a grammar, those left out that would become too long."""
+    compiled = compile_grammar(compilers(), kind, text)
+    for _ in range(number):
+        matcher, spelled = Matcher(compiled, {END}), bytearray()
+        while not matcher.finished and len(spelled) < _MAX_BYTES:
+            byte = _choose(matcher, rng, len(spelled))
+            matcher.accept(byte)
+            if byte != END:
+                spelled.append(byte)
+        if matcher.finished:
+            yield spelled.decode(errors="surrogatepass")
+
+
+def allows(schema: Any, value: str) -> bool:
+    """Whether a schema's grammar allows a text."""
+    matcher = Matcher(
+        compile_grammar(compilers(), GrammarKind.JSON_SCHEMA, json.dumps(schema)), [END]
+    )
+    for byte in value.encode():
+        if not np.frombuffer(matcher.mask(), np.uint32)[byte // 32] >> byte % 32 & 1:
+            return False
+        matcher.accept(byte)
+    return bool(np.frombuffer(matcher.mask(), np.uint32)[END // 32] & 1)
+
+
+def mismatch(schema: Any, text: str) -> str:
+    """Why a completion is not as its schema says, or an empty string."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        return f"{text!r} is not JSON: {error}"
+    checker = validator_for(schema, Draft202012Validator)(schema)
+    with warnings.catch_warnings(action="ignore"):  # some expressions look like others
+        error = next(checker.iter_errors(value), None)
+    return f"{text!r}: {error.message[:200]}" if error else ""
+
+
+def _choose(matcher: Matcher, rng: random.Random, length: int) -> int:
+    bits = np.unpackbits(np.frombuffer(matcher.mask(), np.uint8), bitorder="little")
+    allowed = [int(each) for each in np.flatnonzero(bits)]
+    for wanted, chance in ((_CLOSING, 0.3 if length < 60 else 0.9), (_USUAL, 0.8)):
+        some = [each for each in allowed if each == END or each in wanted]
+        if some and rng.random() < chance:
+            return rng.choice(some)
+    return rng.choice(allowed)
