@@ -62,7 +62,7 @@ _REQUEST = (
 _STRUCTURED = (
     Limit("text of a constraint", "frontend.text.structured_output:MAX_GRAMMAR_BYTES", "bytes"),
     Limit("options of a `choice`", "frontend.text.structured_output:MAX_CHOICES"),
-    Limit("nesting of a JSON schema", f"{_GRAMMAR}.schema:MAX_DEPTH", "levels"),
+    Limit("nesting of a JSON schema", f"{_GRAMMAR}.schema.reader:MAX_DEPTH", "levels"),
     Limit("processor time of a compilation", f"{_GRAMMAR}.wire:COMPILE_CPU_S", "s"),
     Limit("processor time of a token's mask", f"{_GRAMMAR}.wire:MASK_CPU_S", "s"),
     Limit("memory of a grammar's process", f"{_GRAMMAR}.wire:MEMORY_BYTES", "bytes"),

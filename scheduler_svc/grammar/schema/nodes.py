@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from scheduler_svc.grammar.schema import characters
 from scheduler_svc.grammar.schema.characters import Ranges
@@ -194,6 +195,7 @@ def _quantifier(node: Repeat) -> str:
             return f"{{{least}}}" if least == most else f"{{{least},{most}}}"
 
 
+@cache
 def _class_text(ranges: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
         return _character_text(ranges[0][0])

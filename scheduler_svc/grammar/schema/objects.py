@@ -126,10 +126,9 @@ class _Object:
         required = self._required(named)
         forms = self._forms(named, required)
         beside = self._beside(named, patterns)
-        if further is not None and not patterns and not self.names and self.reader.with_further:
-            value = self._read(further, "additionalProperties")
-            if value is not False:
-                beside = {strings.any_string_but(named): value}
+        value = False if further is None else self._read(further, "additionalProperties")
+        if value is not False and not patterns and not self.names and self.reader.with_further:
+            beside = {strings.any_string_but(named): value}
         least, most = self._counts()
         if least is not None and least <= len(required):
             least = None
@@ -156,7 +155,7 @@ class _Object:
         if least is not None and least > 1:
             reason = f"'minProperties' {least} is not supported where a name may come twice"
             raise SchemaError(reason, self.place)
-        values: Any = True
+        values = self._read(True if further is None else further, "additionalProperties")
         if patterns and self.names:
             reason = "'propertyNames' beside 'patternProperties' is not supported"
             raise SchemaError(reason, self.place)
@@ -168,7 +167,6 @@ class _Object:
                     "'patternProperties' with only false is not supported", self.place
                 )
         else:
-            values = self._read(True if further is None else further, "additionalProperties")
             if values in (True, {}) and not self.names and least is None and most is None:
                 return {"type": "object"}
             form = {"type": "object", "additionalProperties": {} if values is True else values}

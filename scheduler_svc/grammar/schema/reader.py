@@ -208,16 +208,16 @@ class Reader:
             raise SchemaError("'minItems' is over 'maxItems'", place)
         first, further, keyword = self._items(schema, place)
         forms = []
-        for index, each in enumerate(first[:most]):
+        for index, each in enumerate(first):
             form = self.read(each, inside(place, keyword, index), depth + 1)
-            if form is False:
+            if form is False and (most is None or index < most):
                 raise SchemaError(f"no value matches item {index}", place)
             forms.append({} if form is True else form)
-        if most is not None and most <= len(forms):
-            further = False
         if further is None:
             further = not forms or (least or 0) > len(forms)
         rest = self.read(further, inside(place, "items"), depth + 1)
+        if most is not None and most <= len(forms):
+            forms, rest = forms[:most], False
         if rest is False and (least or 0) > len(forms):
             raise SchemaError(f"'minItems' is over {len(forms)}, the number of items", place)
         if not forms and rest in (True, {}) and least is None and most is None:

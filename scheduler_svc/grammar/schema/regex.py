@@ -77,14 +77,11 @@ def _without_anchors(node: Node, at_start: bool, at_end: bool) -> Node:
                 else "'$' is only supported at the end"
             )
         case Sequence():
-            parts = node.parts
+            full = [index for index, part in enumerate(node.parts) if not _is_empty(part)]
+            first, last = (full[0], full[-1]) if full else (len(node.parts), -1)
             return sequence(
-                _without_anchors(
-                    part,
-                    at_start and all(map(_is_empty, parts[:index])),
-                    at_end and all(map(_is_empty, parts[index + 1 :])),
-                )
-                for index, part in enumerate(parts)
+                _without_anchors(part, at_start and index <= first, at_end and index >= last)
+                for index, part in enumerate(node.parts)
             )
         case Choice():
             return choice(_without_anchors(each, at_start, at_end) for each in node.options)

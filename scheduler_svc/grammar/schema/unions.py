@@ -34,21 +34,31 @@ def is_of_type(value: str, types: set[str]) -> bool:
 
 
 def types_of(
-    document: Document, schema: Any, place: str, untyped: Callable[[Any], set[str]] | None = None
+    document: Document,
+    schema: Any,
+    place: str,
+    untyped: Callable[[Any], set[str]] | None = None,
+    seen: set[int] | None = None,
 ) -> set[str] | None:
     """The types of all values that match a schema; None if they may be any.
 
     Args:
         untyped: the types of the values that a completion has for a schema without `type`.
+        seen: the schemas whose types are known already.
     """
     schema = document.resolve(schema, place)
+    seen = set() if seen is None else seen
+    if id(schema) in seen:
+        return set()
+    if isinstance(schema, dict):
+        seen.add(id(schema))
     if not isinstance(schema, dict):
         return None if schema else set()
     if (values := _values(schema)) is not None:
         return {type_of(value) for value in values}
     for keyword in ("anyOf", "oneOf"):
         if keyword in schema:
-            found = [types_of(document, each, place, untyped) for each in schema[keyword]]
+            found = [types_of(document, each, place, untyped, seen) for each in schema[keyword]]
             known = [each for each in found if each is not None]
             return set().union(*known) if len(known) == len(found) else None
     if "type" in schema:
@@ -59,8 +69,8 @@ def types_of(
 def separate(union: Union, document: Document, target: Callable[[Any], Any]) -> None:
     """Makes sure that a completion of one option matches no other, as all may come in an `anyOf`.
 
-    If two options differ in the values of a property that neither requires, the form of one is
-    changed to require it.
+    If two options differ in the values of a property that neither requires, their forms are changed
+    to require it.
 
     Args:
         target: follows the references in a form.
@@ -79,9 +89,11 @@ def separate(union: Union, document: Document, target: Callable[[Any], Any]) -> 
         if shared is None:
             reason = f"options {i} and {j} of 'oneOf' may overlap, which is not supported"
             raise SchemaError(reason, union.place)
-        one.required.add(shared)
-        form = target(union.forms[i])
-        union.forms[i] = {**form, "required": [*form["required"], shared]}
+        for index, option in ((i, one), (j, other)):
+            if shared not in option.always:
+                option.always.add(shared)
+                form = target(union.forms[index])
+                union.forms[index] = {**form, "required": [*form["required"], shared]}
 
 
 @dataclass(slots=True)
@@ -89,14 +101,16 @@ class _Option:
     """An option of `oneOf`. `types` and `values` are those that match it; None: any.
 
     The rest is about objects with named properties, and empty if completions are others:
-    `properties` with the values of those that have a list, `required` ones, the only `names` that
-    a completion may have, and whether an object with others does not match.
+    `properties` with the values of those that have a list, `required` ones, those that are `always`
+    in a completion, the only `names` that a completion may have, and whether an object with others
+    does not match.
     """
 
     types: set[str] | None
     values: set[str] | None
     properties: dict[str, set[str] | None]
     required: set[str]
+    always: set[str]
     names: set[str] | None
     is_closed: bool
 
@@ -105,7 +119,7 @@ class _Option:
         schema = document.resolve(option, place)
         types, values = types_of(document, schema, place), _keys(schema)
         if "properties" not in form or not isinstance(schema, dict):
-            return cls(types, values, {}, set(), None, False)
+            return cls(types, values, {}, set(), set(), None, False)
         properties = {
             name: _keys(document.resolve(each, place))
             for name, each in schema.get("properties", {}).items()
@@ -118,6 +132,7 @@ class _Option:
             values,
             properties,
             required,
+            {*required},
             names,
             is_closed and not schema.get("patternProperties"),
         )
@@ -129,9 +144,9 @@ def _never_matches(one: _Option, other: _Option) -> bool:
         return True
     if one.values is not None and other.values is not None and not one.values & other.values:
         return True
-    if any(name in one.required | other.required for name in _tags(one, other)):
+    if any(name in one.always | other.required for name in _tags(one, other)):
         return True
-    if other.is_closed and not one.required <= other.properties.keys():
+    if other.is_closed and not one.always <= other.properties.keys():
         return True
     return one.names is not None and not other.required <= one.names
 

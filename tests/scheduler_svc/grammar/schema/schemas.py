@@ -29,6 +29,8 @@ _LEAVES: list[Any] = [
     {"$ref": "#"},
     {"properties": {"a": {"const": 1}}},
     {"properties": {"title": {"type": "integer"}}},
+    {"type": "object", "properties": {"a": {"const": "x"}}},
+    {"type": "object", "properties": {"a": {"enum": ["y", 1.0]}, "b": {}}, "required": ["b"]},
     {"minimum": 2},
     {"required": ["a"]},
 ]
@@ -64,14 +66,37 @@ _PATTERNS = [
 ]
 _NUMBERS: list[Any] = [0, 1, -3, 7, 2.5, -0.5, 1e-7, 100, 0.1, 1e10, 2**53, 12345.678, 10**19]
 _COUNTS: list[Any] = [0, 1, 2, 3, 2.0]
-_FORMATS = (
-    "date time date-time duration ipv4 ipv6 hostname uuid uri uri-reference uri-template email "
-    "json-pointer int32 password regex"
-).split()
-_REFERENCES = (
-    "#/$defs/small #/definitions/a~1b #/$defs/list #/x-more/deep/0 #/$defs/p%25 # #/properties/a "
-    "#/nowhere http://a/b #small #/$defs/loop"
-).split()
+_FORMATS = [
+    "date",
+    "time",
+    "date-time",
+    "duration",
+    "ipv4",
+    "ipv6",
+    "hostname",
+    "uuid",
+    "uri",
+    "uri-reference",
+    "uri-template",
+    "email",
+    "json-pointer",
+    "int32",
+    "password",
+    "regex",
+]
+_REFERENCES = [
+    "#/$defs/small",
+    "#/definitions/a~1b",
+    "#/$defs/list",
+    "#/x-more/deep/0",
+    "#/$defs/p%25",
+    "#",
+    "#/properties/a",
+    "#/nowhere",
+    "http://a/b",
+    "#small",
+    "#/$defs/loop",
+]
 _TYPES: list[Any] = [
     *keywords.TYPES,
     ["string", "null"],

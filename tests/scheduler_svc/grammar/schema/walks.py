@@ -18,7 +18,8 @@ from scheduler_svc.grammar.compiler import Compilers, Matcher, compile_grammar, 
 from shared.vocabulary import Vocabulary
 
 END = 256
-_CLOSING = b'"}],:0'
+_CLOSING = b'"}]'
+_LEADING_ON = b",:0@."
 _MAX_BYTES = 2000
 # Of all bytes that may come next, few are in texts that schemas tell apart.
 _USUAL = frozenset(b'{}[]",:-+.0123456789abcdefgxyzstrunlTZ_@/ ')
@@ -70,7 +71,8 @@ def mismatch(schema: Any, text: str) -> str:
 def _choose(matcher: Matcher, rng: random.Random, length: int) -> int:
     bits = np.unpackbits(np.frombuffer(matcher.mask(), np.uint8), bitorder="little")
     allowed = [int(each) for each in np.flatnonzero(bits)]
-    for wanted, chance in ((_CLOSING, 0.3 if length < 60 else 0.9), (_USUAL, 0.8)):
+    ends = 0.3 if length < 60 else 0.9
+    for wanted, chance in ((_CLOSING, ends), (_LEADING_ON, 0.3), (_USUAL, 0.8)):
         some = [each for each in allowed if each == END or each in wanted]
         if some and rng.random() < chance:
             return rng.choice(some)
