@@ -15,7 +15,7 @@ COPY nano_vllm_grpc nano_vllm_grpc
 COPY shared shared
 COPY frontend/__init__.py frontend/settings.py frontend/
 COPY frontend/callers/__init__.py frontend/callers/tenants.py frontend/callers/
-COPY worker_svc/__init__.py worker_svc/errors.py worker_svc/
+COPY worker_svc/__init__.py worker_svc/errors.py worker_svc/user_cache.py worker_svc/
 COPY worker_svc/models/__init__.py worker_svc/models/chat_formats.py worker_svc/models/families.py \
     worker_svc/models/
 COPY deploy/__init__.py deploy/errors.py deploy/gateway.py deploy/health.py deploy/ports.py \

@@ -42,9 +42,12 @@ def taken():
             except OSError:
                 pass
 
-if starts.exists() and not os.fork():
-    os.write(1, f"taken {len([*taken()])}\\n".encode())
-    os._exit(0)
+if starts.exists():
+    if other := os.fork():
+        os.waitpid(other, 0)  # until then, it holds the ports, too
+    else:
+        os.write(1, f"taken {len([*taken()])}\\n".encode())
+        os._exit(0)
 class NoMetrics(ServiceMetrics):
     def families(self):
         return iter(())
