@@ -24,6 +24,7 @@ HUB = "hub:"
 GGUF = ".gguf"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _REVISION = re.compile(r"(?!.*\.\.)[\w./-]+")
+_LARGE = 1 << 30  # bytes; hashing them takes a second
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 SMOLLM2 = "smollm2"
 _SMOLLM2_WHEEL = (
@@ -230,10 +231,11 @@ def _damaged_files(directory: Path) -> list[Path]:
     A file is hashed once, and again when its state has changed. It is synced before its state is
     kept, so that no loss of power changes its bytes without its state.
     """
-    record = cache_folder("models") / f"{directory.parents[1].name}-{directory.name}.json"
-    known: dict[str, str] = {}
-    with suppress(OSError, ValueError, TypeError), private_folder(record.parent):
-        known = dict(json.loads(record.read_bytes()))
+    record, known = None, dict[str, str]()
+    with suppress(OSError, ValueError, TypeError):
+        record = cache_folder("models") / f"{directory.parents[1].name}-{directory.name}.json"
+        with private_folder(record.parent):
+            known = dict(json.loads(record.read_bytes()))
     states, damaged = {}, []
     for path in sorted(each for each in directory.rglob("*") if each.is_symlink()):
         file, name = path.resolve(), str(path.relative_to(directory))
@@ -242,9 +244,11 @@ def _damaged_files(directory: Path) -> list[Path]:
             damaged.append(path)
         elif known.get(name) != states[name]:
             sync(file)
-            if _hub_digest(file) != file.name:
+            if file.stat().st_size >= _LARGE:
+                print(f"comparing {path.name} with its digest", file=sys.stderr)
+            if not _has_digest(file):
                 damaged.append(path)
-    if not damaged and states != known:
+    if record and not damaged and states != known:
         with (
             suppress(OSError),
             private_folder(record.parent, create=True),
@@ -256,12 +260,14 @@ def _damaged_files(directory: Path) -> list[Path]:
     return damaged
 
 
-def _hub_digest(file: Path) -> str:
-    """The name of these bytes in the hub's cache: SHA-256 of large files, git's digest of others.
-    Names of another kind say nothing about bytes."""
+def _has_digest(file: Path) -> bool:
+    """Whether a file of the hub's cache has the digest that is its name: SHA-256 of large files,
+    git's of others, and SHA-1 behind some mirrors. Names of another kind say nothing about bytes.
+    """
     if re.fullmatch("[0-9a-f]{64}", file.name):
-        return digest_of(file)
-    if re.fullmatch("[0-9a-f]{40}", file.name):
-        data = file.read_bytes()
-        return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
-    return file.name
+        return digest_of(file) == file.name
+    if not re.fullmatch("[0-9a-f]{40}", file.name):
+        return True
+    data = file.read_bytes()
+    texts = b"blob %d\0" % len(data) + data, data
+    return file.name in (hashlib.sha1(each, usedforsecurity=False).hexdigest() for each in texts)

@@ -203,9 +203,7 @@ def own_directory(directory: Path, *, create: bool = False) -> Iterator[int]:
     """
     with _explained(directory):
         _check_above(directory.parent)
-        with private_folder(
-            directory, create=create, trusted=directory.absolute().parent
-        ) as folder:
+        with private_folder(directory, create=create) as folder:
             _check_owner(os.fstat(folder), directory, os.geteuid())
             yield folder
 
@@ -227,13 +225,12 @@ def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
         FileNotFoundError: there is none.
         LaunchError: as `own_directory`, also about the file, or it cannot be opened.
     """
-    with (
-        own_directory(path.parent) as folder,
-        _explained(path),
-        private_file(folder, path.name, flags) as file,
-    ):
-        _check_owner(os.fstat(file), path, os.geteuid())
-        return os.dup(file)
+    with own_directory(path.parent) as folder, _explained(path):
+        # Earlier versions left files that a group may write to.
+        closed = not os.fstat(folder).st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        with private_file(folder, path.name, flags, any_mode=closed) as file:
+            _check_owner(os.fstat(file), path, os.geteuid())
+            return os.dup(file)
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -3,13 +3,12 @@ root can have written."""
 
 from __future__ import annotations
 
-import grp
+import errno
 import hashlib
 import os
-import pwd
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -47,6 +46,9 @@ def sync(path: Path) -> None:
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EROFS):  # nothing to sync in such file systems
+            raise
     finally:
         os.close(number)
 
@@ -77,72 +79,40 @@ def make_folders(path: Path, mode: int) -> None:
 
 
 @contextmanager
-def private_folder(
-    path: Path, *, create: bool = False, trusted: Path | None = None
-) -> Iterator[int]:
-    """Opens folder `path` -> a descriptor.
-
-    Args:
-        trusted: a folder. If `path` is in it, this folder and those above it are not checked: other
-            users who could replace them could replace the program, too, or the caller checks them.
+def private_folder(path: Path, *, create: bool = False) -> Iterator[int]:
+    """Opens folder `path` -> a descriptor. The folders above are not checked: whoever replaces one
+    can only lead to another folder that this user or root has made.
 
     Raises:
         OSError: the folder is missing, is a link, belongs to another user than root, or other
-            users may write to it or replace a folder above it.
+            users may write to it.
     """
     if create:
         make_folders(path, 0o700)
-    above = list(path.absolute().parents)
-    if trusted is not None and trusted.absolute() in above:
-        del above[above.index(trusted.absolute()) :]
-    for each in reversed(above):
-        _check_folder(each)
     with _opened(path, os.O_RDONLY | os.O_DIRECTORY, None) as folder:
         yield folder
 
 
 @contextmanager
-def private_file(folder: int, name: str, flags: int = os.O_RDONLY) -> Iterator[int]:
+def private_file(
+    folder: int, name: str, flags: int = os.O_RDONLY, *, any_mode: bool = False
+) -> Iterator[int]:
     """Opens file `name` in `folder` -> a descriptor.
+
+    Args:
+        any_mode: whether the file may have any mode, because no other user can enter the folder.
 
     Raises:
         OSError: as `private_folder`.
     """
-    with _opened(name, flags, folder) as file:
+    with _opened(name, flags, folder, any_mode=any_mode) as file:
         yield file
 
 
-def _check_folder(folder: Path) -> None:
-    """Checks that only this user or root can replace what is in `folder`, or where it leads to if
-    it is a link. The folders above have been checked."""
-    status = folder.stat()
-    for user in (status.st_uid, folder.lstat().st_uid):
-        if user not in (0, os.geteuid()):
-            raise PermissionError(f"{folder} belongs to user {user}")
-    if folder.is_symlink():
-        target = folder.parent / folder.readlink()
-        for each in (*reversed(target.parents), target):
-            _check_folder(each)
-    # In a sticky folder, such as /tmp, a user can move or remove only what is the user's own.
-    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if status.st_mode & stat.S_ISVTX or not writable:
-        return
-    if writable & stat.S_IWOTH or not _is_alone_in(status.st_gid):
-        raise PermissionError(f"other users may write to {folder}; chmod go-w allows its use")
-
-
-def _is_alone_in(group: int) -> bool:
-    """Whether `group` is this user's private one. Where users have such groups, the umask lets
-    groups write."""
-    user = os.geteuid()
-    with suppress(KeyError):
-        name, found = pwd.getpwuid(user).pw_name, grp.getgrgid(group)
-        return user != 0 and found.gr_name == name and set(found.gr_mem) <= {name}
-    return False
-
-
 @contextmanager
-def _opened(path: Path | str, flags: int, folder: int | None) -> Iterator[int]:
+def _opened(
+    path: Path | str, flags: int, folder: int | None, *, any_mode: bool = False
+) -> Iterator[int]:
     # Opening a FIFO would otherwise block.
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     number = os.open(path, flags, 0o600, dir_fd=folder)
@@ -152,7 +122,7 @@ def _opened(path: Path | str, flags: int, folder: int | None) -> Iterator[int]:
             raise PermissionError(f"{path} is not a regular file")
         if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(f"{path} belongs to user {status.st_uid}")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not any_mode:
             raise PermissionError(f"other users may write to {path}; chmod go-w allows its use")
         yield number
     finally:

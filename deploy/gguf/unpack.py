@@ -28,6 +28,11 @@ from worker_svc.user_cache import cache_folder, digest_of, keep, private_folder
 
 _LAYOUT = 3  # changes with the contents of the directory
 _DIGESTS = "digests.json"  # of the directory's other files; it is written last
+# The files whose digests `_DIGESTS` has.
+_TEXTS = (
+    *("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"),
+    GGUF_INDEX,
+)
 
 
 def unpack(file: Path, sampling: Mapping[str, float] | None = None) -> Path:
@@ -76,9 +81,9 @@ def _is_intact(directory: Path, links: Mapping[str, Path]) -> bool:
     """Whether all files have the bytes that were written."""
     try:
         digests = json.loads((directory / _DIGESTS).read_bytes())
-        right = [digest_of(directory / name) == each for name, each in digests.items()]
+        right = [digest_of(directory / name) == digests[name] for name in _TEXTS]
         right += [(directory / name).readlink() == file for name, file in links.items()]
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return False
     return all(right)
 

@@ -21,6 +21,7 @@ _PROXIES = "http_proxy", "https_proxy", "no_proxy", "all_proxy"
 _NAMES = (
     *("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", *_PROXIES, *map(str.upper, _PROXIES)),
     *("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "CXX", "GLOO_SOCKET_IFNAME"),
+    *("MASTER_ADDR", "MASTER_PORT"),
 )
 _PREFIXES = (PREFIX, "CUDA_", "HF_", "NCCL_")
 

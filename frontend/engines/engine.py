@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from math import inf
 from typing import Any
 
 import structlog
@@ -32,8 +33,7 @@ from shared.pb import scheduler_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-# How long after its loss an engine recovers, as far as new requests are concerned. A process that
-# died is replaced within this time, and a model of a few gigabytes is loaded.
+# How long new requests wait for a lost engine: a new process loads a few gigabytes in this time.
 _RECOVERY_S = 30.0
 _SUBMISSIONS_AT_ONCE = 32  # in one iteration of the event loop
 _WATCH_AGAIN_S = 0.5
@@ -85,9 +85,10 @@ class Engine:
         # As its scheduler last reported.
         self.draining = False
         self._serving = True
+        self._may_be_lost_again = True  # not by a scheduler's first state after a loss
         self._was_ready = False
         self._not_ready_since = time.monotonic()
-        self._lost_at: float | None = None  # when it last lost its connection or its workers
+        self._lost_at = -inf  # when it last lost its connection or its workers
         self._giving_up: asyncio.TimerHandle | None = None
 
     # The engine's state.
@@ -119,8 +120,7 @@ class Engine:
     @property
     def recovers(self) -> bool:
         """Whether new requests wait for it, because it was lost less than `_RECOVERY_S` ago."""
-        recent = self._lost_at is not None and time.monotonic() - self._lost_at < _RECOVERY_S
-        return self.is_lost and recent
+        return self.listed and self.is_lost and time.monotonic() - self._lost_at < _RECOVERY_S
 
     @property
     def engine_info(self) -> pb.EngineInfo:
@@ -272,8 +272,9 @@ class Engine:
         elif message.HasField("engine_state"):
             was_serving, self._serving = self._serving, message.engine_state.serving
             self.draining = message.engine_state.draining
-            if was_serving and not self._serving:
+            if was_serving and not self._serving and self._may_be_lost_again:
                 self._note_loss()
+            self._may_be_lost_again = True
             await self._report_ready()
         elif message.HasField("engine_info"):
             await self._on_connected(message.engine_info)
@@ -284,18 +285,17 @@ class Engine:
         if self._giving_up is not None:
             self._giving_up.cancel()
         self.info, self.name, self.model_fingerprint = info, info.name, info.model_fingerprint
-        self._serving, self.draining = True, False
+        self._serving, self.draining, self._may_be_lost_again = True, False, self._lost_at == -inf
         entries = self.ledger.entries.values()
         self._name_suspects([each for each in entries if not self.has_other_model(each.stream)])
         await self._submit_rest()
-        if self._lost_at is not None:
+        if self._lost_at > -inf:
             self.metrics.recovery.observe(time.monotonic() - self._lost_at)
         await self._report_ready()
 
     async def _on_lost(self, died: bool) -> None:
         self._note_loss()
-        # A scheduler that takes too long to stop is killed.
-        culprit = self.ledger.disconnect(died=died and not self.draining)
+        culprit = self.ledger.disconnect(died=died and not self.draining)  # a slow stop is killed
         if culprit:
             log.error(
                 "request kills every scheduler that runs it; failing the request",
@@ -316,8 +316,8 @@ class Engine:
             await self._on_ready(self, ready)
 
     def _note_loss(self) -> None:
-        lost_at = self._lost_at = time.monotonic()
-        asyncio.get_running_loop().call_later(_RECOVERY_S, self._refuse_new, lost_at)
+        self._lost_at = time.monotonic()
+        asyncio.get_running_loop().call_later(_RECOVERY_S, self._refuse_new, self._lost_at)
 
     def _refuse_new(self, lost_at: float) -> None:
         """Fails the requests that arrived after the engine was lost, unless it has returned."""
@@ -326,8 +326,8 @@ class Engine:
             self.fail(streams, no_engine())
 
     def _give_up(self) -> None:
-        reason = "the engine was lost and did not return in time"
-        self.fail(self.open_streams(), UnavailableError(reason, RETRY_AFTER_S))
+        error = UnavailableError("the engine was lost and did not return in time", RETRY_AFTER_S)
+        self.fail(self.open_streams(), error)
 
     async def _submit_rest(self) -> None:
         """Submits the withheld completions, except those of another model."""

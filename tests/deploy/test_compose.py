@@ -120,6 +120,7 @@ def test_a_compose_file_that_others_may_have_written_is_not_used(
     ranks = directory / "compose.ranks.json"
     ranks.write_text("{}")
     ranks.chmod(0o666)
+    directory.chmod(0o755)
     down = "down", "--runtime", "docker", "--port", port
     said = launcher.fail(*down, PATH=install_fake(launcher, "docker"), DOCKER_STATUS="0")
     assert "other users may write to compose.ranks.json; chmod go-w allows its use" in said

@@ -21,9 +21,11 @@ from tests.gguf_files import write_gguf
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 MODEL = f"hub:somebody/small@{COMMIT}"
 LARGE, SMALL = b"weights" * 1000, b'{"model_type": "small"}'
+MIRRORED = b'{"eos_token_id": 3}'  # by a mirror that names files by their plain SHA-1
 BLOBS = {
     hashlib.sha256(LARGE).hexdigest(): ("model.safetensors", LARGE),
     hashlib.sha1(b"blob %d\0" % len(SMALL) + SMALL).hexdigest(): ("config.json", SMALL),
+    hashlib.sha1(MIRRORED).hexdigest(): ("generation_config.json", MIRRORED),
 }
 
 
@@ -93,14 +95,14 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    hub, digest = Hub(tmp_path / "hub"), module._hub_digest
+    hub, digest = Hub(tmp_path / "hub"), module._has_digest
 
-    def counted(file: Path) -> str:
+    def counted(file: Path) -> bool:
         hub.hashed.append(file.name)
         return digest(file)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.download)
-    monkeypatch.setattr(module, "_hub_digest", counted)
+    monkeypatch.setattr(module, "_has_digest", counted)
     return hub
 
 
@@ -110,7 +112,7 @@ def test_each_file_of_the_hub_is_hashed_once(hub: Hub) -> None:
         assert sorted(hub.hashed) == sorted(BLOBS)
     os.utime(hub.file("config.json"), (0, 0))
     resolve_model(MODEL)
-    assert hub.hashed[2:] == [hub.file("config.json").name]
+    assert hub.hashed[len(BLOBS) :] == [hub.file("config.json").name]
 
 
 @damages
@@ -132,7 +134,7 @@ def test_a_damaged_file_of_the_hub_is_downloaded_again(
     assert hub.file(name).read_bytes() == dict(BLOBS.values())[name]
     assert f"{name} of {MODEL} are damaged; downloading them again" in capsys.readouterr().err
     resolve_model(MODEL)
-    assert hub.downloaded[2:] == [name]
+    assert hub.downloaded[len(BLOBS) :] == [name]
 
 
 def test_a_file_that_stays_damaged_is_named(hub: Hub) -> None:
@@ -148,7 +150,7 @@ def test_a_record_that_is_damaged_costs_the_hashing(hub: Hub, tmp_path: Path) ->
     (record,) = (tmp_path / "cache" / "nano-vllm-grpc" / "models").iterdir()
     cut(record)
     resolve_model(MODEL)
-    assert len(hub.hashed) == 4
+    assert len(hub.hashed) == 2 * len(BLOBS)
 
 
 def test_files_are_on_the_disk_before_their_states_are_kept(
@@ -164,5 +166,5 @@ def test_files_are_on_the_disk_before_their_states_are_kept(
 
     monkeypatch.setattr(os, "fsync", watched)
     resolve_model(MODEL)
-    assert set(synced[:2]) == BLOBS.keys()
-    assert synced[2:] == ["made", "models"]
+    assert set(synced[: len(BLOBS)]) == BLOBS.keys()
+    assert synced[len(BLOBS) :] == ["made", "models"]

@@ -144,6 +144,9 @@ def test_a_file_that_others_may_have_written_is_not_used(directory: Path, name: 
     file = directory / name
     content = file.read_bytes()
     file.chmod(0o620)
+    if name != ENVIRONMENT_FILE:  # nobody else can enter the directory
+        load(directory, name)
+    directory.chmod(0o755)
     with pytest.raises(LaunchError, match=f"other users may write to {name}"):
         load(directory, name)
     file.unlink()

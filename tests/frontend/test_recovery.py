@@ -92,6 +92,35 @@ async def test_without_workers_a_request_waits_at_the_scheduler(
     assert await finish(a, old) == expected()
 
 
+async def test_a_scheduler_that_returns_without_workers_does_not_prolong_the_wait(
+    cluster: Cluster, pass_30_s: Callable[[], None]
+) -> None:
+    a = await cluster.add("a")
+    await cluster.list("a")
+    await lose(cluster, a)
+    new = cluster.submit()
+    await a.start()
+    await submitted(a)
+    a.send_state(serving=False)
+    await cluster.until_serving(0)
+    pass_30_s()
+    with pytest.raises(UnavailableError, match="no engine is ready"):
+        await tokens(new, 1)
+
+
+async def test_no_request_waits_for_an_engine_that_left_the_list(cluster: Cluster) -> None:
+    a = await cluster.add("a")
+    await cluster.list("a")
+    old = cluster.submit()
+    await submitted(a)
+    await lose(cluster, a)
+    await cluster.list()
+    await until(lambda: not next(iter(cluster.engines._engines.values())).listed, "it to leave")
+    with pytest.raises(UnavailableError, match="no engine is ready"):
+        cluster.submit()
+    old.close()
+
+
 async def test_after_too_long_a_wait_new_requests_fail_and_old_ones_wait_on(
     cluster: Cluster, pass_30_s: Callable[[], None]
 ) -> None:

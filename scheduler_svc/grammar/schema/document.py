@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 from urllib.parse import unquote
 
@@ -10,6 +11,7 @@ from scheduler_svc.grammar.schema.errors import SchemaError
 _DRAFT_3, _DRAFT_4 = "/draft-03/", "/draft-04/"
 _OLDER = (_DRAFT_4, "/draft-06/", "/draft-07/", "/draft/2019-09/")
 _MAX_SHOWN = 50  # characters of a reference
+_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 class Document:
@@ -46,17 +48,17 @@ class Document:
             raise SchemaError(reason, place)
         found, where = self.root, "#"
         for part in unquote(reference).split("/")[1:]:
+            if isinstance(found, dict) and self.changes_base(found, where):
+                raise SchemaError(f"'$ref' to {shown} leads into a schema with an '$id'", place)
             name = part.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and name in found:
                 found = found[name]
-            elif isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            elif isinstance(found, list) and _INDEX.fullmatch(name) and int(name) < len(found):
                 found = found[int(name)]
             else:
                 reason = f"Cannot find field {name[:_MAX_SHOWN]!r} of '$ref' {shown}"
                 raise SchemaError(reason, place)
             where = inside(where, name)
-            if isinstance(found, dict) and self.changes_base(found, where):
-                raise SchemaError(f"'$ref' to {shown} leads into a schema with an '$id'", place)
         return found, where
 
     def resolve(self, schema: Any, place: str) -> Any:

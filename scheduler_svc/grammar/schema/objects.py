@@ -14,6 +14,7 @@ import warnings
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from scheduler_svc.grammar.schema import keywords, numbers, strings
 from scheduler_svc.grammar.schema.characters import intersection, single
@@ -21,6 +22,7 @@ from scheduler_svc.grammar.schema.document import Document, inside
 from scheduler_svc.grammar.schema.errors import SchemaError
 from scheduler_svc.grammar.schema.nodes import begins_with, to_json_text
 
+_FURTHER = "additionalProperties", "unevaluatedProperties"
 # An expression of `patternProperties` whose matches all begin with this character.
 _BEGINNING = re.compile(r"\^([A-Za-z0-9_-])(?![*?{])[^|]*")
 
@@ -37,9 +39,12 @@ def read_object(reader: Reader, schema: dict[str, Any], place: str, depth: int) 
     names = _Names.read(reader.document, schema, place)
     found = _Object(reader, schema, place, depth, names)
     named, patterns = found.mapping("properties"), found.mapping("patternProperties")
-    further = schema.get("additionalProperties", schema.get("unevaluatedProperties"))
+    keyword = next((each for each in _FURTHER if each in schema), None)
+    further = schema[keyword] if keyword else None
     if names and names.listed is not None and not named and not patterns:
         values = True if further is None else further
+        if keyword and isinstance(further, dict):  # read once, not for each name
+            values = {"$ref": quote(inside(place, keyword), safe="#/~")}
         return found.named(dict.fromkeys(names.listed, values), {}, None)
     if named or ("properties" in schema and further is None and not patterns and not names):
         return found.named(named, patterns, further)

@@ -17,6 +17,7 @@ keywords that it enforces, and no annotations. It is stricter than the schema in
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 from scheduler_svc.grammar.schema import keywords, numbers, strings
@@ -76,15 +77,17 @@ class Reader:
         self._names: dict[str, str] = {}  # of definitions, by their places
         self._waiting: list[tuple[Any, str]] = []
         self._unions: list[Union] = []
-        self._own_base = ""  # the place of a schema whose references do not start from the root
+        self._bases: list[str] = []  # places of schemas whose references do not start from the root
+        self._referring: list[str] = []  # places of references
 
     def read_all(self) -> Any:
         form = self.read(self.document.root, "#")
         while self._waiting:
             schema, place = self._waiting.pop()
             self._definitions[self._names[place]] = self.read(schema, place)
-        if self._names and self._own_base:
-            raise SchemaError("'$id' beside '$ref' is not supported", self._own_base)
+        for base, place in product(self._bases, self._referring):
+            if place == base or place.startswith(f"{base}/"):
+                raise SchemaError("'$ref' inside a schema with an '$id' is not supported", place)
         places = {name: place for place, name in self._names.items()}
         check_finite({**self._definitions, "": form}, {**places, "": "#"})
         for union in self._unions:
@@ -106,7 +109,7 @@ class Reader:
         if schema.get("uniqueItems"):
             raise SchemaError("'uniqueItems' is not supported", place)
         if self.document.changes_base(schema, place):
-            self._own_base = place
+            self._bases.append(place)
         if "type" in schema:
             _check_types(schema["type"], place)
         head = next((keyword for keyword in keywords.HEADS if keyword in schema), None)
@@ -159,6 +162,7 @@ class Reader:
         return found is not None and all(is_of_type(each, types) for each in found)
 
     def _reference(self, reference: Any, place: str) -> Any:
+        self._referring.append(place)
         schema, where = self.document.find(reference, place)
         if isinstance(schema, bool):
             return schema
@@ -233,8 +237,9 @@ class Reader:
         keyword = "prefixItems"
         further = schema.get("items", schema.get("unevaluatedItems"))
         if self.document.has_tuples:
-            if "prefixItems" in schema:
-                raise SchemaError("'prefixItems' before draft 2020-12 is not supported", place)
+            if "prefixItems" in schema and "items" in schema:
+                reason = "'prefixItems' beside 'items' before draft 2020-12 is not supported"
+                raise SchemaError(reason, place)
             if isinstance(schema.get("items"), list):
                 keyword = "items"
                 further = schema.get("additionalItems", schema.get("unevaluatedItems"))

@@ -57,12 +57,13 @@ def types_of(
     if (values := _values(schema)) is not None:
         return {type_of(value) for value in values}
     for keyword in ("anyOf", "oneOf"):
-        if keyword in schema:
+        if keyword in schema and isinstance(schema[keyword], list):
             found = [types_of(document, each, place, untyped, seen) for each in schema[keyword]]
             known = [each for each in found if each is not None]
             return set().union(*known) if len(known) == len(found) else None
     if "type" in schema:
-        return {schema["type"]} if isinstance(schema["type"], str) else {*schema["type"]}
+        types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        return {*map(str, types)} if isinstance(types, list) else None  # else rejected later
     return (untyped(schema) if untyped else None) or None
 
 

@@ -88,7 +88,7 @@ def digest() -> str:
 def find(base: Path, variant: str) -> Path | None:
     """The library in folder `base` that was asked for last, built by any compiler. It may be
     damaged."""
-    found = (base / digest()).glob(f"{variant}-*.so")
+    found = (base / digest()).glob(f"{variant}-*-{'?' * _DIGITS}.so")  # not of earlier versions
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -101,7 +101,7 @@ def opened(path: Path) -> Iterator[int]:
         OSError: the file is missing, or other users may write to it.
     """
     with (
-        private_folder(path.parent, trusted=SOURCES) as folder,
+        private_folder(path.parent) as folder,
         private_file(folder, path.name) as number,
     ):
         if digest_of(number)[:_DIGITS] != path.stem.rpartition("-")[2]:
@@ -123,7 +123,7 @@ def build(base: Path, variants: Iterable[str]) -> list[Path]:
     folder = base / digest()
     make_folders(folder, 0o755)  # users may load what root has built
     with ExitStack() as stack:
-        number = stack.enter_context(private_folder(folder, trusted=SOURCES))
+        number = stack.enter_context(private_folder(folder))
         lock = stack.enter_context(private_file(number, "lock", os.O_RDWR | os.O_CREAT))
         fcntl.flock(lock, fcntl.LOCK_EX)
         for part in folder.glob("part-*"):  # of a process that was killed

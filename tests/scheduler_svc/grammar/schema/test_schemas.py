@@ -12,6 +12,7 @@ import pytest
 from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.compiler import compile_grammar
 from scheduler_svc.grammar.errors import GrammarError
+from scheduler_svc.grammar.schema.reader import enforced_text
 from tests.scheduler_svc.grammar.schema.walks import allows, compilers, completions, mismatch
 
 
@@ -21,6 +22,8 @@ def obj(properties: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 NUMBER, INTEGER, STRING = {"type": "number"}, {"type": "integer"}, {"type": "string"}
 BOTH = {"allOf": [obj({"a": INTEGER}), {"type": "object", "required": ["b"]}]}
+NAMED = {"type": "object", "propertyNames": {"enum": ["a", "b"]}}
+DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
 LOOP = {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}
 REJECTED: list[tuple[dict[str, Any], str]] = [
     # where a reference leads
@@ -41,7 +44,12 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"$ref": "#/$defs/a", "$defs": {"a": LOOP}}, "'$ref' leads back to itself (at #/$defs/a)"),
     (obj({"a": {"$ref": "#"}}), "no finite value matches (at #)"),
     ({"items": {"$ref": "#"}, "minItems": 1}, "no finite value matches (at #)"),
-    ({"$id": "http://a/", "items": {"$id": "b", "items": {"$ref": "#"}}}, "'$id' beside '$ref'"),
+    ({"items": {"$id": "b", "items": {"$ref": "#"}}}, "'$ref' inside a schema with an '$id'"),
+    ({"items": {"$ref": "#/$defs/b/not"}, "$defs": {"b": {"$id": "b"}}}, "into a schema with an"),
+    ({"$ref": "#/a/\u0661", "a": [{}, INTEGER]}, "Cannot find field '\u0661'"),
+    ({"$ref": f"#/a/{'1' * 5000}", "a": [{}]}, "Cannot find field '1111"),
+    ({"type": "string", "anyOf": [{"$ref": "#/a"}], "a": {"type": 5}}, "'type' beside 'anyOf'"),
+    ({"type": "string", "anyOf": [{"$ref": "#/a"}], "a": {"anyOf": 3}}, "'type' beside 'anyOf'"),
     # numbers
     (obj({"n": NUMBER | {"multipleOf": 0.5}}), "'multipleOf' a fraction is not supported"),
     (INTEGER | {"multipleOf": 7, "minimum": 1}, "'multipleOf' beside a single bound"),
@@ -67,7 +75,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"const": {"a": [2**60]}}, "'const' has 1152921504606846976, which is over 2^53"),
     ({"type": "string", "pattern": "é\""}, "only may match what JSON escapes"),
     ({"$schema": "http://json-schema.org/draft-03/schema#"}, "'$schema' 'http://json-schema.org/"),
-    ({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}, "'prefixItems'"),
+    (DRAFT_7 | {"prefixItems": [{}], "items": {}}, "'prefixItems' beside 'items' before draft"),
 ]  # fmt: skip
 
 
@@ -77,6 +85,13 @@ def test_what_is_not_enforced_is_rejected(schema: dict[str, Any], reason: str) -
         compile_grammar(compilers(), GrammarKind.JSON_SCHEMA, json.dumps(schema))
     assert reason in caught.value.reason
     assert " (at #" in caught.value.reason
+
+
+def test_values_of_listed_names_are_read_once() -> None:
+    schema: dict[str, Any] = INTEGER
+    for _ in range(20):
+        schema = NAMED | {"additionalProperties": schema}
+    assert len(enforced_text(json.dumps(schema))) < 10_000
 
 
 def test_numbers_that_are_none_of_json_are_rejected() -> None:
@@ -120,6 +135,14 @@ ENFORCED: list[tuple[dict[str, Any], list[str]]] = [
         ['{"ab":1}'],
     ),
     ({"type": "object", "properties": {"a": False, "b": INTEGER}}, ['{"b":1}', "{}"]),
+    (
+        obj({"a% b": NAMED | {"additionalProperties": obj({"c": INTEGER})}}),
+        ['{"a% b":{"b":{"c":1}}}'],
+    ),
+    # references
+    (obj({"a": {"$ref": "#/$defs/A"}}) | {"$defs": {"A": {"$id": "A", "const": 1}}}, ['{"a":1}']),
+    ({"$ref": "#/a/1", "a": [{}, INTEGER], "b": {"$id": "B"}}, ["1"]),
+    (DRAFT_7 | {"type": "array", "prefixItems": [INTEGER]}, ["[1]"]),
     # numbers
     (INTEGER | {"multipleOf": 7, "minimum": -10, "maximum": 10}, ["-7", "0", "7"]),
     (INTEGER | {"multipleOf": 1.5}, ["3", "-6"]),

@@ -16,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.damage import cut, damages
-from tests.worker_svc.untrusted import as_root, foreign, untrusted, writable_by_all
+from tests.worker_svc.untrusted import untrusted
 from worker_svc.errors import StartError
 from worker_svc.kernels.cpu import build, library
 from worker_svc.kernels.cpu_features import num_cores
@@ -203,20 +203,6 @@ def test_each_library_is_loaded_as_itself(places: tuple[Path, Path], tmp_path: P
         (path,) = build.build(places[0], [build.choose_variant()])
         answers.append(library._load(path).answer())
     assert answers == [42, 13]
-
-
-@needs_compiler
-@pytest.mark.parametrize("change", [pytest.param(foreign, marks=as_root), writable_by_all])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_what_others_may_replace_is_not_loaded(
-    places: tuple[Path, Path], tmp_path: Path, change: Callable[[Path], None], depth: int
-) -> None:
-    """The folders above that of the library count, too."""
-    base = tmp_path / "above" / "base"
-    (path,) = build.build(base, [build.choose_variant()])
-    change(path.parents[depth])
-    with pytest.raises(PermissionError, match=r"(belongs to user|other users may write)"):
-        library._load(path)
 
 
 @needs_compiler
