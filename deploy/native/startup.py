@@ -6,9 +6,10 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from deploy.errors import LaunchError, StartError, SupervisorGoneError
+from deploy.errors import LaunchError, StartError
 from deploy.health import SERVING, check_health
 from deploy.logs import failure_reason, refusal
+from deploy.native.processes import find_supervisor
 from deploy.native.status import ProcessStatus, stack_status
 from deploy.stack import Stack
 from shared.process.fork import CANNOT_START
@@ -38,12 +39,10 @@ def wait_until_serving(
         if supervisor and supervisor.poll() is not None:
             log = stack.log("supervisor")
             raise StartError(f"the supervisor ended: {failure_reason(log)}", log)
-        try:
-            return stack_status(stack)
-        except SupervisorGoneError:
-            if not supervisor:
-                raise
-            return []  # it has not started yet
+        found = find_supervisor(stack.directory) if supervisor else None
+        if supervisor and (found is None or found.state == "STARTING"):
+            return []
+        return stack_status(stack)
 
     def failed(status: ProcessStatus, what: str) -> StartError:
         log = stack.log(status.process.name)

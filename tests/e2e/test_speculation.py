@@ -87,5 +87,8 @@ def test_tokens_are_those_without_speculation(
             tokenized=vllm.TokenizedInput(input_ids=REPEATED),
             sampling_params=sampling,
         )
-        *_, last = engine.Generate(asked)
+        for _ in range(20):  # until drafts seem worth their time, which a busy machine may hide
+            *_, last = engine.Generate(asked)
+            if last.complete.spec_accepted_tokens:
+                break
     assert 0 < last.complete.spec_accepted_tokens <= last.complete.spec_draft_tokens

@@ -31,9 +31,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
     """A stack whose model does not know how to end, and has the room to go on for minutes."""
     model = tmp_path_factory.mktemp("endless")
     shutil.copytree(DEMO_MODEL, model, dirs_exist_ok=True)
-    for name in ("config.json", "generation_config.json"):
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         config = json.loads((model / name).read_text())
-        endless = {"eos_token_id": NEVER_SAID, "max_position_embeddings": 40960}
+        endless = {"eos_token_id": NEVER_SAID, "eos_token": None, "max_position_embeddings": 40960}
         (model / name).write_text(json.dumps(config | endless))
     with running_stack(model=model, ui_port=free_port()) as running:
         yield running
