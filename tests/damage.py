@@ -1,4 +1,4 @@
-"""What a loss of power, a full disk or a bad disk makes of a file."""
+"""Damages that a loss of power, a full disk or a bad disk does to a file."""
 
 from __future__ import annotations
 

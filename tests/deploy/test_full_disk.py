@@ -21,7 +21,7 @@ from .test_commands import named
 
 
 def refused(launcher: Launcher, *command: object) -> str:
-    """What a command that cannot write to any file says, with status 1."""
+    """The error of a command that cannot write to any file and ends with status 1."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))

@@ -79,7 +79,7 @@ def test_one_part_of_one_is_a_whole_file(whole: Path) -> None:
 
 
 def test_links_to_parts(whole: Path, tmp_path: Path) -> None:
-    """As in Hugging Face's cache, or a link that a user made."""
+    """Links are those of Hugging Face's cache, or one that a user made."""
     parts = split_gguf(whole, PARTS)
     (tmp_path / "link.gguf").symlink_to(parts[0])
     assert resolve_model(str(tmp_path / "link.gguf")) == resolve_model(str(parts[0]))

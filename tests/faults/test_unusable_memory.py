@@ -64,7 +64,7 @@ def assert_one_copy(stack: RealStack) -> None:
 
 
 def test_sealed_weights_without_an_index(stack: RealStack, expected: dict[str, Transcript]) -> None:
-    """As a fork leaves them that dies between the seal and the index."""
+    """A fork that dies between the seal and the index leaves them so."""
     before, lost = parents(stack), stack.load().lost_tokens
     with open_streams(stack.address, STREAMS) as streams:
         streams.wait_for_tokens(10, *STREAMS)

@@ -1,4 +1,4 @@
-"""What a process shows is believed if it is this user's, as far as the process can know it."""
+"""A process's board is believed if the process is this user's."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_without_an_index_a_name_in_two_files_is_an_error(tmp_path: Path) -> Non
 
 
 def test_tensors_that_an_index_leaves_out_are_read(tmp_path: Path) -> None:
-    """As by transformers, so that nothing is lost silently."""
+    """Transformers does this, too, and nothing is lost silently."""
     write(tmp_path, a={"x": ONES, "y": 2 * ONES})
     write_index(tmp_path, x=A)
     assert read(tmp_path) == {"x": 1, "y": 2}

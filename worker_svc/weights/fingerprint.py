@@ -174,7 +174,7 @@ def _recall(kept: int, state: bytes) -> str | None:
 
 
 def _record(digest: str, state: bytes) -> bytes:
-    """What is kept of a file. Its last digits show that a bad disk has changed none of it."""
+    """The text that is kept of a file. Its last digits show whether a bad disk has changed it."""
     text = digest.encode() + state
     return text + xxhash.xxh3_64_hexdigest(text).encode()
 

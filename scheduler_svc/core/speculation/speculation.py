@@ -90,8 +90,8 @@ class Speculation:
         self._times.step_answered(step, timing)
 
     def _acceptance_of(self, seq: Sequence) -> Acceptance:
-        """What a sequence's client has taught, or its connection's anonymous clients. Wrong guesses
-        of one client must not end the drafts of another."""
+        """The acceptance of a sequence's client, or of its connection's anonymous clients. Wrong
+        guesses of one client must not end the drafts of another."""
         client = seq.request.client.name or seq.key.connection
         acceptance = self._acceptances.pop(client, None) or Acceptance()
         self._acceptances[client] = acceptance

@@ -59,7 +59,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 class Class(NamedTuple):
-    """What a class of a regular expression matches. Python and ECMAScript disagree about `\\d`,
+    """The matches of a class of a regular expression. Python and ECMAScript disagree about `\\d`,
     `\\w`, `\\s` and `.`, so there are characters that it only may match.
     """
 

@@ -154,7 +154,7 @@ def to_json_text(node: Node) -> str:
 
 
 def _first(node: Node) -> tuple[Ranges, bool]:
-    """What a match may begin with, and whether one may be empty."""
+    """The characters that begin a match, and whether a match may be empty."""
     match node:
         case Characters():
             return node.ranges, False

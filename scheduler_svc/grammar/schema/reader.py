@@ -47,7 +47,7 @@ def enforced_text(text: str) -> str:
 
 
 def enforced(schema: Any, *, with_further: bool = True) -> Any:
-    """As `enforced_text`, for a parsed schema.
+    """The form of a parsed schema for xgrammar; see `enforced_text`.
 
     Args:
         with_further: whether an object may have further properties beside named ones where its

@@ -101,10 +101,10 @@ def separate(union: Union, document: Document, target: Callable[[Any], Any]) -> 
 class _Option:
     """An option of `oneOf`. `types` and `values` are those that match it; None: any.
 
-    The rest is about objects with named properties, and empty if completions are others:
-    `properties` with the values of those that have a list, `required` ones, those that are `always`
-    in a completion, the only `names` that a completion may have, and whether an object with others
-    does not match.
+    The other fields are about objects with named properties, and empty for other completions.
+    `properties` has the listed values of each property, or None. `required` and `always` name the
+    properties that are required, and that each completion has. `names` are the only properties that
+    a completion may have. `is_closed` says that an object with others does not match.
     """
 
     types: set[str] | None

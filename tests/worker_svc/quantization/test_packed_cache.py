@@ -169,7 +169,7 @@ def test_a_damaged_file_is_replaced(
 def test_a_file_whose_bytes_have_changed_is_replaced(
     model_dir: Path, cache_home: Path, place: float, lost: int
 ) -> None:
-    """As a loss of power or a bad disk may leave it, with all of its size."""
+    """A loss of power or a bad disk may leave it so, with all of its size."""
     first, _ = start(model_dir)
     (path,) = files(cache_home)
     right = path.read_bytes()

@@ -161,7 +161,7 @@ def test_a_damaged_library_is_compiled_again_where_it_was(
 def test_a_damaged_library_that_cannot_be_replaced_is_not_loaded(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an image, whose files belong to another user."""
+    """Files in an image belong to another user."""
     prebuilt, cache = places
     start()  # the cache has it, too
     (path,) = build.build(prebuilt, [build.choose_variant()])
