@@ -8,10 +8,10 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <type_traits>
 #include <vector>
 
 #include "attention_kinds.h"
+#include "register_blocks.h"
 
 namespace nano {
 namespace {
@@ -21,30 +21,6 @@ constexpr int64_t SPAN = 64;  // keys whose weights share a scale
 // The floats from one row of scores to the next. With a power of two, all rows would compete for
 // the same lines of the CPU's cache. The last vector of scores may end behind the chunk.
 constexpr int SCORES = CHUNK + LANES;
-
-constexpr int REGISTERS = REGISTER_LANES == LANES ? 24 : 6;  // of 16 numbers, for sums
-
-// The vectors that a loop multiplies at once.
-constexpr int width(int rows, int limit) {
-    int width = 1;
-    while (2 * width * rows <= REGISTERS && 2 * width <= limit) width *= 2;
-    return width;
-}
-
-// Calls work(n) with n ≤ MAX as a constant.
-template <int MAX, class Work>
-inline void with_constant(int64_t n, const Work& work) {
-    if constexpr (MAX > 1)
-        if (n < MAX) return with_constant<MAX - 1>(n, work);
-    work(std::integral_constant<int, MAX>{});
-}
-
-// Calls work(width, i) with constant widths, at most WIDTH, for all items i, ..., i + width − 1.
-template <int WIDTH, class Work>
-inline void in_blocks(int64_t items, const Work& work, int64_t i = 0) {
-    for (; i + WIDTH <= items; i += WIDTH) work(std::integral_constant<int, WIDTH>{}, i);
-    if constexpr (WIDTH > 1) in_blocks<WIDTH / 2>(items, work, i);
-}
 
 // Rows of a sequence's key-value head, from `first_row` on. Row r is the head r % group of its
 // group, for the query r / group.

@@ -11,6 +11,7 @@
 // Queries and weights are as precise as keys and values then. Sums of codes are exact.
 #pragma once
 
+#include "dot_products.h"
 #include "kv_store.h"
 
 namespace nano {

@@ -2,110 +2,16 @@
 
 #include <algorithm>
 
+#include "product_kinds.h"
+
 namespace nano {
 namespace {
 
-// The maximum number of rows of a tile, and of a tile that multiplies both halves of a panel at once.
-// A larger one multiplies them one after the other.
-//
-// Of 32 registers, 24 hold the sums of floats, or 12 those of integers, beside which 12 hold the sums
-// of pieces in float32. Of 16 shorter registers, 12 hold sums, or 8 those of both halves. More rows of
-// bytes are faster, although registers must be spilled (measured on Zen 3 and 4).
-#if defined(__AVX512F__)
-constexpr int FLOAT_ROWS = 12, WIDE_ROWS = 12, BYTE_ROWS = 6;
-#elif defined(__AVX2__)
-constexpr int FLOAT_ROWS = 6, WIDE_ROWS = 2, BYTE_ROWS = 4;
-#else
-constexpr int FLOAT_ROWS = 2, WIDE_ROWS = 2, BYTE_ROWS = 4;
-#endif
-constexpr int WORD_ROWS = 6;
 constexpr int LINE = 64;
-constexpr int PIECE = 64;  // as in weights.py; other pieces take a more general loop
 // In bytes, the rows of x that are multiplied with a panel while both are in the L2 cache.
 constexpr int64_t X_BLOCK_BYTES = 512 << 10;
 // With fewer multiplications than this, one thread is done before another begins.
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 15;
-
-// The kinds of weights: the bytes of a step, the words of x that it takes, and how it multiplies.
-
-struct Float32 {
-    using Sum = F32s;
-    static constexpr int BYTES = 128, WORDS = 1, INPUTS = 1;
-    static constexpr int MAX_ROWS = FLOAT_ROWS, MAX_WIDE_ROWS = WIDE_ROWS;
-    // Half of the columns of a step, for one word of x.
-    static U32s load(const char* step, int, int half) { return nano::load<U32s>(step + 64 * half); }
-    static F32s add(F32s total, U32s w, U32s x) {
-        return fma(bits<F32s>(x), bits<F32s>(w), total);
-    }
-};
-
-struct Bfloat16 : Float32 {
-    static constexpr int BYTES = 64;
-    static U32s load(const char* step, int, int half) {
-        const U32s both = nano::load<U32s>(step);
-        return half ? both & 0xffff0000 : both << 16;
-    }
-};
-
-struct Bf16Pairs : Float32 {
-    static constexpr int INPUTS = 2;
-    static F32s add(F32s total, U32s w, U32s x) { return add_pairs(total, w, x); }
-};
-
-struct Int8 : Float32 {
-    using Sum = I32s;
-    static constexpr int INPUTS = 4, ZERO = 128;
-    static constexpr int MAX_ROWS = BYTE_ROWS, MAX_WIDE_ROWS = BYTE_ROWS;
-    static I32s add(I32s total, U32s w, U32s x) { return add_codes(total, w, x); }
-    static I32s finish(I32s total) { return total; }
-};
-
-struct Int4 : Int8 {
-    static constexpr int WORDS = 2, INPUTS = 8, ZERO = 8;
-    static U32s load(const char* step, int word, int half) {
-        return (nano::load<U32s>(step + 64 * half) >> 4 * word) & 0x0f0f0f0f;
-    }
-    static I32s add(I32s total, U32s w, U32s x) { return add_small_codes(total, w, x); }
-};
-
-struct Int6 : Int8 {
-    static constexpr int BYTES = 384, WORDS = 4, INPUTS = 16, ZERO = 32;
-    static U32s load(const char* step, int word, int half) {
-        const U32s low = Int4::load(step + word / 2 * Int4::BYTES, word % 2, half);
-        const U32s high = nano::load<U32s>(step + 2 * Int4::BYTES + 64 * half);
-        return low | ((word < 2 ? high << (4 - 2 * word) : high >> (2 * word - 4)) & 0x30303030);
-    }
-    static I32s add(I32s total, U32s w, U32s x) { return add_small_codes(total, w, x); }
-};
-
-// Adds up the products of a piece in words. None overflows: with the sum that a piece begins with,
-// it is a sum of 32 products of a code − 8 and a code of x.
-struct Int4InWords : Int4 {
-    static constexpr int MAX_ROWS = WORD_ROWS, MAX_WIDE_ROWS = WIDE_ROWS;
-    static I32s add(I32s total, U32s w, U32s x) { return add_to_words(total, w, x); }
-    static I32s finish(I32s total) { return add_words(total); }
-};
-
-bool adds_in_words(const Weight& weight) {
-    return ADDS_TO_WORDS && weight.kind == Kind::INT4 && !weight.zeros && weight.piece <= PIECE;
-}
-
-// Calls `call` with the type of a weight's kind.
-template <class Call>
-auto with_kind(const Weight& weight, const Call& call) {
-    if (adds_in_words(weight)) return call(Int4InWords{});
-    switch (weight.kind) {
-        case Kind::FLOAT32: return call(Float32{});
-        case Kind::BFLOAT16: return call(Bfloat16{});
-        case Kind::BF16_PAIRS: return call(Bf16Pairs{});
-        case Kind::INT8: return call(Int8{});
-        case Kind::INT6: return call(Int6{});
-        default: return call(Int4{});
-    }
-}
-
-template <class K>
-constexpr bool IS_INTEGER = std::is_same_v<typename K::Sum, I32s>;
 
 struct Block {
     const char* panel;
@@ -344,140 +250,10 @@ void product_of(const ProductArgs& args, Member& member) {
         member.each_ahead(units, multiply);
 }
 
-// Packing.
-
-void pack_floats(const float* x, int64_t in, uint32_t* words) {
-    std::memcpy(words, x, in * sizeof(float));
-}
-
-void pack_pairs(const float* x, int64_t in, uint32_t* words) {
-    auto* numbers = reinterpret_cast<uint16_t*>(words);
-    int64_t k = 0;
-    for (; k + LANES <= in; k += LANES) store(numbers + k, narrow(load<F32s>(x + k)));
-    for (; k < in; k++) numbers[k] = narrow(x[k]);
-    if (in % 2) numbers[in] = 0;
-}
-
-// Rounds x to codes -> lane i has the sum of the codes i, i + LANES, ...
-inline I32s pack_codes(const float* x, int64_t count, float factor, int8_t* codes) {
-    I32s sums = {};
-    for (int64_t k = 0; k < count; k += LANES) {
-        const I32s some = nearest(load_first<F32s>(x + k, count - k) * factor);
-        sums += some;
-        store_first(codes + k, low_bytes(some), count - k);
-    }
-    return sums;
-}
-
-// What the sums of a piece begin with, from the sums of its codes.
-template <class K>
-int32_t start_of(const Weight& weight, I32s sums) {
-    if (weight.zeros) return sum(sums);
-    if constexpr (!std::is_same_v<K, Int4InWords>) return -K::ZERO * sum(sums);
-    const I32s of_high_words = select((lane_numbers() & 2) == splat(2), sums, I32s{});
-    const int32_t high = sum(of_high_words), low = sum(sums) - high;
-    return (-K::ZERO * low & 0xffff) | -K::ZERO * high << 16;
-}
-
 }  // namespace
-
-float largest_magnitude(const float* x, int64_t in) {
-    I32s tops = {};
-    int64_t k = 0;
-    for (; k + LANES <= in; k += LANES) {
-        I32s b = load<I32s>(x + k) & 0x7fffffff;
-        tops = select(b > tops, b, tops);
-    }
-    int32_t top = largest(tops);
-    for (; k < in; k++) top = std::max(top, bits<int32_t>(x[k]) & 0x7fffffff);
-    return bits<float>(top);
-}
-
-int64_t words_of(const Weight& weight) {
-    return with_kind(weight, [&](auto kind) {
-        using K = decltype(kind);
-        return ceil_div(weight.in / weight.groups, K::INPUTS) * weight.groups * K::WORDS;
-    });
-}
-
-int64_t bytes_of_panel(const Weight& weight) {
-    return with_kind(weight, [&](auto kind) {
-        using K = decltype(kind);
-        return ceil_div(weight.in / weight.groups, K::INPUTS) * weight.groups * K::BYTES;
-    });
-}
-
-int64_t stride_of(int64_t words) { return (ceil_div(words, LANES) | 1) * LANES; }
-
-int64_t pieces_of(const Weight& weight) { return ceil_div(weight.in, weight.piece); }
-
-template <class K>
-static void pack_integers(const Weight& weight, const float* x, const Tops* tops, int64_t row,
-                          const Packed& out) {
-    const int64_t pieces = pieces_of(weight), words = words_of(weight);
-    uint32_t* packed = out.words + row * out.stride;
-    packed[words - 1] = 0;  // the last inputs of a step may be missing
-    if (K::WORDS > 1) packed[words - 2] = 0;
-    for (int64_t piece = 0; piece < pieces; piece++) {
-        const int64_t first = piece * weight.piece;
-        const int64_t size = std::min(weight.piece, weight.in - first);
-        float top;
-        if (tops)
-            top = tops->data[row * tops->stride + (tops->first_input + first) / tops->piece];
-        else
-            top = largest_magnitude(x + first, size);
-        const float factor = top > 0 ? 127.0f / top : 0.0f;
-        auto* codes = reinterpret_cast<int8_t*>(packed) + first;
-        const int64_t place = row * pieces + piece;
-        out.scales[place] = top / 127.0f;
-        out.sums[place] = start_of<K>(weight, pack_codes(x + first, size, factor, codes));
-    }
-}
-
-void pack_row(const Weight& weight, const float* x, const Tops* tops, int64_t row,
-              const Packed& out) {
-    uint32_t* words = out.words + row * out.stride;
-    with_kind(weight, [&](auto kind) {
-        using K = decltype(kind);
-        if constexpr (IS_INTEGER<K>)
-            pack_integers<K>(weight, x, tops, row, out);
-        else if constexpr (std::is_same_v<K, Bf16Pairs>)
-            pack_pairs(x, weight.in, words);
-        else
-            pack_floats(x, weight.in, words);
-    });
-}
-
-void pack(const PackArgs& args, Member& member) {
-    const int64_t rows = *args.rows;
-    member.each(rows, [&](int64_t row) {
-        pack_row(*args.weight, args.x + row * args.weight->in, args.tops, row, args.out);
-    });
-}
 
 void product(const ProductArgs& args, Member& member) {
     with_kind(*args.weight, [&](auto kind) { product_of<decltype(kind)>(args, member); });
-}
-
-void row_of(const Weight& weight, int64_t row, float* out) {
-    const int64_t panel = row / PANEL, column = row % PANEL, size = weight.in / weight.groups;
-    const char* codes = weight.codes + panel * bytes_of_panel(weight);
-    with_kind(weight, [&](auto kind) {
-        using K = decltype(kind);
-        if constexpr (IS_INTEGER<K>)
-            for (int64_t group = 0; group < weight.groups; group++) {
-                const int64_t place = (panel * weight.groups + group) * PANEL + column;
-                const int32_t zero = weight.zeros ? weight.zeros[place] : K::ZERO;
-                const char* first = codes + group * ceil_div(size, K::INPUTS) * K::BYTES;
-                for (int64_t i = 0; i < size; i += 4) {
-                    const U32s w = K::load(first + i / K::INPUTS * K::BYTES, i % K::INPUTS / 4,
-                                           column / LANES);
-                    uint32_t word = w[column % LANES];
-                    for (int64_t left = std::min<int64_t>(size - i, 4); left > 0; left--, word >>= 8)
-                        *out++ = (int32_t(word & 0xff) - zero) * weight.scales[place];
-                }
-            }
-    });
 }
 
 }  // namespace nano
