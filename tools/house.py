@@ -27,22 +27,31 @@ def problems(root: Path, house: dict[str, Any]) -> Iterator[str]:
         return bool(found)
 
     files = [path for path in _tracked(root) if path.parts[0] in house["folders"]]
+    totals = Counter[str]()  # lines of Python, by top-level folder
     for path in files:
         text = (root / path).read_text(encoding="utf-8")
         lines = text.count("\n")
         if lines > house["file_lines"] and not excepted("file_lines", str(path)):
             yield f"{path}: {lines} lines; at most {house['file_lines']}"
-        for line, name, length in _functions(text):
+        if path.suffix == ".py":
+            totals[path.parts[0]] += lines
+        for line, name, length in _functions(text) if path.suffix == ".py" else ():
             if length > house["function_lines"] and not excepted("function_lines", str(path)):
                 yield f"{path}:{line}: {name} has {length} lines; at most {house['function_lines']}"
         for number, line_text in enumerate(text.splitlines(), 1):
             for word, instead in house["words"].items():
                 if re.search(rf"(?i)(?<![a-z]){word}(?![a-z])", line_text):
                     yield f"{path}:{number}: {word}: write {instead}"
-    folders = Counter(path.parent for path in files if path.name != "__init__.py")
+    modules = [path for path in files if path.suffix == ".py" and path.name != "__init__.py"]
+    folders = Counter(path.parent for path in modules)
     for folder, count in folders.items():
         if count > house["modules"] and not excepted("modules", str(folder)):
             yield f"{folder}: {count} modules side by side; at most {house['modules']}"
+    for group in house["totals"]:
+        total = sum(totals[folder] for folder in group["folders"])
+        if total > group["lines"]:
+            names = ", ".join(group["folders"])
+            yield f"{names}: {total} lines of Python in all; at most {group['lines']}"
     for name, most in house["fields"].items():
         path, _, class_name = name.partition(":")
         count = _num_fields((root / path).read_text(encoding="utf-8"), class_name)
@@ -53,9 +62,9 @@ def problems(root: Path, house: dict[str, Any]) -> Iterator[str]:
 
 
 def _tracked(root: Path) -> list[Path]:
-    """The tracked Python files that exist, without generated stubs."""
+    """The tracked Python and C++ files that exist, without generated stubs."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py", "*.cpp", "*.h"],
         cwd=root,
         check=True,
         capture_output=True,
