@@ -13,7 +13,7 @@ from scheduler_svc.block_records import BlockRecords
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.speculation.speculation import Speculation
+from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.engine import Engine
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.grammar.host import run_host

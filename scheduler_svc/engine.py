@@ -123,11 +123,9 @@ class Engine:
         self._observers: list[StepObserver] = [
             self.metrics,
             self.load,
-            scheduler.pace,
+            scheduler.step_times,
             self._traces,
         ]
-        if scheduler.speculation:
-            self._observers.append(scheduler.speculation)
         self._executor = executor
         self.emit = emit
         self._on_serving = on_serving
@@ -302,7 +300,7 @@ class Engine:
         if not self._in_flight or not self._constraints or not self._constraints.are_due:
             return 0.0
         step, _ = self._in_flight[-1]
-        wait_s = _SHARE_FOR_MASKS * self.scheduler.pace.seconds(step)
+        wait_s = _SHARE_FOR_MASKS * self.scheduler.step_times.seconds_of(step)
         return max(0.0, self._free_since + wait_s - self.clock())
 
     async def _recover(self, reason: str) -> None:

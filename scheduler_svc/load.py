@@ -19,7 +19,7 @@ class Load:
     def __init__(self, scheduler: Scheduler, now: float) -> None:
         self._scheduler = scheduler
         self._start = self._last = now
-        self._tokens = self._admissions = self._steps = self._step_seconds = 0.0
+        self._tokens = self._admissions = 0.0
         self._counted = (0, 0)
 
     def step_answered(self, _: Step, timing: StepTiming) -> None:
@@ -30,8 +30,6 @@ class Load:
         decay = self._decay(now)
         self._tokens = self._tokens * decay + stats.sampled_tokens - tokens
         self._admissions = self._admissions * decay + stats.admissions - admissions
-        self._steps = self._steps * decay + 1
-        self._step_seconds = self._step_seconds * decay + timing.took_s
         self._last = now
 
     def tokens_per_s(self, now: float) -> float:
@@ -42,14 +40,17 @@ class Load:
 
     @property
     def step_time_s(self) -> float:
-        return self._step_seconds / self._steps if self._steps else 0.0
+        """Seconds that a decode of all running sequences takes; 0 if unknown."""
+        scheduler = self._scheduler
+        return scheduler.step_times.seconds(max(scheduler.num_running, 1))
 
+    @property
     def prompt_token_s(self) -> float:
         """Seconds that a prompt token takes, including its share of the decodes in its step; 0 if
         unknown."""
-        scheduler = self._scheduler
-        token_s = scheduler.pace.prompt_token_s
-        decodes_s = scheduler.pace.decodes_s(scheduler.num_running)
+        scheduler, times = self._scheduler, self._scheduler.step_times
+        decodes_s = times.seconds(scheduler.num_running)
+        token_s = times.prompt_token_s()
         return token_s and token_s + decodes_s / scheduler.limits.max_num_prefill_tokens
 
     def queue_s(self, now: float) -> float:

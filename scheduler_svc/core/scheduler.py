@@ -19,9 +19,10 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.budgets import INPUT, OUTPUT, Budgets
 from scheduler_svc.core.client import Client
 from scheduler_svc.core.open_sequences import OpenSequences
-from scheduler_svc.core.pace import Pace, PromptBudget
+from scheduler_svc.core.planning.prompt_budget import PromptBudget, PromptBudgets
+from scheduler_svc.core.planning.speculation import Speculation
+from scheduler_svc.core.planning.step_times import StepTimes
 from scheduler_svc.core.sequence import FinishCause, Row, Sequence, SequenceKey, Status
-from scheduler_svc.core.speculation.speculation import Speculation
 from scheduler_svc.core.step import Answer, End, Output, Step, take_prompt_logprobs
 from scheduler_svc.core.waiting_queue import WaitingQueue
 
@@ -35,6 +36,9 @@ class Scheduler:
     with an `Output` that carries its `end`, or silently by `abort`. Without `speculation`, no token
     is drafted."""
 
+    # Seconds that a run may take. Longer steps gain nothing from runs, and drafts need the answers.
+    max_run_s = 0.02
+
     def __init__(
         self, limits: Limits, blocks: BlockManager, speculation: Speculation | None = None
     ) -> None:
@@ -42,14 +46,15 @@ class Scheduler:
         self.blocks = blocks
         self.speculation = speculation
         self.may_draft = True
-        self.pace = Pace()
         self.clients_have_names = False  # set by a frontend that names its clients
+        self.step_times = speculation.step_times if speculation else StepTimes()
         self._waiting = WaitingQueue(int(_SHORT_PART * _prefill_budget(limits, num_decodes=1)))
         self._open = OpenSequences(blocks, self._waiting, limits.max_num_seqs)
         self._sequences = self._open.by_key
         self._running, self._forks = self._open.running, self._open.forks
         self.stats = self._open.stats
         self._budgets = Budgets()
+        self._prompt_budgets = PromptBudgets(self.step_times)
         self._now = 0.0  # when a step was last scheduled
         self._last_drafted = 0  # the last step with drafts
 
@@ -145,7 +150,6 @@ class Scheduler:
         in_flight = sequences.last_answered < sequences.last_step
         if self._last_drafted > sequences.last_answered:
             return None
-        self.pace.begin_step(now, shared=self._waiting.usages.several_are_open)
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self._running:
@@ -153,7 +157,6 @@ class Scheduler:
                 prompts.append(seq)
             elif seq.num_unscheduled_tokens:  # else it ends when a step in flight is answered
                 decodes.append(seq)
-        decodes = self.pace.decodes(decodes)
         size = self.blocks.block_size
         # Decodes that need a block.
         full = [seq for seq in decodes if seq.num_scheduled_tokens == len(seq.block_table) * size]
@@ -179,7 +182,9 @@ class Scheduler:
         else:
             rows = [seq.schedule(1, number, i) for i, seq in enumerate(decodes)]
         num_decodes, num_drafts = len(rows), len(rows) - len(decodes)
-        budget = self.pace.prompt_budget(len(rows), _prefill_budget(self.limits, len(rows)))
+        max_tokens = _prefill_budget(self.limits, num_decodes)
+        is_shared = self._waiting.usages.several_are_open
+        budget = self._prompt_budgets.budget(now, num_decodes, max_tokens, is_shared=is_shared)
         for seq, num_tokens in self._schedule_prompts(budget, prompts, now, may_admit=not crowded):
             if num_tokens:
                 rows.append(seq.schedule(num_tokens, number, len(rows)))
@@ -193,8 +198,10 @@ class Scheduler:
         run: list[Step] = []
         while len(run) < max_steps and (step := self.schedule(now)):
             if not run:
-                alone = not self._waiting and len(step.rows) == len(self._running)
-                max_steps = self.pace.run_length(step, max_steps) if alone else 1
+                seconds = self.step_times.seconds(step.num_decodes)
+                if self._waiting or len(step.rows) < len(self._running) or not seconds:
+                    return [step]
+                max_steps = min(max_steps, step.max_run, int(self.max_run_s / seconds))
             run.append(step)
         return run
 

@@ -31,6 +31,19 @@ class Step:
     num_tokens: int = 0
     traceparents: Seq[str] = ()
 
+    @property
+    def max_run(self) -> int:
+        """The maximum number of steps of a run that begins with this step, which is planned. The
+        workers do not know what a paused sequence needs next, or when tokens are banned."""
+        seqs = [row.seq for row in self.rows]
+        if self.num_drafts or self.num_decodes < len(seqs):
+            return 1
+        for seq in seqs:
+            first = seq.num_prompt_tokens + seq.params.min_tokens
+            if seq.params.stepwise or seq.num_scheduled_tokens < first:
+                return 1
+        return 1 + min(seq.max_scheduled_tokens - seq.num_scheduled_tokens for seq in seqs)
+
 
 class StepTiming(NamedTuple):
     """How long a step took, in seconds of the engine's clock."""

@@ -181,7 +181,7 @@ class SchedulerServicer(SchedulerServiceServicer):
             tokens_per_s=engine.load.tokens_per_s(now),
             step_time_s=engine.load.step_time_s,
             waiting_uncached_tokens=scheduler.num_uncached_tokens,
-            prompt_token_s=engine.load.prompt_token_s(),
+            prompt_token_s=engine.load.prompt_token_s,
             queue_s=engine.load.queue_s(now),
             frontends=len(self._connections),
             evicted_blocks=blocks.num_evictions,

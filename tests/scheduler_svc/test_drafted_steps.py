@@ -9,10 +9,10 @@ import pytest
 
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.sampling import Grammar, GrammarKind, SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Sequence
-from scheduler_svc.core.speculation.speculation import Speculation
 from scheduler_svc.core.step import Answer, Logprobs, Output, Step
 from scheduler_svc.rpc.step_encoding import encode_step
 from tests.fake_worker import VOCAB_SIZE, completion, next_token

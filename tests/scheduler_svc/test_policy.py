@@ -6,7 +6,7 @@ import pytest
 
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Request, Sequence, Status
+from scheduler_svc.core.sequence import FinishCause, Request, Row, Sequence, Status
 from scheduler_svc.core.step import Step, StepTiming
 from scheduler_svc.load import Load
 from tests.scheduler_svc import schedulers
@@ -171,6 +171,23 @@ def test_rates_and_the_time_to_retry_follow_recent_steps() -> None:
             load.step_answered(Step(1, []), StepTiming(0.1, 0.0, now))
         assert load.tokens_per_s(now) == pytest.approx(3 * per_s, rel=0.2)
         assert load.retry_after_s(now) == pytest.approx(5 / per_s, rel=0.2)
-        assert load.step_time_s == pytest.approx(0.1)
     assert load.tokens_per_s(now + 10) == pytest.approx(3 / 2.718, rel=0.2)
     assert load.tokens_per_s(now + 200) < 0.001
+
+
+def test_times_that_engines_report() -> None:
+    scheduler = make_scheduler()
+    load = Load(scheduler, 0.0)
+    assert load.step_time_s == load.prompt_token_s == 0  # nothing is known yet
+    seqs = [add(scheduler, number, 3) for number in range(2)]
+    times = scheduler.step_times
+    for rows, seconds in ((1, 0.1), (2, 0.16)):
+        decodes = [Row(seq, 3, 1, True) for seq in seqs[:rows]]
+        times.step_answered(Step(1, decodes, num_decodes=rows), StepTiming(seconds, 0.0, 0.0))
+    assert load.step_time_s == pytest.approx(0.1)  # of one sequence, while none runs
+    prompts = Step(1, [Row(seqs[0], 0, 600, True)])
+    times.step_answered(prompts, StepTiming(6.0, 0.0, 0.0))
+    assert load.prompt_token_s == pytest.approx(0.01)
+    step(scheduler)
+    assert load.step_time_s == pytest.approx(0.16)
+    assert load.prompt_token_s == pytest.approx(0.01 + 0.16 / 16)

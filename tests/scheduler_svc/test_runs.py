@@ -13,7 +13,7 @@ from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import Grammar, GrammarKind, SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import DROPPED, Answer, Output, Step, StepTiming
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
@@ -30,7 +30,8 @@ def make_scheduler(num_blocks: int = 32, max_num_seqs: int = 8, step_s: float = 
     """A scheduler that knows how long a decode takes."""
     limits = Limits(max_num_seqs, 32, 64, max_waiting=100, vocab_size=VOCAB_SIZE)
     scheduler = Scheduler(limits, BlockManager(num_blocks, SIZE))
-    scheduler.pace.step_answered(Step(0, [], num_decodes=1), StepTiming(step_s, 0.0, 0.0))
+    step = Step(0, [Row(make(0, PROMPT), 3, 1, True)], num_decodes=1)
+    scheduler.step_times.step_answered(step, StepTiming(step_s, 0.0, 0.0))
     return scheduler
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from scheduler_svc.core.client import Client
 from scheduler_svc.core.guesses.guess import DRAFTED, MAX_DRAFTS
+from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.sampling import Grammar, SamplingParams
 from scheduler_svc.core.sequence import Request, Row, Sequence
-from scheduler_svc.core.speculation.speculation import Speculation
 from scheduler_svc.core.step import Step, StepTiming
 
 CYCLE = [5, 6, 7, 8]
@@ -42,7 +42,7 @@ def taught(seconds: Time, wait_s: float = 0.0) -> Speculation:
         rows = [Row(decoding(CYCLE), 3, 1, True)] * size
         step = Step(1, rows, num_decodes=size, num_drafts=size - 1)
         for _ in range(100):
-            speculation.step_answered(step, StepTiming(seconds(size), wait_s, 0.0))
+            speculation.step_times.step_answered(step, StepTiming(seconds(size), wait_s, 0.0))
     return speculation
 
 
@@ -120,7 +120,7 @@ def test_a_slower_machine_is_slower_at_every_size() -> None:
     speculation, seq = taught(lambda rows: 0.01 if rows <= 4 else 0.01 * rows), decoding(CYCLE * 4)
     for _ in range(200):
         step = Step(1, [Row(seq, 15, 1, True)], num_decodes=1)
-        speculation.step_answered(step, StepTiming(0.1, 0.0, 0.0))
+        speculation.step_times.step_answered(step, StepTiming(0.1, 0.0, 0.0))
     for i in range(40):
         extend(seq, CYCLE[i % 4])
         drafts = speculation.choose([seq], 100)
@@ -151,7 +151,7 @@ def test_waiting_must_gain_more_than_it_costs() -> None:
 def test_nothing_is_drafted_before_the_time_of_a_step_is_known() -> None:
     speculation, seq = Speculation(), decoding(CYCLE * 4)
     assert not speculation.choose([seq], 100)
-    speculation.step_answered(plain_step(seq), StepTiming(0.01, 0.0, 0.0))
+    speculation.step_times.step_answered(plain_step(seq), StepTiming(0.01, 0.0, 0.0))
     assert len(speculation.choose([seq], 100)[seq]) == 1  # which doubles the rows
 
 
@@ -197,13 +197,13 @@ def test_a_step_without_drafts_is_measured_again() -> None:
         elif length:
             runs.append(length)
             length = 0
-        speculation.step_answered(step, StepTiming(0.01, 0.0, 0.0))
+        speculation.step_times.step_answered(step, StepTiming(0.01, 0.0, 0.0))
     assert runs == [2, 4, 8, 16]
 
 
 def test_a_draft_model_guesses_until_it_is_wrong() -> None:
     speculation, seq = Speculation(by_model=True), decoding(CYCLE * 4)
-    speculation.step_answered(plain_step(seq), StepTiming(0.01, 0.0, 0.0))
+    speculation.step_times.step_answered(plain_step(seq), StepTiming(0.01, 0.0, 0.0))
     assert speculation.choose([seq], 100)
     for _ in range(100):
         drafts = speculation.choose([seq], 100)
@@ -214,7 +214,7 @@ def test_a_draft_model_guesses_until_it_is_wrong() -> None:
         step = Step(1, [Row(seq, 15, 1, True), *rows], num_decodes=1 + len(rows))
         speculation.resolve(step, [99] * len(rows))
         assert [row.draft for row in step.rows] == [None, *([99] * len(rows))]
-        speculation.step_answered(step, StepTiming(0.01 * len(step.rows), 0.0, 0.0))
+        speculation.step_times.step_answered(step, StepTiming(0.01 * len(step.rows), 0.0, 0.0))
         extend(seq, 5)
     else:
         raise AssertionError("never stops drafting")

@@ -13,10 +13,10 @@ import pytest
 
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Row, Sequence
-from scheduler_svc.core.speculation.speculation import Speculation
 from scheduler_svc.core.step import Answer, Step, StepTiming
 
 PLAN_S, SEND_S = 1.2e-3, 0.2e-3  # of the scheduler for a step, and on the way to the workers
@@ -60,9 +60,9 @@ class Engine:
     """Runs one step ahead, as the real engine does, and learns how long steps take."""
 
     def __init__(self, num_seqs: int, seats: int, kind: str, *, drafts: bool, steps: int) -> None:
-        self.speculation = Speculation() if drafts else None
+        speculation = Speculation() if drafts else None
         limits = Limits(seats, 8192, 8192, max_waiting=1000, vocab_size=VOCAB_SIZE)
-        self.scheduler = Scheduler(limits, BlockManager(20_000, 128), self.speculation)
+        self.scheduler = Scheduler(limits, BlockManager(20_000, 128), speculation)
         self._kind, self._steps = kind, steps
         self._in_flight: deque[tuple[Step, float]] = deque()
         self._now = self._free_since = 0.0
@@ -92,9 +92,7 @@ class Engine:
         tokens = [sampled(row, self._kind) if row.samples else -1 for row in rows]
         self.scheduler.apply(step, Answer(tokens))
         timing = StepTiming(now - max(sent, free), max(0.0, sent - free), now)
-        self.scheduler.pace.step_answered(step, timing)
-        if self.speculation:
-            self.speculation.step_answered(step, timing)
+        self.scheduler.step_times.step_answered(step, timing)
         self._now += PLAN_S / 2
 
 

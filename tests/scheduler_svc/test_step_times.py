@@ -1,12 +1,12 @@
-"""Times of steps of sizes that never ran."""
+"""Times of steps of sizes that never ran, and of prompts."""
 
 from __future__ import annotations
 
 import pytest
 
+from scheduler_svc.core.planning.step_times import StepTimes
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Row, Sequence
-from scheduler_svc.core.speculation.step_times import StepTimes
 from scheduler_svc.core.step import Step, StepTiming
 
 SEQ = Sequence((0, 1), [1, 2], SamplingParams(1))
@@ -74,3 +74,42 @@ def test_a_step_that_was_waited_for_tells_nothing_of_those_planned_ahead() -> No
     times = known(_1=1.0, _2=1.0)
     measure(times, 1, 3.0, gap_s=0.5)
     assert times.seconds(1) == pytest.approx(1.0)
+
+
+def measure_prompt(times: StepTimes, seconds: float, context: int, tokens: int, rows: int) -> Step:
+    """Tells of a step with these decodes, and with tokens of a prompt up to `context`."""
+    decodes = [Row(SEQ, 1, 1, True)] * rows
+    prompt = Row(SEQ, context - tokens, tokens, True)
+    step = Step(1, [*decodes, prompt], num_decodes=rows)
+    times.step_answered(step, StepTiming(seconds, 0.0, 0.0))
+    return step
+
+
+def test_a_prompts_time_is_what_the_step_takes_beyond_its_decodes() -> None:
+    times = known(_4=1.0)
+    step = measure_prompt(times, 3.0, context=1000, tokens=200, rows=4)
+    assert times.prompt_token_s() == pytest.approx(0.01)
+    assert times.seconds_of(step) == pytest.approx(3.0)
+    assert times.seconds(4) == pytest.approx(1.0)
+
+
+def test_a_context_that_was_not_measured_has_the_time_of_a_shorter_one_or_twice_that() -> None:
+    times = StepTimes()
+    assert times.prompt_token_s() == times.max_prompt_token_s(1000) == 0
+    measure_prompt(times, 1.0, context=1000, tokens=100, rows=0)
+    measure_prompt(times, 3.0, context=10_000, tokens=100, rows=0)
+    assert times.prompt_token_s(1000) == times.max_prompt_token_s(1000) == pytest.approx(0.01)
+    assert times.prompt_token_s(5000) == pytest.approx(0.01)
+    assert times.max_prompt_token_s(5000) == pytest.approx(0.02)
+    assert times.prompt_token_s(100_000) == pytest.approx(0.03)
+    assert times.prompt_token_s(10) == pytest.approx(0.01)
+
+
+def test_no_number_of_rows_is_guessed_beyond_twice_the_largest_one() -> None:
+    times = StepTimes()
+    assert times.seconds(1) == 0
+    assert not times.may_guess(1)
+    measure(times, 8, 1.0)
+    assert times.may_guess(1)
+    assert times.may_guess(15)
+    assert not times.may_guess(16)

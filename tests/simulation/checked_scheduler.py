@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceKey
-from scheduler_svc.core.speculation.speculation import Speculation
 from scheduler_svc.core.step import Answer, Output, Step
 
 
@@ -20,7 +20,7 @@ class CheckedScheduler(Scheduler):
         self, limits: Limits, blocks: BlockManager, speculation: Speculation | None = None
     ) -> None:
         super().__init__(limits, blocks, speculation)
-        self.pace.max_run_s = 100.0  # so that no run takes too long
+        self.max_run_s = 100.0  # so that no run takes too long
         self.answered = 0  # steps since the workers were last lost
         self.cache_is_kept = False  # whether they came back with their cache
         self.num_copied_again = 0  # at the last loss

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from random import Random
 
 from scheduler_svc.core.guesses.guess import DRAFTED
+from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.speculation.speculation import Speculation
 from tests.oracle import VOCAB_SIZE
 
 MAX_DRAFTS = 5

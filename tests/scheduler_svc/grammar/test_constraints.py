@@ -15,7 +15,7 @@ import pytest
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.client import Client
-from scheduler_svc.core.pace import Pace
+from scheduler_svc.core.planning.step_times import StepTimes
 from scheduler_svc.core.sampling import Grammar, GrammarKind, SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence
@@ -290,7 +290,7 @@ async def test_other_sequences_continue_while_a_mask_is_computed() -> None:
 async def test_the_next_step_waits_for_masks_while_one_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Pace, "seconds", lambda *_: 1000.0)
+    monkeypatch.setattr(StepTimes, "seconds_of", lambda *_: 1000.0)
     grammars = FakeGrammars()
     async with running(grammars) as rig:
         rig.engine.submit(Sequence((0, 7), [4, 5], SamplingParams(20)))

@@ -21,9 +21,9 @@ from math import log
 
 from scheduler_svc.core.guesses.acceptance import Acceptance
 from scheduler_svc.core.guesses.guess import DRAFTED, Guess
+from scheduler_svc.core.planning.step_times import StepTimes
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.speculation.step_times import StepTimes
-from scheduler_svc.core.step import Step, StepTiming
+from scheduler_svc.core.step import Step
 
 _MAX_CLIENTS = 256  # whose acceptance is remembered, also between requests; each takes about 1 KB
 
@@ -31,12 +31,12 @@ _MAX_CLIENTS = 256  # whose acceptance is remembered, also between requests; eac
 class Speculation:
     """Drafts the tokens that followed earlier occurrences of a sequence's last tokens, and those
     that a grammar forces. With `by_model`, the workers' draft model drafts the tokens of sequences
-    without a grammar."""
+    without a grammar. The scheduler's `step_times` tell how long steps take."""
 
     def __init__(self, *, by_model: bool = False) -> None:
         self._by_model = by_model
         self._acceptances: dict[str | int, Acceptance] = {}  # by client; the latest client is last
-        self._times = StepTimes()
+        self.step_times = StepTimes()
 
     def waits(self, decodes: Seq[Sequence], room: int) -> bool:
         """Whether the next step should wait for the answer to the step in flight, because up to
@@ -46,7 +46,7 @@ class Speculation:
     def choose(self, decodes: Seq[Sequence], room: int) -> dict[Sequence, Seq[int]]:
         """The tokens to draft, at most `room` in all. Those of a sequence whose last token is not
         known yet begin with a guess at that token."""
-        room = self._times.max_drafts(len(decodes), room) if decodes else 0
+        room = self.step_times.max_drafts(len(decodes), room) if decodes else 0
         if not room:
             return {}
         gains: list[tuple[float, Sequence]] = []
@@ -85,10 +85,6 @@ class Speculation:
             if seq.guess:
                 seq.guess.tokens = tokens
 
-    def step_answered(self, step: Step, timing: StepTiming) -> None:
-        """Learns from the time that a step took."""
-        self._times.step_answered(step, timing)
-
     def _acceptance_of(self, seq: Sequence) -> Acceptance:
         """The acceptance of a sequence's client, or of its connection's anonymous clients. Wrong
         guesses of one client must not end the drafts of another."""
@@ -109,10 +105,12 @@ class Speculation:
         """How many drafts are best in a step of sequences, of the drafts that gain this much. The
         step after drafts has to wait for their answer."""
         best, best_value, value = 0, 0.0, 0.0
-        without_s = self._times.seconds_without(num_seqs)
+        without_s = self.step_times.seconds_without(num_seqs)
         for number, gain in enumerate(gains, 1):
             value += gain
-            seconds = max(self._times.seconds(num_seqs + number), without_s) + self._times.wait_s
+            seconds = (
+                max(self.step_times.seconds(num_seqs + number), without_s) + self.step_times.wait_s
+            )
             if (net := value - num_seqs * log(seconds / without_s)) > best_value:
                 best, best_value = number, net
         return best
