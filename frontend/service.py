@@ -115,7 +115,6 @@ async def serve(
         settings.dialer,
         metrics,
         settings.check_scheduler,
-        names_clients=settings.callers_need_tokens,
     )
     generations = Generations(facts, tokenizer, engines)
     add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)

@@ -39,20 +39,16 @@ class Connection:
         dialer: Dialer,
         on_message: Callable[[pb.SchedulerMessage], Awaitable[None]],
         on_lost: Callable[[bool], Awaitable[None]],
-        *,
-        names_clients: bool,
     ) -> None:
         """Args:
         on_message: receives each message. The first one of a connection is an `engine_info`.
         on_lost: is called when a connection is lost, with whether the scheduler died.
-        names_clients: whether requests have a client with a name.
         """
         self.address = address
         self.info: pb.EngineInfo | None = None  # None: there is no connection
         self._dialer = dialer
         self._on_message = on_message
         self._on_lost = on_lost
-        self._names_clients = names_clients
         self._stub: SchedulerServiceAsyncStub | None = None  # None: there is no connection
         self._outgoing: Outgoing = asyncio.Queue()
         self._backoff = Backoff(_MIN_BACKOFF_S, _MAX_BACKOFF_S)
@@ -113,8 +109,6 @@ class Connection:
     async def _converse(self, stub: SchedulerServiceAsyncStub) -> str:
         outgoing: Outgoing = asyncio.Queue()
         self._outgoing = outgoing
-        if self._names_clients:
-            outgoing.put_nowait(pb.FrontendMessage(names_clients=True))
         call = stub.Connect(_drain(outgoing))
         reason, died = "the scheduler ended the stream", False
         try:

@@ -53,7 +53,6 @@ class Engine:
         try_elsewhere: Callable[[Engine, TokenStream], bool] = lambda *_: False,
         *,
         number: int = 0,
-        names_clients: bool = False,
     ) -> None:
         """Args:
         on_ready: is called at each change, with the engine and whether it is ready.
@@ -62,7 +61,6 @@ class Engine:
         try_elsewhere: is called with the engine and a completion for which it has no room. Returns
             whether another engine takes the completion.
         number: unique among the current engines of this frontend.
-        names_clients: whether requests have a client with a name.
         """
         self.number = number
         self.listed = True  # if not, it gets no new requests and its completions move
@@ -72,9 +70,7 @@ class Engine:
         self.streams = streams or Streams()
         self.ledger = Ledger(number, self.load)
         self._outputs = Outputs(self.ledger, self.streams, self.metrics)
-        self.connection = Connection(
-            address, dialer, self._on_message, self._on_lost, names_clients=names_clients
-        )
+        self.connection = Connection(address, dialer, self._on_message, self._on_lost)
         self._on_ready = on_ready
         self._resume_timeout_s = resume_timeout_s
         self._try_elsewhere = try_elsewhere

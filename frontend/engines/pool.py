@@ -52,20 +52,16 @@ class Engines:
         dialer: Dialer = PLAINTEXT,
         metrics: RequestMetrics | None = None,
         check: Callable[[str], object] = lambda _: None,
-        *,
-        names_clients: bool = False,
     ) -> None:
         """Args:
         on_ready: is called with whether any engine serves, at each change.
         check: raises ValueError for an address that must not be called.
-        names_clients: whether requests have a client with a name.
         """
         self._sources = sources
         self._on_ready = on_ready
         self._dialer = dialer
         self.metrics = metrics or RequestMetrics()
         self._check = check
-        self._names_clients = names_clients
         self._streams = Streams()
         self._engines: dict[Endpoint, Engine] = {}
         self._tasks: dict[Engine, list[asyncio.Task[None]]] = {}
@@ -161,7 +157,6 @@ class Engines:
             streams=self._streams,
             try_elsewhere=self._try_elsewhere,
             number=number,
-            names_clients=self._names_clients,
         )
 
     def _index_of(self, block_size: int) -> PrefixIndex:

@@ -41,15 +41,9 @@ def refusal(
     limits: Limits,
     waiting: WaitingQueue,
     budgets: Budgets,
-    *,
-    shares: bool,
 ) -> End | None:
     """The end of a sequence and the other n - 1 completions of its prompt if they must be rejected,
-    else None. They count as one in the queue, where only the first completion waits.
-
-    Args:
-        shares: whether the sequence's client must leave room in the queue for others.
-    """
+    else None. They count as one in the queue, where only the first completion waits."""
     problem = (
         _problem(seq, limits)
         or _problem_of_many(seq, n)
@@ -62,34 +56,21 @@ def refusal(
     if spent := budgets.refusal(seq.request.client, seq.request.arrival):
         limit, message, retry_after_s = spent
         return End(FinishCause.QUEUE_FULL, message, retry_after_s, limit=limit)
-    full = _full(seq, limits, waiting, shares=shares)
+    full = _full(seq, limits, waiting)
     return End(FinishCause.QUEUE_FULL, full) if full else None
 
 
-def _full(seq: Sequence, limits: Limits, waiting: WaitingQueue, *, shares: bool) -> str:
-    """Names the limit of the queue, or the client's share of it, that a sequence would exceed;
-    empty if none. A share equals the room that is left, so that there is room for another client
-    however many flood the queue. (Dynamic thresholds: Choudhury and Hahne, "Dynamic Queue Length
-    Thresholds for Shared-Memory Packet Switches", 1998.) Callers without a name count as one
-    client."""
+def _full(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> str:
+    """Names the limit of the queue that a sequence would exceed; empty if none. A client with
+    nothing in the queue finds room, so that others cannot keep it out."""
+    if not waiting.usages.is_waiting(seq.request.client, seq.key.connection):
+        return ""
     if len(waiting) >= limits.max_waiting:
         return f"{len(waiting)} requests are waiting; the limit is {limits.max_waiting}"
-    if waiting and waiting.num_tokens + seq.num_tokens > limits.max_waiting_tokens:
+    if waiting.num_tokens + seq.num_tokens > limits.max_waiting_tokens:
         return (
             f"{waiting.num_tokens} tokens are waiting; {seq.num_tokens} more would exceed the "
             f"limit of {limits.max_waiting_tokens}"
-        )
-    length, num_tokens = waiting.waiting_of(seq.request.client)
-    if not (shares and length):
-        return ""
-    room = limits.max_waiting - len(waiting)
-    if length >= room:
-        return f"{length} of this client's requests are waiting; its share of the queue is {room}"
-    room = limits.max_waiting_tokens - waiting.num_tokens
-    if num_tokens + seq.num_tokens > room:
-        return (
-            f"{num_tokens} of this client's tokens are waiting; {seq.num_tokens} more would exceed "
-            f"its share of the queue, {room}"
         )
     return ""
 

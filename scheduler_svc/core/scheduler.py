@@ -17,7 +17,6 @@ from operator import attrgetter
 from scheduler_svc.core.admission import Limits, refusal
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.budgets import INPUT, OUTPUT, Budgets
-from scheduler_svc.core.client import Client
 from scheduler_svc.core.open_sequences import OpenSequences
 from scheduler_svc.core.planning.prompt_budget import PromptBudget, PromptBudgets
 from scheduler_svc.core.planning.speculation import Speculation
@@ -46,7 +45,6 @@ class Scheduler:
         self.blocks = blocks
         self.speculation = speculation
         self.may_draft = True
-        self.clients_have_names = False  # set by a frontend that names its clients
         self.step_times = speculation.step_times if speculation else StepTimes()
         self._waiting = WaitingQueue(int(_SHORT_PART * _prefill_budget(limits, num_decodes=1)))
         self._open = OpenSequences(blocks, self._waiting, limits.max_num_seqs)
@@ -99,18 +97,12 @@ class Scheduler:
     def refusal(self, seq: Sequence, n: int = 1) -> End | None:
         """The end with which `add` would reject a sequence now, or None."""
         connection, number = seq.key
-        shares = self.shares_queue(seq.request.client)
-        if end := refusal(seq, n, self.limits, self._waiting, self._budgets, shares=shares):
+        if end := refusal(seq, n, self.limits, self._waiting, self._budgets):
             return end
         for i in range(max(n, seq.params.beam_width)):
             if self._open.is_in_use(SequenceKey(connection, number + i)):
                 return End(FinishCause.INVALID, "request: its number is in use")
         return None
-
-    def shares_queue(self, client: Client) -> bool:
-        """Whether a client must leave room in the queue for others. Clients without a name need not
-        if no client has a name."""
-        return bool(client.name) or self.clients_have_names
 
     def followers(self, seq: Sequence) -> list[Sequence]:
         """The other completions of a sequence's prompt that still wait for it."""

@@ -66,7 +66,7 @@ class Rank(NamedTuple):
     """The place of a sequence among waiting sequences, or among those that may be preempted. Lower
     goes first, and is preempted last."""
 
-    level: int  # its request's priority, or a level of the waiting queue that precedes them all
+    priority: int  # of its request
     arrival: int  # the number of its arrival
 
 

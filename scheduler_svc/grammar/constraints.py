@@ -122,15 +122,11 @@ class Constraints:
             return End(FinishCause.INVALID, "request: its number is in use")
         if seq.request.resubmitted:
             return None
-        room = scheduler.limits.max_waiting - len(self._beginning)
-        if room <= 0:
-            message = f"{len(self._beginning)} requests already wait for their grammars"
+        # As in the queue (`admission`), a client of whom nothing waits finds room.
+        theirs, count = self._beginning_of[seq.request.client.name], len(self._beginning)
+        if theirs and count >= scheduler.limits.max_waiting:
+            message = f"{count} requests already wait for their grammars"
             return End(FinishCause.QUEUE_FULL, message)
-        # As in the queue (`admission`), there is room for another client however many one sends.
-        theirs = self._beginning_of[seq.request.client.name]
-        if theirs >= room and scheduler.shares_queue(seq.request.client):
-            message = f"{theirs} requests of this client already wait for their grammars"
-            return End(FinishCause.QUEUE_FULL, f"{message}; there is room for {room}")
         return None
 
     def _begun(self, seq: Sequence) -> None:
@@ -143,8 +139,7 @@ class Constraints:
         params, grammar = seq.params, seq.params.grammar
         assert grammar is not None
         kind = GrammarKind(grammar.kind)
-        sender = seq.request.client
-        client = sender.name if self._engine.scheduler.shares_queue(sender) else None
+        client = seq.request.client.name or None
         began_at = self._engine.clock()
         use = await self._grammars.compile(kind, grammar.text, params.eos_token_ids, client)
         self._engine.metrics.grammar_compile.observe(self._engine.clock() - began_at)

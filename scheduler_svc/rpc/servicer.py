@@ -160,8 +160,6 @@ class SchedulerServicer(SchedulerServiceServicer):
                     engine.abort_connection(number)
                 losses = {each.request: each.losses for each in news.suspects}
                 trials.receive(connection, losses, news.cleared, holding=news.holding)
-            elif message.HasField("names_clients"):
-                engine.scheduler.clients_have_names |= message.names_clients
 
     async def GetLoad(
         self, request: scheduler_pb2.GetLoadRequest, context: object

@@ -81,11 +81,6 @@ class FrontendMessage(_message.Message):
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     SUSPECTS_FIELD_NUMBER: _builtins.int
-    NAMES_CLIENTS_FIELD_NUMBER: _builtins.int
-    names_clients: _builtins.bool
-    """A frontend whose callers have names (`Client`) sends this first. From then on, anonymous
-    callers of every frontend leave room in the queue for callers with a name.
-    """
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
@@ -98,13 +93,12 @@ class FrontendMessage(_message.Message):
         submit: Global___Submit | None = ...,
         abort: Global___Abort | None = ...,
         suspects: Global___Suspects | None = ...,
-        names_clients: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "names_clients", b"names_clients", "submit", b"submit", "suspects", b"suspects"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "submit", b"submit", "suspects", b"suspects"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "names_clients", b"names_clients", "submit", b"submit", "suspects", b"suspects"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "submit", b"submit", "suspects", b"suspects"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "suspects", "names_clients"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "suspects"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1025,7 +1019,7 @@ class GetLoadResponse(_message.Message):
     tokens_per_s: _builtins.float
     """sampled, over about the last ten seconds"""
     step_time_s: _builtins.float
-    """mean time of a step, over about the last ten seconds"""
+    """of a decode of all running sequences, 0: not known yet"""
     waiting_uncached_tokens: _builtins.int
     """of waiting_tokens, as frontends expected"""
     prompt_token_s: _builtins.float

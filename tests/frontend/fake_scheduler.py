@@ -73,7 +73,6 @@ class FakeScheduler(SchedulerServiceServicer):
         self.ready = asyncio.Event()  # until then connections wait for their EngineInfo
         self.ready.set()
         self.submits: asyncio.Queue[pb.Submit] = asyncio.Queue()
-        self.clients_have_names = False
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
         self.suspects: asyncio.Queue[pb.Suspects] = asyncio.Queue()
         self.profiles: list[pb.StartProfileRequest] = []
@@ -192,9 +191,6 @@ class FakeScheduler(SchedulerServiceServicer):
             if message.HasField("abort"):
                 connection.live.pop(message.abort.request, None)
                 self.aborts.put_nowait(message.abort.request)
-                continue
-            if message.HasField("names_clients"):
-                self.clients_have_names = message.names_clients
                 continue
             if message.HasField("suspects"):
                 self.suspects.put_nowait(message.suspects)

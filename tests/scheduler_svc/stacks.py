@@ -68,9 +68,6 @@ class Frontend:
         )
         await self._call.write(scheduler_pb2.FrontendMessage(submit=submit))
 
-    async def announce_names(self) -> None:
-        await self._call.write(scheduler_pb2.FrontendMessage(names_clients=True))
-
     async def abort(self, request: int) -> None:
         message = scheduler_pb2.FrontendMessage(abort=scheduler_pb2.Abort(request=request))
         await self._call.write(message)

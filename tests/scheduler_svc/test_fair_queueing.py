@@ -15,8 +15,7 @@ from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence
-from scheduler_svc.core.step import End
-from scheduler_svc.core.waiting_queue import OLDEST_EVERY, WaitingQueue
+from scheduler_svc.core.waiting_queue import WaitingQueue
 from tests.scheduler_svc import schedulers
 from tests.scheduler_svc.schedulers import answered
 
@@ -52,6 +51,10 @@ def admitted(queue: WaitingQueue, n: int) -> str:
     return "".join(admit(queue).request.client.name for _ in range(n))
 
 
+def num_waiting(queue: WaitingQueue, client: Client) -> int:
+    return queue.usages.of(client, 0).num_waiting
+
+
 def make_scheduler(**limits: int) -> Scheduler:
     usual = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 4000}
     return schedulers.make_scheduler(1000, **(usual | limits))
@@ -85,7 +88,7 @@ def test_backlogged_clients_get_tokens_by_weight(
     for _ in range(300):
         while len(running) < slots:
             for client in clients:  # two at least: one waits even while the other is admitted
-                while queue.waiting_of(client)[0] < rng.choice([2, 2, 20]):
+                while num_waiting(queue, client) < rng.choice([2, 2, 20]):
                     queue.push(make(client, rng.randint(1, longest[client.name][0])))
             seq = admit(queue)
             had[seq.request.client.name] += seq.num_tokens
@@ -165,68 +168,35 @@ def test_a_changed_weight_counts_from_then_on() -> None:
     assert taken["b"] == pytest.approx(3 * taken["a"], abs=4)
 
 
-def test_a_flood_of_old_requests_does_not_take_the_turns_of_the_oldest() -> None:
-    """The documented bound: 8 admissions for each client that waits, for each request that the
-    client itself has waiting already."""
-    queue = WaitingQueue(8)
-    for _ in range(3000):
-        queue.push(make(A))
-    before = [make(B, priority=1000) for _ in range(3)]
-    for seq in before:
-        queue.push(seq)
-    for _ in range(OLDEST_EVERY * 3 * len(before)):
-        queue.push(make(C, priority=-5))  # better ones keep coming
-        admit(queue)
-    assert not any(seq in queue for seq in before)
-
-
-def test_a_named_client_may_have_as_much_waiting_as_there_is_room_left() -> None:
-    scheduler = make_scheduler(max_waiting=100)
-
-    def flood(client: Client) -> End:
-        while (end := scheduler.add(make(client))) is None:
-            pass
-        assert end.cause is FinishCause.QUEUE_FULL
-        return end
-
-    assert "50 of this client's requests are waiting" in flood(A).message
-    flood(B)
-    assert scheduler.add(make(C)) is None
-    flood(C)
-    waiting = [scheduler._waiting.waiting_of(client)[0] for client in (A, B, C)]
-    assert waiting == [50, 25, 13]
-    scheduler.check_integrity()
-    # Anonymous requests may fill it up, as before.
-    assert "100 requests are waiting" in flood(ANONYMOUS).message
-
-
-def test_callers_without_a_name_leave_room_for_clients_that_have_one() -> None:
-    """32 prompts of 32,000 tokens by callers of a frontend that asks for no tokens must not keep a
-    client out that sends 100 tokens through another frontend."""
-    scheduler = make_scheduler(max_waiting_tokens=1 << 20, max_model_len=40_000)
-    scheduler.clients_have_names = True
-    taken = [scheduler.add(make(ANONYMOUS, 32_000, connection=i)) is None for i in range(33)]
-    assert sum(taken) == 16
-    assert scheduler.add(make(A, 100)) is None
-    for _ in range(150):
-        scheduler.add(make(ANONYMOUS))
-    assert scheduler.num_waiting < 100
-    assert scheduler.add(make(B)) is None
-
-
-def test_a_named_client_may_have_as_many_tokens_waiting_as_there_is_room_left() -> None:
-    scheduler = make_scheduler(max_waiting_tokens=1000)
-    for _ in range(5):
-        assert scheduler.add(make(A, length=100)) is None
-    refused = scheduler.add(make(A, length=100))
-    assert refused
-    assert refused.message == (
-        "500 of this client's tokens are waiting; 100 more would exceed its share of the queue, 500"
-    )
-    assert scheduler.add(make(B, length=400)) is None
-    again = make(A, length=100)
+@pytest.mark.parametrize(("flood", "connection"), [(B, 0), (ANONYMOUS, 1)])
+@pytest.mark.parametrize(
+    ("length", "limit", "message"),
+    [
+        (1, {"max_waiting": 20}, "20 requests are waiting; the limit is 20"),
+        (50, {"max_waiting_tokens": 1000}, "1000 tokens are waiting; 50 more would exceed"),
+    ],
+)
+def test_a_client_with_nothing_in_the_queue_finds_room(
+    flood: Client, connection: int, length: int, limit: dict[str, int], message: str
+) -> None:
+    scheduler = make_scheduler(**limit)
+    while (end := scheduler.add(make(flood, length, connection=connection))) is None:
+        pass
+    assert end.cause is FinishCause.QUEUE_FULL
+    assert message in end.message
+    first = make(A, length)
+    assert scheduler.add(first) is None
+    full = scheduler.add(make(A, length))
+    assert full
+    assert full.cause is FinishCause.QUEUE_FULL
+    again = make(A, length)
     again.request = replace(again.request, resubmitted=True)
     assert scheduler.add(again) is None
+    while first not in (running := step(scheduler)):
+        scheduler.abort(running[0].key)
+    assert scheduler.num_waiting > 10  # the flood's, of which two or three were served
+    scheduler.abort(again.key)
+    assert scheduler.add(make(A, length)) is None
 
 
 def test_short_prompts_overtake_only_as_long_as_their_client_had_no_more() -> None:
@@ -244,7 +214,7 @@ def test_short_prompts_overtake_only_as_long_as_their_client_had_no_more() -> No
         assert planned
         for row in planned.rows:
             prompts[row.seq.request.client.name] += row.num_tokens + 2 * row.samples
-    assert all(scheduler._waiting.waiting_of(client)[0] for client in (A, *others))
+    assert all(num_waiting(scheduler._waiting, client) for client in (A, *others))
     assert max(prompts.values()) - min(prompts.values()) <= 2 * 300
 
 

@@ -74,6 +74,19 @@ def test_short_prompts_do_not_wait_for_a_long_ones_chunks() -> None:
     assert step(scheduler) == {1: 1, 4: 1, 5: 1, 6: 1, 2: 16}
 
 
+def test_a_short_prompt_of_lower_priority_does_not_overtake() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, 1, 3)
+    step(scheduler)
+    add(scheduler, 2, 400)
+    add(scheduler, 3, 300)
+    step(scheduler)
+    add(scheduler, 4, 5, priority=1)
+    assert step(scheduler) == {1: 1, 2: 16}
+    add(scheduler, 5, 5)
+    assert step(scheduler) == {1: 1, 5: 5, 2: 11}
+
+
 @pytest.mark.parametrize(("num_blocks", "overtakes"), [(24, True), (23, False)])
 def test_a_short_prompt_takes_nothing_that_the_next_one_needs(
     num_blocks: int, overtakes: bool

@@ -173,26 +173,6 @@ async def test_a_full_queue_says_when_to_retry(tmp_path: Path) -> None:
         assert frontend.tokens[1] == frontend.tokens[2] == completion([1] * 14, 2)
 
 
-async def test_a_frontend_with_names_has_the_others_leave_room(tmp_path: Path) -> None:
-    worker = FakeWorker()
-    worker.gate.clear()
-    async with stack_of(tmp_path, worker, max_waiting=8, max_num_seqs=1) as stack:
-        names, anonymous = await stack.frontend(), await stack.frontend()
-        await names.announce_names()
-        await names.submit(0, [1], client=scheduler_pb2.Client(name="first"))
-        await worker.step_arrived.wait()  # the announcement has been read
-        for number in range(20):
-            await anonymous.submit(number, [number], 2)
-        await anonymous.read_until_finished(*range(4, 20))
-        causes = {finished.cause for finished in anonymous.finished.values()}
-        assert causes == {scheduler_pb2.FINISH_CAUSE_QUEUE_FULL}
-        await names.submit(1, [2], 2, client=scheduler_pb2.Client(name="second"))
-        worker.gate.set()
-        await names.read_until_finished(0, 1)
-        assert names.tokens[1] == completion([2], 2)
-        await anonymous.read_until_finished(*range(4))
-
-
 async def test_a_deadline_ends_the_request_and_frees_its_blocks(tmp_path: Path) -> None:
     worker = FakeWorker()
     async with stack_of(tmp_path, worker) as stack:

@@ -274,7 +274,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             Request(deadline=deadline, priority=priority, cache_salt=str(salt)),
             generated_ids=tokens[:has],
         )
-        room = self.scheduler.num_waiting < self.LIMITS.max_waiting
+        waits = self.scheduler._waiting.usages.is_waiting(seq.request.client, seq.key.connection)
+        room = self.scheduler.num_waiting < self.LIMITS.max_waiting or not waits
         refused = self.scheduler.add(seq, n)
         if len(prompt) + max_tokens > self.LIMITS.max_model_len:
             assert refused

@@ -5,7 +5,7 @@ import random
 from scheduler_svc.core.heap import Heap
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
-from scheduler_svc.core.waiting_queue import OLDEST_EVERY, WaitingQueue
+from scheduler_svc.core.waiting_queue import WaitingQueue
 
 
 def make(connection: int, number: int, priority: int = 0, length: int = 1) -> Sequence:
@@ -53,23 +53,28 @@ def test_a_frontend_that_withdraws_its_requests_does_not_pay_for_them() -> None:
     assert admit_all(queue) == [(2, 0), (1, 100), (2, 1)]
 
 
-def test_nothing_starves() -> None:
-    """The documented bound holds, however many better ones keep coming."""
+def test_nothing_starves_among_equal_priorities() -> None:
+    """However many requests of other frontends keep coming, new frontends among them."""
     queue = WaitingQueue(8)
-    before = [make(0, number) for number in range(5)]
-    for seq in before:
-        queue.push(seq)
-    late = make(0, 99, priority=1000)
+    late = make(0, 0)
+    for number in range(3):
+        queue.push(make(1, number))
     queue.push(late)
-    for number in range(1000):
-        queue.push(make(1, number, priority=-5))
+    for number in range(10, 20):
+        queue.push(make(1, number))
+        queue.push(make(number, 0))
         if admit(queue) == late.key:
             break
     assert late not in queue
-    assert number < OLDEST_EVERY * (len(before) + 1)
-    # It keeps its place: if preempted, it goes ahead of everything else.
-    queue.push(make(1, 2000, priority=-(2**31)))
+
+
+def test_a_higher_number_waits_while_lower_ones_keep_coming() -> None:
+    queue = WaitingQueue(8)
+    late = make(0, 0, priority=1)
     queue.push(late)
+    for number in range(100):
+        queue.push(make(1, number))
+        assert admit(queue) == (1, number)
     assert admit(queue) == late.key
 
 
@@ -99,7 +104,7 @@ def test_random_operations_agree_with_a_sorted_list(seed: int) -> None:
             seq = rng.choice(waiting) if rng.random() < 0.5 else queue.peek()
             assert seq
             waiting.remove(seq)
-            queue.remove(seq)  # not admitted, so the oldest one's turn never comes
+            queue.remove(seq)
         queue.check_integrity()
         expected = min(waiting, key=lambda s: s.rank, default=None)
         assert queue.peek() is expected
