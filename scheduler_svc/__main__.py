@@ -11,9 +11,8 @@ import structlog
 
 from scheduler_svc.block_records import BlockRecords
 from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.planning.speculation import Speculation
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine import Engine
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.grammar.host import run_host
@@ -96,7 +95,7 @@ async def _run_engine(
     try:
         group, kept = await workers.connect(keep=True)
         limits = _limits(settings, group)
-        blocks = BlockManager(group.num_blocks, group.block_size, records)
+        blocks = records.block_manager(group.num_blocks, group.block_size)
         if kept:
             log.info("cache of the last scheduler kept", blocks=blocks.num_cached_blocks)
         scheduler = Scheduler(limits, blocks, _speculation(settings, group))

@@ -17,12 +17,12 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from struct import Struct
-from typing import NamedTuple
 
 import structlog
 import xxhash
 
-from scheduler_svc.block_watch import StoredBlock
+from scheduler_svc.core.block_manager import BlockManager, Naming
+from scheduler_svc.core.cache_listener import CacheListener, StoredBlock
 from shared.process.kept import KeptObject, kept_file, may_have_damaged
 
 log = structlog.get_logger(__name__)
@@ -49,17 +49,6 @@ class RecordedCache:
         return self == RecordedCache(ids, self.num_blocks, block_size, model_fingerprint)
 
 
-class Naming(NamedTuple):
-    """The numbers on which the names of blocks depend, besides tokens and salts."""
-
-    seed: int  # of names without a salt, 64 bits
-    key: bytes  # of names with a salt
-
-    @classmethod
-    def new(cls) -> Naming:
-        return cls(secrets.randbits(64), secrets.token_bytes(32))
-
-
 @dataclass(frozen=True)
 class _Header:
     cache: RecordedCache
@@ -67,11 +56,11 @@ class _Header:
     generation: int
 
 
-class BlockRecords:
+class BlockRecords(CacheListener):
     """The parent process makes the object; each scheduler uses it in turn.
 
     A scheduler calls `begin` unless the workers still have the `cache` that the records describe.
-    Then it calls `open` and `read`.
+    Then it calls `block_manager`.
     """
 
     def __init__(self) -> None:
@@ -100,18 +89,40 @@ class BlockRecords:
         except OSError as error:  # a limit on the size of files
             log.warning("names of blocks do not outlive this process", reason=str(error))
 
-    def open(self, num_blocks: int, block_size: int) -> Naming:
-        """Prepares for reading and writing the records of the `cache`, which has this size."""
+    def block_manager(self, num_blocks: int, block_size: int) -> BlockManager:
+        """Makes a manager of the `cache`, which has this size. The recorded blocks are cached, and
+        those that it publishes are recorded."""
         header = self._header()
         self._size = _record_bytes(block_size)
         file = self._file if header else -1
         self._memory = mmap.mmap(file, num_blocks * self._size)
         self._generation = header.generation if header else 0
-        return header.naming if header else Naming.new()
+        naming = header.naming if header else None
+        blocks = BlockManager(num_blocks, block_size, naming, self._read(header))
+        blocks.listeners.append(self)
+        return blocks
 
-    def read(self) -> list[tuple[int, StoredBlock]]:
+    def stored(self, block: int, content: StoredBlock) -> None:
+        name, parent, tokens, text = content
+        salt = text.encode()
+        if len(salt) > MAX_SALT_BYTES:
+            return
+        head = _HEAD.pack(self._num_written, name, parent or _NO_PARENT, len(salt), salt)
+        self._num_written += 1
+        body, begin = head + tokens, block * self._size
+        self._memory[begin + _CHECKSUM_BYTES : begin + self._size] = body
+        self._memory[begin : begin + _CHECKSUM_BYTES] = self._checksum(block, body)
+
+    def removed(self, block: int, name: bytes) -> None:
+        begin = block * self._size
+        self._memory[begin : begin + _CHECKSUM_BYTES] = _NO_CHECKSUM
+
+    def cleared(self) -> None:
+        if header := self._header():
+            self._write(header)
+
+    def _read(self, header: _Header | None) -> list[tuple[int, StoredBlock]]:
         """Returns the recorded blocks in the order in which they were published."""
-        header = self._header()
         found = []
         for block in range(header.cache.num_blocks if header else 0):
             # A read from the mapping would allocate memory for what was never written.
@@ -126,25 +137,6 @@ class BlockRecords:
         found.sort(key=lambda each: each[0])
         self._num_written = found[-1][0] + 1 if found else 0
         return [(block, stored) for _, block, stored in found]
-
-    def write(self, block: int, stored: StoredBlock) -> None:
-        name, parent, tokens, text = stored
-        salt = text.encode()
-        if len(salt) > MAX_SALT_BYTES:
-            return
-        head = _HEAD.pack(self._num_written, name, parent or _NO_PARENT, len(salt), salt)
-        self._num_written += 1
-        body, begin = head + tokens, block * self._size
-        self._memory[begin + _CHECKSUM_BYTES : begin + self._size] = body
-        self._memory[begin : begin + _CHECKSUM_BYTES] = self._checksum(block, body)
-
-    def erase(self, block: int) -> None:
-        begin = block * self._size
-        self._memory[begin : begin + _CHECKSUM_BYTES] = _NO_CHECKSUM
-
-    def erase_all(self) -> None:
-        if header := self._header():
-            self._write(header)
 
     def _checksum(self, block: int, body: bytes) -> bytes:
         return xxhash.xxh3_64_digest(body, self._generation ^ block)

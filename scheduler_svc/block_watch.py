@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
+
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.cache_listener import CacheListener, StoredBlock
 
 # Maximum of unread events of a watch: those of a large cache that is filled twice.
 MAX_UNREAD = 1 << 18
 # Maximum of watches of a cache. Watchers are frontends that choose among engines, and operators.
 MAX_WATCHES = 16
-
-
-class StoredBlock(NamedTuple):
-    """A published block. `parent` is the name of the block before it, None for a prompt's first."""
-
-    name: bytes
-    parent: bytes | None
-    token_ids: bytes  # int32[block_size]
-    cache_salt: str
 
 
 class Removed(NamedTuple):
@@ -32,7 +27,7 @@ class Cleared(NamedTuple):
 BlockEvent = StoredBlock | Removed | Cleared
 
 
-class BlockWatch:
+class BlockWatch(CacheListener):
     """The events that one watcher has not read."""
 
     def __init__(self) -> None:
@@ -40,14 +35,14 @@ class BlockWatch:
         self._events: list[BlockEvent] = []
         self._news = asyncio.Event()
 
-    def add(self, event: BlockEvent) -> None:
-        if self.fell_behind:
-            return
-        self._events.append(event)
-        if len(self._events) > MAX_UNREAD:
-            self._events.clear()
-            self.fell_behind = True
-        self._news.set()
+    def stored(self, block: int, content: StoredBlock) -> None:
+        self._add(content)
+
+    def removed(self, block: int, name: bytes) -> None:
+        self._add(Removed(name))
+
+    def cleared(self) -> None:
+        self._add(Cleared())
 
     def take(self) -> list[BlockEvent]:
         """Returns the events since the last call."""
@@ -61,3 +56,27 @@ class BlockWatch:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
         return self.take()
+
+    def _add(self, event: BlockEvent) -> None:
+        if self.fell_behind:
+            return
+        self._events.append(event)
+        if len(self._events) > MAX_UNREAD:
+            self._events.clear()
+            self.fell_behind = True
+        self._news.set()
+
+
+@contextmanager
+def watched(blocks: BlockManager) -> Iterator[BlockWatch]:
+    """Opens a watch, which receives the blocks that are published and evicted meanwhile."""
+    watch = BlockWatch()
+    blocks.listeners.append(watch)
+    try:
+        yield watch
+    finally:
+        blocks.listeners.remove(watch)
+
+
+def watches_of(blocks: BlockManager) -> list[BlockWatch]:
+    return [each for each in blocks.listeners if isinstance(each, BlockWatch)]

@@ -23,19 +23,31 @@ holds it, until the step that copies is answered. A lost step's copies are made 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import xxhash
 
-from scheduler_svc.block_records import BlockRecords, Naming
-from scheduler_svc.block_watch import BlockWatch, Cleared, Removed, StoredBlock
+from scheduler_svc.core.cache_listener import CacheListener, StoredBlock
 from scheduler_svc.core.sequence import Sequence
 
 _NAME_BYTES = 16
+
+
+class Naming(NamedTuple):
+    """The numbers on which the names of blocks depend, besides tokens and salts."""
+
+    seed: int  # of names without a salt, 64 bits
+    key: bytes  # of names with a salt
+
+    @classmethod
+    def new(cls) -> Naming:
+        return cls(secrets.randbits(64), secrets.token_bytes(32))
 
 
 class BlockManager:
@@ -43,31 +55,32 @@ class BlockManager:
     proportional to the blocks it hands out or takes back, never to the size of the cache.
 
     Args:
-        records: the records of this cache, for the next scheduler. Recorded blocks are cached.
+        naming, published: those of an earlier manager of this cache. The published blocks, in the
+            order in which they were published, are cached.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, records: BlockRecords | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        naming: Naming | None = None,
+        published: Seq[tuple[int, StoredBlock]] = (),
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evictions = 0  # of cached blocks, to make room for new content
-        self._records = records
-        self._seed, key = records.open(num_blocks, block_size) if records else Naming.new()
+        self.listeners: list[CacheListener] = []
+        self._seed, key = naming or Naming.new()
         # Copied for each hash: making a new object takes half as long again.
         self._keyed = hashlib.blake2b(key=key, digest_size=_NAME_BYTES)
-        self._watches: list[BlockWatch] = []
         self._empty()
-        if records:
-            self._adopt(records.read())
+        self._adopt(published)
 
     def reset(self) -> None:
         """Empties every block and forgets its holders. Call it when the cache has been lost."""
         self._empty()
-        if self._records:
-            self._records.erase_all()
-        for watch in self._watches:
-            watch.add(Cleared())
+        for listener in self.listeners:
+            listener.cleared()
 
     def _empty(self) -> None:
         self._ref_counts = array("i", bytes(4 * self.num_blocks))
@@ -81,8 +94,8 @@ class BlockManager:
         # The free blocks needed by each waiting sequence that found too few.
         self._needed: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
-    def _adopt(self, published: list[tuple[int, StoredBlock]]) -> None:
-        """Caches blocks, which are in the order in which they were published.
+    def _adopt(self, published: Seq[tuple[int, StoredBlock]]) -> None:
+        """Caches the blocks that an earlier manager published.
 
         A block is evicted after the blocks that continue it. Otherwise, prefixes are evicted in the
         order in which their last blocks were published.
@@ -112,20 +125,6 @@ class BlockManager:
         """All published blocks. A block comes after the block before it, unless that was evicted
         and published again."""
         return list(self._contents.values())
-
-    @contextmanager
-    def watched(self) -> Iterator[BlockWatch]:
-        """Opens a watch, which receives the blocks that are published and evicted meanwhile."""
-        watch = BlockWatch()
-        self._watches.append(watch)
-        try:
-            yield watch
-        finally:
-            self._watches.remove(watch)
-
-    @property
-    def num_watches(self) -> int:
-        return len(self._watches)
 
     @property
     def num_free_blocks(self) -> int:
@@ -274,10 +273,8 @@ class BlockManager:
             name = self._name_of.pop(block)
             del self._block_of[name], self._contents[name]
             self.num_evictions += 1
-            if self._records:
-                self._records.erase(block)
-            for watch in self._watches:
-                watch.add(Removed(name))
+            for listener in self.listeners:
+                listener.removed(block, name)
         self._ref_counts[block] = 1
         return block
 
@@ -297,10 +294,8 @@ class BlockManager:
         parent = seq.block_hashes[i - 1] if i else None
         stored = StoredBlock(seq.block_hashes[i], parent, tokens, seq.request.cache_salt)
         self._contents[stored.name] = stored
-        if self._records:
-            self._records.write(block, stored)
-        for watch in self._watches:
-            watch.add(stored)
+        for listener in self.listeners:
+            listener.stored(block, stored)
 
     def _match_prefix(self, seq: Sequence) -> list[int]:
         full = seq.num_cacheable_tokens // self.block_size

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from scheduler_svc.block_watch import BlockEvent, Removed, StoredBlock
+from scheduler_svc.block_watch import BlockEvent, Removed
+from scheduler_svc.core.cache_listener import StoredBlock
 from shared.pb import scheduler_pb2 as pb
 
 _EVENTS_AT_ONCE = 512  # in a message

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 from grpc import aio
 
-from scheduler_svc.block_watch import MAX_WATCHES
+from scheduler_svc.block_watch import MAX_WATCHES, watched, watches_of
 from scheduler_svc.core.sequence import SequenceKey
 from scheduler_svc.core.step import Output
 from scheduler_svc.engine import Engine
@@ -204,11 +204,11 @@ class SchedulerServicer(SchedulerServiceServicer):
                 await context.write(message)
 
         await self._watch_turns.take(caller)
-        if blocks.num_watches >= MAX_WATCHES:
+        if len(watches_of(blocks)) >= MAX_WATCHES:
             raise QueueFullError(
                 f"{MAX_WATCHES} callers watch the prefix cache, and no more may", RETRY_AFTER_S
             )
-        with blocks.watched() as watch:
+        with watched(blocks) as watch:
             await send(snapshot_parts(blocks.stored_blocks()))
             while not (watch.fell_behind or self._state.draining):
                 await send(event_messages(await watch.read(_LOAD_EVERY_S)))

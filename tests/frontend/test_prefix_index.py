@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from frontend.engines.prefix_index import PrefixIndex
-from scheduler_svc.block_watch import BlockWatch
+from scheduler_svc.block_watch import BlockWatch, watched
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
@@ -70,7 +70,7 @@ async def test_the_index_finds_what_the_engines_find(seed: int) -> None:
             if number not in watches:
                 if rng.random() < 0.5:
                     continue  # what happens before it is watched is in the snapshot
-                watches[number] = stack.enter_context(caches[number].blocks.watched())
+                watches[number] = stack.enter_context(watched(caches[number].blocks))
                 for message in snapshot_parts(caches[number].blocks.stored_blocks()):
                     await index.apply(number, message)
             for message in event_messages(watches[number].take()):

@@ -15,7 +15,7 @@ import pytest
 from hypothesis.stateful import invariant, rule
 
 from scheduler_svc.block_records import MAX_SALT_BYTES, BlockRecords, RecordedCache
-from scheduler_svc.block_watch import Removed
+from scheduler_svc.block_watch import Removed, watched
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
@@ -30,7 +30,7 @@ CACHE = RecordedCache(["one", "two"], 8, BLOCK, "model")
 
 def manager(records: BlockRecords, cache: RecordedCache = CACHE) -> BlockManager:
     """The block manager of another process, which shares the records' files."""
-    return BlockManager(cache.num_blocks, cache.block_size, copy(records))
+    return copy(records).block_manager(cache.num_blocks, cache.block_size)
 
 
 def begun(cache: RecordedCache = CACHE) -> BlockRecords:
@@ -87,7 +87,7 @@ def test_prefixes_are_evicted_from_their_ends_and_the_latest_at_last() -> None:
     compute(first, [1] * 4 + [3] * 4)
     one, one_one, two, two_two, one_three = (each.name for each in first.stored_blocks())
     second = manager(records)
-    with second.watched() as watch:
+    with watched(second) as watch:
         assert second.allocate_prompt(sequence([9] * 8 * BLOCK))
         evicted = watch.take()
     assert evicted == [*map(Removed, (one_one, two_two, two, one_three, one))]
@@ -96,8 +96,8 @@ def test_prefixes_are_evicted_from_their_ends_and_the_latest_at_last() -> None:
 def test_a_half_written_record_is_not_found() -> None:
     records = begun()
     first = manager(records)
-    recorded = first._records
-    assert recorded
+    (recorded,) = first.listeners
+    assert isinstance(recorded, BlockRecords)
     compute(first, [1] * 4)
     compute(first, [2] * 4)
     memory, size = recorded._memory, recorded._size
@@ -116,8 +116,8 @@ def test_a_record_in_the_place_of_another_is_not_found() -> None:
     records = begun()
     first = manager(records)
     compute(first, [1] * 4)
-    recorded = first._records
-    assert recorded
+    (recorded,) = first.listeners
+    assert isinstance(recorded, BlockRecords)
     size = recorded._size
     recorded._memory[size : 2 * size] = recorded._memory[:size]
     assert manager(records)._block_of == first._block_of
@@ -138,8 +138,8 @@ def test_names_stay_when_another_cache_begins() -> None:
     first = manager(records)
     compute(first, [1] * 8, "salt")
     another = RecordedCache(["three", "two"], 8, BLOCK, "model")
-    recorded = first._records
-    assert recorded
+    (recorded,) = first.listeners
+    assert isinstance(recorded, BlockRecords)
     recorded.begin(another)
     assert records.cache == another
     assert not manager(records).stored_blocks()
@@ -201,7 +201,7 @@ class SuccessionMachine(BlockManagerMachine):
         self.take_over()
 
     def successor(self) -> BlockManager:
-        return BlockManager(self.NUM_BLOCKS, 2, copy(self.records))
+        return copy(self.records).block_manager(self.NUM_BLOCKS, 2)
 
     @rule()
     def take_over(self) -> None:
@@ -209,7 +209,7 @@ class SuccessionMachine(BlockManagerMachine):
         self.watching.close()
         self.watching = ExitStack()
         self.blocks, self.live, self.sent = self.successor(), [], []
-        self.watch = self.watching.enter_context(self.blocks.watched())
+        self.watch = self.watching.enter_context(watched(self.blocks))
         self.watched = {each.name: each for each in self.blocks.stored_blocks()}
 
     @invariant()

@@ -9,11 +9,11 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from scheduler_svc import __main__ as program
 from scheduler_svc.block_records import BlockRecords
-from scheduler_svc.block_watch import MAX_WATCHES, StoredBlock
+from scheduler_svc.block_watch import MAX_WATCHES
 from scheduler_svc.core import block_manager
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.cache_listener import StoredBlock
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Sequence
 from shared.errors import QueueFullError, UnavailableError, passed_on
@@ -31,11 +31,13 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[BlockManager]:
     """The caches of the schedulers that run in this process."""
     made: list[BlockManager] = []
 
-    def make(num_blocks: int, block_size: int, records: BlockRecords) -> BlockManager:
-        made.append(BlockManager(num_blocks, block_size, records))
+    make = BlockRecords.block_manager
+
+    def noted(records: BlockRecords, num_blocks: int, block_size: int) -> BlockManager:
+        made.append(make(records, num_blocks, block_size))
         return made[-1]
 
-    monkeypatch.setattr(program, "BlockManager", make)
+    monkeypatch.setattr(BlockRecords, "block_manager", noted)
     return made
 
 

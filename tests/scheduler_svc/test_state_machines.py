@@ -20,9 +20,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from scheduler_svc.block_watch import Removed, StoredBlock
+from scheduler_svc.block_watch import Removed, watched
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.cache_listener import StoredBlock
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence
@@ -58,7 +59,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.sent: list[tuple[int, int]] = []  # copies that are not answered yet
         self.number = 0
         self.watching = ExitStack()
-        self.watch = self.watching.enter_context(self.blocks.watched())
+        self.watch = self.watching.enter_context(watched(self.blocks))
         self.watched: dict[bytes, StoredBlock] = {}  # what it has been told is there
 
     @rule(target=sequences, tokens=prompts)

@@ -6,6 +6,7 @@ from collections import Counter
 from random import Random
 
 from frontend.engines.prefix_index import PrefixIndex
+from scheduler_svc.block_watch import watched
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Sequence
@@ -37,7 +38,7 @@ def simulate(seed: int) -> Counter[str]:
 async def _simulate(rng: Random) -> Counter[str]:
     blocks, index, running = BlockManager(_BLOCKS, _SIZE), PrefixIndex(_SIZE), list[Sequence]()
     counts: Counter[str] = Counter()
-    with blocks.watched() as watch:
+    with watched(blocks) as watch:
         for number in range(_STEPS):
             what = rng.random()
             if what < 0.4:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
 
+from scheduler_svc.block_watch import watches_of
 from scheduler_svc.core.block_manager import BlockManager
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.world import World
@@ -98,7 +99,7 @@ class Faults:
             if host.process is not None:
                 blocks = host.process.scheduler.blocks
                 _evict_first_blocks(blocks)
-                for watch in blocks._watches:
+                for watch in watches_of(blocks):
                     watch.fell_behind = True
 
     async def _flush(self) -> None:

@@ -1,0 +1,27 @@
+"""The interface of what follows the contents of the prefix cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class StoredBlock(NamedTuple):
+    """A published block. `parent` is the name of the block before it, None for a prompt's first."""
+
+    name: bytes
+    parent: bytes | None
+    token_ids: bytes  # int32[block_size]
+    cache_salt: str
+
+
+class CacheListener(Protocol):
+    """Is called at each change, before a step is planned that may write to a removed block."""
+
+    def stored(self, block: int, content: StoredBlock) -> None:
+        """This block holds a published content."""
+
+    def removed(self, block: int, name: bytes) -> None:
+        """This block holds the content of this name no more."""
+
+    def cleared(self) -> None:
+        """Nothing is stored any more."""
