@@ -5,12 +5,13 @@
      │         └──── preempted ──│─┘
      └─▶ following, until the prompt that it shares is computed ──fork──▶ running or waiting
 
+A beam that is preempted with nothing left to compute also follows, until its search advances.
+
 `forks/` handles sequences that share a prompt, and the beams of a search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -111,7 +112,7 @@ class OpenSequences:
         for seq, token in advance.kept:
             seq.tokens.append(token)
             seq.unpause()
-            if seq.status is Status.PARKED:
+            if seq.status is Status.FOLLOWING:
                 self._queue_again(seq)
 
     def preempt(self, seq: Sequence) -> None:
@@ -121,22 +122,16 @@ class OpenSequences:
         self._queue_again(seq)
         self.stats.preemptions += 1
 
-    def preempt_last(self, among: Iterable[Sequence]) -> Sequence:
+    def preempt_last(self) -> Sequence:
         """Preempts the running sequence of the lowest priority and latest arrival."""
-        seq = max(among, key=_rank_of)
+        seq = max(self.running, key=_rank_of)
         self.preempt(seq)
         return seq
 
-    def preempt_idle_beam(self) -> bool:
-        """Preempts an idle beam, to resolve a deadlock in which idle beams hold the blocks that
-        other sequences need. Returns False if there is nothing to preempt."""
-        if self.last_answered < self.last_step or not self.waiting:
-            return False
-        idle = [seq for seq in self.running if self.forks.is_idle(seq)]
-        if not idle:
-            return False
-        self.preempt_last(idle)
-        return True
+    def stop_beams(self) -> None:
+        """Preempts beams that would hold blocks while they wait for a beam in the queue."""
+        for seq in self.forks.beams_to_stop():
+            self.preempt(seq)
 
     def restrict(self, only: Seq[Sequence] | None) -> None:
         """Lets only the sequences in `only` run from now on; None lets all run. Preempts all
@@ -217,8 +212,8 @@ class OpenSequences:
 
     def _queue_again(self, seq: Sequence) -> None:
         seq.reset()
-        if self.forks.is_idle(seq):
-            seq.status = Status.PARKED
+        if self.forks.has_candidates(seq):
+            seq.status = Status.FOLLOWING
         else:
             self.waiting.push(seq)
 

@@ -142,6 +142,7 @@ class Scheduler:
         in_flight = sequences.last_answered < sequences.last_step
         if self._last_drafted > sequences.last_answered:
             return None
+        sequences.stop_beams()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self._running:
@@ -161,7 +162,7 @@ class Scheduler:
         if in_flight and speculation and speculation.waits(decodes, room):
             return None
         while len(full) > self.blocks.num_free_blocks:
-            preempted = sequences.preempt_last(self._running)
+            preempted = sequences.preempt_last()
             for queue in (decodes, prompts, full):
                 if preempted in queue:
                     queue.remove(preempted)
@@ -180,9 +181,7 @@ class Scheduler:
         for seq, num_tokens in self._schedule_prompts(budget, prompts, now, may_admit=not crowded):
             if num_tokens:
                 rows.append(seq.schedule(num_tokens, number, len(rows)))
-        if not rows:
-            return self.schedule(now) if sequences.preempt_idle_beam() else None
-        return self._step(number, rows, num_decodes, num_drafts)
+        return self._step(number, rows, num_decodes, num_drafts) if rows else None
 
     def schedule_run(self, now: float = 0.0, max_steps: int = 1) -> list[Step]:
         """Plans the next step, or up to `max_steps` decodes of the same sequences, if nothing else

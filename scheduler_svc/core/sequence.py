@@ -18,9 +18,8 @@ from scheduler_svc.core.sampling import SamplingParams
 
 class Status(Enum):
     WAITING = auto()
-    FOLLOWING = auto()  # waits for another sequence, which computes the prompt of both
+    FOLLOWING = auto()  # waits outside the queue for other sequences of its request
     RUNNING = auto()
-    PARKED = auto()  # a beam that was preempted while it waits for the other beams
     FINISHED = auto()
 
 

@@ -48,10 +48,6 @@ class BeamGroup:
         connection, number = self._first.key
         return [SequenceKey(connection, number + i) for i in range(self._search.width)]
 
-    def has_candidates(self, seq: Sequence) -> bool:
-        """Whether a live beam waits for the other beams, with nothing left to compute."""
-        return seq in self._candidates
-
     def add_candidates(self, seq: Sequence, found: Logprobs) -> bool:
         """Adds the tokens that may follow a live beam: the sampled token, which is ignored, then
         the most likely ones. Returns whether all live beams have theirs, so that `advance` may be

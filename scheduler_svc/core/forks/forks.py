@@ -3,7 +3,10 @@
 The first of n completions is the leader, which computes the prompt. The others are followers, which
 wait outside the queue until the prompt is in the cache. Then they are forked from the leader. If
 the leader ends before that, the next completion leads. Beams are forked and ended as the search
-chooses. A beam that is preempted while it waits for the others is parked until they have caught up.
+chooses. The beams of a search run together: while one of them waits in the queue, those that have
+their candidates stop, and wait outside the queue. So a beam that runs without work waits for a beam
+that runs with work, and a search ends even if it is wider than the engine has slots or blocks. Then
+each of its tokens may take a computation of every beam's whole context.
 """
 
 from __future__ import annotations
@@ -91,10 +94,20 @@ class Forks:
                     advances.append(advance)
         return advances
 
-    def is_idle(self, seq: Sequence) -> bool:
-        """Whether this is a beam that waits for the other beams, with nothing left to compute."""
-        group = self._beams.get(seq)
-        return group is not None and group.has_candidates(seq)
+    def has_candidates(self, seq: Sequence) -> bool:
+        """Whether this is a beam that has nothing to compute until its search advances."""
+        return seq.paused and seq in self._beams
+
+    def beams_to_stop(self) -> list[Sequence]:
+        """The running beams that have their candidates while another beam of their search waits in
+        the queue."""
+        return [
+            seq
+            for seq, group in self._beams.items()
+            if seq.paused
+            and seq.status is Status.RUNNING
+            and any(beam.status is Status.WAITING for beam in group.live)
+        ]
 
     def closed(self, seq: Sequence) -> Sequence | None:
         """Notes that a sequence has ended. Returns the completion that now leads in its place, if
@@ -122,13 +135,14 @@ class Forks:
             assert seq in completions, "follows another"
             if seq is not leader:
                 followers.append(seq)
-        parked = [seq for seq in self._beams if seq.status is Status.PARKED]
         assert all(seq.status is Status.FOLLOWING for seq in followers), "status of followers"
-        assert not any(seq.block_table for seq in (*followers, *parked)), "holds blocks idly"
+        stopped = [seq for seq in self._beams if seq.status is Status.FOLLOWING]
+        assert all(seq.paused for seq in stopped), "a beam in no queue lacks its candidates"
+        assert not any(seq.block_table for seq in (*followers, *stopped)), "holds blocks idly"
         assert all(seq.status is not Status.FINISHED for seq in self._beams), "an ended beam"
         keys = {*chain(*(group.keys() for group in self._beams.values()))}
         assert self._beam_keys == keys, "beams"
-        assert len(followers) + len(parked) == num_waiting_here, "in no queue, or in two"
+        assert len(followers) + len(stopped) == num_waiting_here, "in no queue, or in two"
 
 
 def _sibling(seq: Sequence, i: int) -> Sequence:

@@ -217,6 +217,37 @@ def test_the_prompt_is_computed_once_and_a_lone_successor_copies_nothing() -> No
     assert wide.scheduler.stats.step_tokens == 10 + 4 * 7
 
 
+@pytest.mark.parametrize(("slots", "steps_per_token"), [(6, 1), (5, 2), (3, 2), (2, 3), (1, 6)])
+def test_beams_without_a_slot_run_once_the_others_have_their_candidates(
+    slots: int, steps_per_token: int
+) -> None:
+    rig = Rig(64, slots, ahead=0)
+    rig.scheduler.add(Sequence((0, 1), [1] * 6, SamplingParams(8, beam_width=6)))
+    rig.run()
+    assert rig.scheduler.stats.steps == 1 + 7 * steps_per_token
+
+
+def test_a_search_without_a_slot_for_each_beam_does_not_wait_for_other_sequences() -> None:
+    rig = Rig(64, 3, ahead=1)
+    rig.scheduler.add(Sequence((0, 1), [1, 2], SamplingParams(90)))
+    rig.scheduler.add(Sequence((0, 10), [1, 2, 3], SamplingParams(8, beam_width=3)))
+    while 12 not in rig.found():
+        assert rig.turn()
+    assert rig.scheduler.open_sequences() == [(0, 1)]
+    rig.run()
+
+
+def test_beams_with_candidates_keep_their_blocks_while_the_others_run() -> None:
+    rig = Rig(64, 8, ahead=0)
+    rig.scheduler.add(Sequence((0, 1), [1] * 7, SamplingParams(8, beam_width=3)))
+    for _ in range(3):
+        rig.turn()
+    rig.lose_cache()  # three contexts of 10 tokens are left to compute, 24 tokens in a step
+    rig.run()
+    assert rig.scheduler.stats.preemptions == 3
+    assert rig.scheduler.stats.steps == 3 + 2 + 4
+
+
 def test_each_beams_tokens_are_its_clients() -> None:
     rig = Rig(num_blocks=60, max_num_seqs=8, ahead=1)
     client = Client("acme", output_tokens_per_minute=20)
