@@ -11,14 +11,13 @@ import structlog
 
 from frontend.callers.call import CALL
 from frontend.engines.pool import Engines
-from frontend.engines.token_stream import FinishReason, Start, TokenStream, Waiter
+from frontend.engines.token_stream import FinishReason, Start, TokenStream, Waiter, WakeUps
 from frontend.logprobs import CompletionLogprobs
 from frontend.metrics import ABORT, ERROR, LENGTH, STOP, RequestMetrics
 from frontend.request import Request
 from frontend.text.completion import CompletionBuilder, Delta
 from frontend.text.threads import in_pieces
 from shared.errors import DeadlineError, InternalError, ServiceError
-from shared.rpc.turns import Turns
 from shared.vocabulary import Vocabulary
 
 log = structlog.get_logger(__name__)
@@ -280,7 +279,7 @@ async def begin(
     if reason is None:
         streams = engines.submit(request)
     else:
-        streams = [TokenStream(0, request, Waiter(Turns(1)))]
+        streams = [TokenStream(0, request, Waiter(WakeUps()))]
         streams[0].complete(reason)
     readers = [CompletionReader(*each) for each in zip(streams, builders, strict=True)]
     return Generation(request, readers, received_at, engines.metrics)

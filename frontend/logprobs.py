@@ -44,11 +44,6 @@ class CompletionLogprobs:
         self._first = first
         self._rows: list[LogprobRow] = []
 
-    @property
-    def num_entries(self) -> int:
-        """The number of log-probabilities that are held."""
-        return sum(len(row[0]) for row in self._rows[:1]) * len(self._rows)
-
     def add(self, first: int, rows: Sequence[LogprobRow]) -> None:
         """Adds the rows of the tokens from `first` on, without those that arrived before."""
         known = self._first + len(self._rows)

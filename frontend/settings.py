@@ -32,7 +32,7 @@ class PublicSettings(ServiceSettings):
         "", description="file with a token on each line; clients must send one of the tokens"
     )
     max_requests_per_client: int = Field(
-        4096, gt=0, description="maximum number of a client's calls in progress, per frontend"
+        512, gt=0, description="maximum number of a client's calls in progress, per frontend"
     )
 
     @model_validator(mode="after")

@@ -45,7 +45,8 @@ class AsyncLLM:
     Args:
         address: `host:port` or `unix:path` of a frontend, or of several, as a list or separated by
             commas.
-        connections: number per address. Each reaches one of the frontends that share a port.
+        connections: maximum number per address. A server takes 128 calls on each, and each reaches
+            one of the frontends that share a port.
         max_in_flight: number of requests that `generate` has open at a time; the others wait here.
         max_retry_wait_s: how long a request may wait for a server that is away or full, counted
             from its first failure since it last received anything.
@@ -58,7 +59,7 @@ class AsyncLLM:
         self,
         address: str | Sequence[str],
         *,
-        connections: int = 1,
+        connections: int = 4,
         max_in_flight: int = 512,
         max_retry_wait_s: float = 300.0,
         tls: TLS | None = None,

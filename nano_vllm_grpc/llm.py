@@ -52,7 +52,7 @@ class LLM:
         address: str | Sequence[str] | None = None,
         *,
         model: str | os.PathLike[str] | None = None,
-        connections: int = 1,
+        connections: int = 4,
         max_in_flight: int = 512,
         max_retry_wait_s: float = 300.0,
         tls: TLS | None = None,

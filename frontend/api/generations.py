@@ -88,6 +88,7 @@ class Generations:
         if message.HasField("text"):
             return await self.tokenizer.encode_text(message.text, max_tokens)
         if message.HasField("chat"):
+            validation.check_chat(message.chat)
             return await self.tokenizer.encode_chat(message.chat, max_tokens)
         raise InvalidArgumentError("prompt", "missing; must be text, token_ids or chat")
 

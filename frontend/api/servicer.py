@@ -14,7 +14,6 @@ from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceServicer
 from shared.errors import InvalidArgumentError
-from shared.rpc.reading import release_message
 
 Context = aio.ServicerContext[Any, Any]
 SERVICE_NAME = "nanovllm.v1.InferenceService"
@@ -32,7 +31,6 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> bytes:
         generation = await self._generations.start(request, context)
         del request
-        release_message()
         wholes = [
             WholeCompletion(index, self._tokenizer.vocabulary.tokens)
             for index in range(generation.request.sampling.num_completions)
@@ -56,7 +54,6 @@ class InferenceServicer(InferenceServiceServicer):
     ) -> None:
         generation = await self._generations.start(request, context)
         del request
-        release_message()
         request_id, table = generation.request.request_id, self._tokenizer.vocabulary.tokens
         while not generation.ended:
             deltas = await generation.next_deltas()

@@ -5,8 +5,6 @@ The health service needs no token, so that load balancers can use it.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -20,29 +18,20 @@ from grpc_health.v1 import health
 from frontend.callers.audit import Audit
 from frontend.callers.call import Call
 from frontend.callers.gateway import GatewayAddress
-from frontend.callers.rates import CallerRates
 from frontend.callers.tenants import Client, Tokens
-from frontend.callers.tracing import ASKED_PER_SECOND, traced
+from frontend.callers.tracing import traced
 from shared.errors import (
-    InvalidArgumentError,
     PermissionDeniedError,
     QueueFullError,
     ServiceError,
     UnauthenticatedError,
     UnimplementedError,
 )
-from shared.rpc.callers import CALLER, Caller, network_of
-from shared.rpc.interceptors import Context, within, wrap_behavior
-from shared.rpc.message_memory import MAX_BYTES_PER_CALLER
+from shared.rpc.interceptors import Context, Span, within, wrap_behavior
 from shared.telemetry.tracing import Tracing
 
 _SCHEME = "bearer "
 _RETRY_AFTER_S = 1.0
-_ANONYMOUS = ""  # the caller of calls without a valid token
-# Rejections per second that a caller gets without delay, after a burst of as many. Further ones
-# wait, up to a maximum number. A caller with that many waiting calls gets the others at once.
-_REJECTIONS_PER_SECOND = 50.0
-_MAX_WAITING_REJECTIONS = 128
 _OPEN = f"/{health.SERVICE_NAME}/"
 
 
@@ -76,9 +65,6 @@ class ClientInterceptor(aio.ServerInterceptor):
         self._max_requests = max_requests
         self._audit = audit
         self._methods = methods
-        max_delay_s = _MAX_WAITING_REJECTIONS / _REJECTIONS_PER_SECOND
-        self._rejections = CallerRates(_REJECTIONS_PER_SECOND, max_delay_s)
-        self._asked_traces = CallerRates(ASKED_PER_SECOND)
         self._requests: Counter[str] = Counter()
 
     async def intercept_service(
@@ -92,19 +78,15 @@ class ClientInterceptor(aio.ServerInterceptor):
         try:
             client = self._client(handler_call_details)
         except ServiceError as error:
-            await self._space_rejection(_ANONYMOUS)
             return self._rejection(path, error)
-        if client is not None:
-            CALLER.set(Caller(client.name, client.max_bytes or MAX_BYTES_PER_CALLER))
         handler = await continuation(handler_call_details)
-        if handler is None:  # an unknown method
-            await self._space_rejection(client.name if client else _ANONYMOUS)
-            return None
+        if handler is None:
+            return None  # an unknown method
 
-        def counted(behavior: Any) -> Any:
-            return within(behavior, lambda context: self._place(path, context, client))
+        def place(context: Context) -> Span:
+            return self._place(path, context, client)
 
-        return wrap_behavior(handler, lambda behavior: self._paced(counted(behavior), client))
+        return wrap_behavior(handler, lambda behavior: within(behavior, place))
 
     def _client(self, details: grpc.HandlerCallDetails) -> Client | None:
         """The client that a call's token names, or None if no token is needed.
@@ -125,28 +107,6 @@ class ClientInterceptor(aio.ServerInterceptor):
                 "a valid token is required: metadata 'authorization: Bearer TOKEN'"
             )
         return client
-
-    def _paced(self, behavior: Any, client: Client | None) -> Any:
-        """Spaces the rejections of a behavior. A waiting call has released all that it held."""
-        if inspect.isasyncgenfunction(behavior):
-            return behavior
-
-        async def call(request: Any, context: Context) -> Any:
-            try:
-                return await behavior(request, context)
-            except (InvalidArgumentError, QueueFullError) as error:
-                rejection = error.with_traceback(None)
-                rejection.__cause__ = rejection.__context__ = None  # their frames hold the request
-            await self._space_rejection(client.name if client else network_of(context.peer()))
-            raise rejection
-
-        return call
-
-    async def _space_rejection(self, caller: str) -> None:
-        """Waits until the rejection of a call by `caller` may be sent."""
-        delay_s = self._rejections.delay_s(caller, asyncio.get_running_loop().time())
-        if delay_s:
-            await asyncio.sleep(delay_s)
 
     def _rejection(self, path: str, error: ServiceError) -> Any:
         """A handler that raises `error`, of a kind that need not read a message first."""
@@ -169,7 +129,7 @@ class ClientInterceptor(aio.ServerInterceptor):
         caller = call.caller
         with (
             self._audit.records(call),
-            traced(self._tracing, self._asked_traces, call, context.invocation_metadata()),
+            traced(self._tracing, call, context.invocation_metadata()),
         ):
             if self._gateway and path in self._gateway.methods:
                 self._gateway.check(call.peer)

@@ -1,7 +1,7 @@
 """The tokens file: the clients that may call, their names and their limits.
 
     # a token, then its client's settings, in any order; only the token is required
-    k3J9...  name=acme weight=2 max_requests=64 max_bytes=8MiB priorities=0..10
+    k3J9...  name=acme weight=2 max_requests=64 priorities=0..10
     x71M...  name=acme
     Qp0v...  name=web input_tokens_per_minute=200000 output_tokens_per_minute=50000 cache=shared
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import structlog
-from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from nano_vllm_grpc.tls import FileError, stamp_of
@@ -52,9 +52,6 @@ class Client:
     )
     max_requests: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
         default=None, description="maximum number of calls in progress, per frontend"
-    )
-    max_bytes: Annotated[ByteSize, Field(gt=0)] | None = Field(
-        default=None, description="maximum size of messages being read or held, per frontend"
     )
     input_tokens_per_minute: _PerMinute = Field(
         default=0,
@@ -190,5 +187,4 @@ def _reason(error: ValueError) -> str:
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_input=False, include_url=False)[0]
-    of_unit = first["type"] == "byte_size_unit"  # its message quotes the unit
-    return f"{first['loc'][0]}: {'unknown unit; give KiB, MiB or GiB' if of_unit else first['msg']}"
+    return f"{first['loc'][0]}: {first['msg']}"

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from frontend.callers.call import CALL, Call, CallTrace
-from frontend.callers.rates import CallerRates
 from shared.errors import ServiceError
 from shared.telemetry.tracing import Tracing
 
@@ -18,35 +17,15 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
 
-# Traces that a client may ask for per second, after a burst of as many. A trace has some 30 spans,
-# and OpenTelemetry keeps 2,048 unsent spans. Without the limit, a client that sets the flag
-# `sampled` on all of its calls would fill the collector and slow the engine for all clients.
-ASKED_PER_SECOND = 10.0
-
-
-def _unsampled(traceparent: str) -> str:
-    """The trace context without its flags (W3C Trace Context: version, trace, parent, flags)."""
-    return "-".join((*traceparent.split("-")[:3], "00"))
-
-
 @contextmanager
-def traced(
-    tracing: Tracing | None, asked: CallerRates, call: Call, metadata: Any
-) -> Iterator[None]:
-    """Traces a call if its client asks for it within its rate, or if the call is sampled at random.
-    Log lines of the call name its trace.
-
-    Args:
-        asked: limits the traces that callers ask for to `ASKED_PER_SECOND`.
-    """
+def traced(tracing: Tracing | None, call: Call, metadata: Any) -> Iterator[None]:
+    """Traces a call if its client asks for it or if it is sampled at random. Log lines of the call
+    name its trace."""
     if tracing is None:
         yield
         return
     traceparent = next((value for key, value in metadata or () if key == "traceparent"), "")
     span = tracing.begin(call.method, traceparent)
-    came_with_parent = span.is_recording() and span.parent is not None
-    if came_with_parent and asked.delay_s(call.caller, call.began_at) is None:
-        span = tracing.begin(call.method, _unsampled(traceparent))
     if traceparent or span.is_recording():
         structlog.contextvars.bind_contextvars(trace_id=f"{span.get_span_context().trace_id:032x}")
     if not span.is_recording():

@@ -69,7 +69,7 @@ class Engine:
         self.metrics = metrics or RequestMetrics()
         self.streams = streams or Streams()
         self.ledger = Ledger(number, self.load)
-        self._outputs = Outputs(self.ledger, self.streams, self.metrics)
+        self._outputs = Outputs(self.ledger, self.metrics)
         self.connection = Connection(address, dialer, self._on_message, self._on_lost)
         self._on_ready = on_ready
         self._resume_timeout_s = resume_timeout_s

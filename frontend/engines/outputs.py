@@ -9,7 +9,6 @@ import structlog
 
 from frontend.engines.ledger import Ledger
 from frontend.engines.messages import finish_of, logprob_rows, new_tokens
-from frontend.engines.streams import Streams
 from frontend.engines.token_stream import FinishReason, Start, TokenStream
 from frontend.metrics import RequestMetrics
 from shared.errors import QueueFullError
@@ -23,9 +22,8 @@ _LOGPROBS_AT_ONCE = 1 << 14  # in one iteration of the event loop
 class Outputs:
     """Applies step outputs to the completions in `ledger`."""
 
-    def __init__(self, ledger: Ledger, streams: Streams, metrics: RequestMetrics) -> None:
+    def __init__(self, ledger: Ledger, metrics: RequestMetrics) -> None:
         self._ledger = ledger
-        self._streams = streams
         self._metrics = metrics
 
     async def take_logprobs(self, output: pb.StepOutput) -> None:
@@ -110,5 +108,3 @@ class Outputs:
             logprobs.add(rows.first, logprob_rows(rows))
             if rows.prompt:
                 stream.waiter.wake()  # tokens of other completions may be waiting for them
-            else:
-                self._streams.count_unread(len(rows.token_ids) // 4)

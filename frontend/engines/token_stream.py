@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
 from frontend.logprobs import CompletionLogprobs, PromptLogprobs
 from frontend.request import Request
 from shared.errors import ServiceError
-from shared.rpc.turns import Turns
 from shared.suspects import Record
 
 
@@ -31,31 +31,55 @@ class Start:
     queue_s: float
 
 
+_CALLS_AT_ONCE = 8
+
+
+class WakeUps:
+    """Wakes a few calls per iteration of the event loop, in the order of their news.
+
+    A step of the engine has a token for every open request. If all chunks were written at once and
+    the engine were faster than that, its steps would pile up unread and latency would grow without
+    bound. A few chunks at a time take some tens of microseconds each, so steps are read as they
+    arrive. A request that waits long gets the tokens of several steps in one chunk.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def add(self, call: asyncio.Future[None]) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._wake)
+        self._waiting.append(call)
+
+    def _wake(self) -> None:
+        for _ in range(min(_CALLS_AT_ONCE, len(self._waiting))):
+            call = self._waiting.popleft()
+            if not call.done():  # else it was cancelled
+                call.set_result(None)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._wake)
+
+
 class Waiter:
     """Lets the call that reads a request's streams sleep until one of them has news."""
 
-    def __init__(self, turns: Turns, caller: str = "") -> None:
-        """`turns`: for writing, shared by all calls; `caller`: of the call that waits."""
-        self._turns = turns
-        self._caller = caller
-        self._permit: asyncio.Future[None] | None = None  # not requested yet
+    def __init__(self, wake_ups: WakeUps) -> None:
+        """`wake_ups`: shared by all calls."""
+        self._wake_ups = wake_ups
+        self._call: asyncio.Future[None] | None = None  # while the call sleeps without news
 
     async def wait(self, ready: bool) -> None:
-        """Returns once the call may write. It asks for a turn now if `ready`, else when woken."""
-        permit = self._permit = asyncio.get_running_loop().create_future()
+        """Returns once the call may write. It waits for news unless `ready`."""
+        call = self._call = asyncio.get_running_loop().create_future()
         if ready:
             self.wake()
-        try:
-            await permit
-        except asyncio.CancelledError:
-            await self._turns.take(self._caller)  # a lost connection ends all its calls at once
-            raise
+        await call
 
     def wake(self) -> None:
         """Tells the call that there is news."""
-        if self._permit is not None:
-            self._turns.request(self._caller, self._permit)
-            self._permit = None
+        if self._call is not None:
+            self._wake_ups.add(self._call)
+            self._call = None
 
 
 class Holder(Protocol):

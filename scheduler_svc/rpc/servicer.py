@@ -32,7 +32,6 @@ from shared.errors import (
 )
 from shared.pb import scheduler_pb2, worker_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
-from shared.rpc.turns import Turns
 
 if TYPE_CHECKING:
     from shared.pb.worker_pb2_grpc import WorkerServiceAsyncStub
@@ -58,7 +57,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._connections: dict[int, Connection] = {}
         self._trials = Trials(self._connections)
         # A message about the cache has up to 512 events, so each turn of the loop makes one.
-        self._watch_turns = Turns(1)
+        self._watch_turn = asyncio.Lock()
         self._numbers = itertools.count()
 
     async def run(
@@ -192,18 +191,18 @@ class SchedulerServicer(SchedulerServiceServicer):
         context: aio.ServicerContext[scheduler_pb2.WatchBlocksRequest, scheduler_pb2.BlockEvents],
     ) -> None:
         engine = await self._started_engine()
-        caller, blocks = str(next(self._numbers)), engine.scheduler.blocks
+        blocks = engine.scheduler.blocks
 
         async def send(messages: Iterator[scheduler_pb2.BlockEvents]) -> None:
             while True:
-                async with self._watch_turns.half_the_time(caller):
+                async with self._watch_turn:
+                    await asyncio.sleep(0)
                     message = next(messages, None)
                 if message is None:
                     return
                 message.load.CopyFrom(self._load(engine))
                 await context.write(message)
 
-        await self._watch_turns.take(caller)
         if len(watches_of(blocks)) >= MAX_WATCHES:
             raise QueueFullError(
                 f"{MAX_WATCHES} callers watch the prefix cache, and no more may", RETRY_AFTER_S

@@ -1,23 +1,9 @@
-"""The callers of public calls, each with a limit on the memory of its messages."""
+"""Names of callers that have no name of their own."""
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from dataclasses import dataclass
 from ipaddress import IPv6Address, IPv6Network, ip_address
 from urllib.parse import unquote
-
-
-@dataclass(frozen=True)
-class Caller:
-    """A client, which may hold `max_bytes` of a process's memory for messages at once."""
-
-    name: str
-    max_bytes: int
-
-
-# Set by the interceptor that knows the client. While it is None, the peer's host is the caller.
-CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 def host_of(peer: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import traceback
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -55,6 +56,8 @@ class StatusInterceptor(SpanInterceptor):
             # The caller is gone, so no status can be written.
             raise asyncio.CancelledError from None
         except ServiceError as error:
+            # Else the request would live until the garbage collector runs.
+            traceback.clear_frames(error.__traceback__)
             await _abort(context, error)
         except Exception as error:
             log.error("rpc failed", method=method, exc_info=error)

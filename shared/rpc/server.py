@@ -18,9 +18,8 @@ from shared.config import ServiceSettings
 from shared.rpc.contract import ContractInterceptor
 from shared.rpc.health import HealthServicer
 from shared.rpc.interceptors import StatusInterceptor
-from shared.rpc.message_memory import MAX_BYTES, MessageMemory
-from shared.rpc.open_calls import OpenCalls
-from shared.rpc.reading import UNREAD_FACTOR, MessageReader
+from shared.rpc.open_calls import MAX_CALLS, OpenCalls
+from shared.rpc.reading import MessageReader
 from shared.rpc.roles import Callers, RoleInterceptor
 from shared.tls import server_credentials
 
@@ -28,19 +27,15 @@ log = structlog.get_logger(__name__)
 
 # Larger metadata is rejected with RESOURCE_EXHAUSTED. By default gRPC rejects some from half of it.
 _MAX_METADATA_BYTES = 16 << 10
-_CALLS_PER_CONNECTION = 1024  # open at a time; for further calls its client waits
+_CALLS_PER_CONNECTION = 128  # open at a time; for further calls its client waits
 _CALLS_PER_READ = 4
-# Limits of a process. Further calls are rejected with RESOURCE_EXHAUSTED, connections are closed.
-MAX_CALLS = 16_384
-MAX_CONNECTIONS = 4096
+_PENDING_CALLS = 16_384  # that wait for the event loop; gRPC cancels further ones
+MAX_CONNECTIONS = 4096  # of a process; further ones are closed
 # A connection is closed if its handshake takes this long, or if it has had no call for _IDLE_S.
 _HANDSHAKE_S = 10.0
 _IDLE_S = 600.0
 # Bytes that a connection may send before the process reads them.
 _UNREAD_BYTES = 64 << 10
-# Messages of the maximum size that may be read at a time. Services have a large limit but send each
-# other small messages, which must not wait for one large message.
-_MIN_PLACES = 4
 # Time for the last messages and statuses to be sent; a client that does not read would delay the
 # end of the process for ever.
 _FLUSH_S = 1.0
@@ -58,8 +53,8 @@ class Server:
         reuse_port: whether several processes may listen on one port.
         ready: called when the server is SERVING for the first time.
         plaintext: serves plaintext whatever the settings say, for an address on loopback.
-        beside: another server of this process. This server shares its interceptors and its memory
-            for messages, and stops with it.
+        beside: another server of this process. This server shares its interceptors and its limit
+            on calls, and stops with it. It serves gateways, which make all calls on one connection.
 
     Raises:
         FileError: a certificate file cannot be used.
@@ -85,7 +80,7 @@ class Server:
         self._settings = settings
         self._ready = ready
         self.interceptors: Sequence[aio.ServerInterceptor] = interceptors
-        self._calls = OpenCalls()
+        self._calls: OpenCalls = beside._calls if beside else OpenCalls()
         tls = None if plaintext else settings.server_tls
         self._credentials = server_credentials(tls, _warn) if tls else None
         if settings.dialer.tls:
@@ -96,15 +91,10 @@ class Server:
         if tls and callers:
             required = settings.internal_tls_roles == "required"
             first.append(RoleInterceptor(service_name, callers, required))
-        place = UNREAD_FACTOR * settings.max_message_bytes
-        self.messages: MessageMemory = (
-            beside.messages if beside else MessageMemory(place, max(MAX_BYTES, _MIN_PLACES * place))
-        )
-        reader = MessageReader(settings.max_message_bytes, self.messages)
+        calls_per_connection = MAX_CALLS if beside else _CALLS_PER_CONNECTION
         self.grpc = aio.server(
-            interceptors=[*first, *interceptors, reader],
-            maximum_concurrent_rpcs=MAX_CALLS,
-            options=_options(settings, reuse_port),
+            interceptors=[*first, *interceptors, MessageReader()],
+            options=_options(settings, reuse_port, calls_per_connection),
         )
         self._health = HealthServicer(("", service_name))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -182,21 +172,24 @@ class Server:
         log.info("stopped")
 
 
-def _options(settings: ServiceSettings, reuse_port: bool) -> Options:
+def _options(settings: ServiceSettings, reuse_port: bool, calls_per_connection: int) -> Options:
     return [
         ("grpc.so_reuseport", int(reuse_port)),
-        ("grpc.max_receive_message_length", UNREAD_FACTOR * settings.max_message_bytes),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.max_concurrent_streams", _CALLS_PER_CONNECTION),
+        ("grpc.max_concurrent_streams", calls_per_connection),
+        # By default gRPC refuses new calls until ended calls are freed, which may take a while. An
+        # honest client that made call after call then got UNAVAILABLE (gRPC 1.85).
+        ("grpc.http.overload_protection", 0),
         # After this many calls gRPC reads other connections, because a client may make calls and
         # reset them at once.
         ("grpc.http2.max_requests_per_read", _CALLS_PER_READ),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         # By default gRPC cancels some calls when over 1,000 wait for the event loop.
-        ("grpc.server.max_pending_requests", MAX_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
+        ("grpc.server.max_pending_requests", _PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS),
         ("grpc.server_handshake_timeout_ms", round(1000 * _HANDSHAKE_S)),
         ("grpc.max_connection_idle_ms", round(1000 * _IDLE_S)),
         # The receive window, which must not grow with the bandwidth. gRPC enlarges it as far as a

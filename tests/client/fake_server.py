@@ -23,7 +23,6 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import (
 )
 from shared.errors import InternalError, InvalidArgumentError, ServiceError, UnavailableError
 from shared.rpc.interceptors import StatusInterceptor
-from shared.rpc.message_memory import MessageMemory
 from shared.rpc.reading import MessageReader
 
 Responses = AsyncIterator[pb.GenerateStreamResponse]
@@ -181,9 +180,7 @@ def running_server() -> Iterator[FakeServer]:
     service = FakeService()
 
     async def start() -> tuple[aio.Server, str]:
-        server = aio.server(
-            interceptors=[StatusInterceptor(), MessageReader(1 << 20, MessageMemory(4 << 20))]
-        )
+        server = aio.server(interceptors=[StatusInterceptor(), MessageReader()])
         add_InferenceServiceServicer_to_server(service, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import weakref
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -17,14 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from frontend.api.servicer import SERVICE_NAME
-from frontend.callers.audit import Audit, Usage
-from frontend.callers.auth import ClientInterceptor
-from frontend.callers.rates import CallerRates
 from frontend.callers.tenants import Tokens, read_clients
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.tls import FileError
-from shared.errors import InvalidArgumentError
 from tests.echo_server import echo_server
 from tests.frontend.conftest import bearer, detail
 
@@ -206,55 +199,6 @@ async def test_metadata_has_a_limit() -> None:
         code = await status(address, (("x", "a" * 20_000),))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await status(address) is grpc.StatusCode.OK
-
-
-async def test_rejections_are_spaced_by_client(
-    tokens_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paced: list[str] = []
-
-    def delay_s(_: CallerRates, caller: str, now: float) -> float:
-        paced.append(caller)
-        return 0.0
-
-    monkeypatch.setattr(CallerRates, "delay_s", delay_s)
-    name = hashlib.sha256(FIRST.encode()).hexdigest()[:8]
-    async with echo_server(auth_tokens_file=tokens_file) as (address, _):
-        assert await status(address, bearer(FIRST)) is grpc.StatusCode.OK
-        assert not paced
-        await status(address)
-        await status(address, bearer(FIRST), "NoSuch")
-        async with aio.insecure_channel(address) as channel:
-            call = channel.unary_unary(f"/{SERVICE_NAME}/Detokenize")
-            with pytest.raises(aio.AioRpcError):
-                await call(b"no message", metadata=bearer(FIRST), timeout=TIMEOUT_S)
-    assert paced == ["", name, name]
-
-
-async def test_a_waiting_rejection_holds_no_memory_of_its_call() -> None:
-    class Large:
-        pass
-
-    held: list[weakref.ref[Large]] = []
-
-    async def reject(_: object, __: object) -> None:
-        large = Large()
-        held.append(weakref.ref(large))
-        try:
-            raise ValueError
-        except ValueError as error:
-            raise InvalidArgumentError("text", "not good") from error
-
-    class Checked(CallerRates):
-        def delay_s(self, caller: str, now: float) -> float:
-            assert held[0]() is None
-            return 0.0
-
-    interceptor = ClientInterceptor(None, 1, Audit(Usage()), {})
-    interceptor._rejections = Checked(1)
-    context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5")
-    with pytest.raises(InvalidArgumentError):
-        await interceptor._paced(reject, None)(None, context)
 
 
 async def test_an_operators_token_is_not_a_clients_token(tokens_file: Path, tmp_path: Path) -> None:

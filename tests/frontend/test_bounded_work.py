@@ -15,7 +15,6 @@ from frontend.api import responses, sampling_checks
 from frontend.api.sampling_checks import MAX_LOGPROB_ENTRIES
 from frontend.api.validation import MAX_TOKENIZED
 from frontend.engines import engine, outputs
-from frontend.engines import streams as frontend_streams
 from frontend.generation import Generation
 from frontend.text import structured_output
 from frontend.text.completion import CompletionBuilder
@@ -31,7 +30,6 @@ from tests.frontend.test_generation import (
     request,
     rest,
 )
-from tests.http2 import connect
 from tests.turns import Turns, counting_turns
 
 
@@ -171,37 +169,6 @@ async def test_one_completion_per_turn_is_searched_for_stop_strings(
     assert turns.max <= 128
 
 
-async def test_requests_with_the_most_unread_logprobs_fail(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frontend_streams, "MAX_UNREAD_LOGPROBS", 45_000)
-    await accept_long_sequences(service)
-    service.scheduler.automatic = False
-    async with connect(service.address, window=0) as client:
-        message = request(max_tokens=3000, logprobs=20).SerializeToString()
-        for stream in (1, 3):
-            client.open_call(stream, "/nanovllm.v1.InferenceService/GenerateStream")
-            client.send_message(stream, message)
-        numbers = [(await service.scheduler.submits.get()).request for _ in range(2)]
-        reader = service.stub.GenerateStream(request(max_tokens=4, logprobs=20))
-        own = (await service.scheduler.submits.get()).request
-        rows = [logprob_row(300, i, 20) for i in range(3000)]
-        length = scheduler_pb2.FINISH_CAUSE_LENGTH
-        for offset in range(0, 2000, 100):
-            for number in numbers[: 2 if offset < 1000 else 1]:
-                tokens = [(number, offset + i, 300) for i in range(100)]
-                piece = logprob_rows(number, False, offset, rows[offset : offset + 100])
-                ended = [scheduler_pb2.Finished(request=number, cause=length)]
-                last = number == numbers[1] and offset == 900  # counts all the same
-                service.scheduler.send(tokens, ended if last else [], [piece])
-        assert await service.scheduler.aborts.get() == numbers[0]
-        for _ in range(4):
-            service.scheduler.step()
-        assert len(join(await rest(reader)).logprobs) == 4
-        assert own != numbers[0]
-        assert service.scheduler.aborts.empty()
-
-
 async def test_logprobs_of_a_step_are_stored_in_slices(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,15 +212,6 @@ async def test_requests_are_submitted_again_in_slices(
             service.scheduler.step()
         for call in calls:
             assert join(await rest(call)).token_ids == PROMPT[:2]
-
-
-async def test_a_prompt_is_kept_without_its_message(service: Service) -> None:
-    """The budget for messages is free again while a stream goes on."""
-    call = await begin(service, request(max_tokens=2))
-    assert service.server.messages.used == 0
-    for _ in range(2):
-        service.scheduler.step()
-    assert len(join(await rest(call)).token_ids) == 2
 
 
 async def test_eight_chunks_are_written_per_turn_of_the_loop(

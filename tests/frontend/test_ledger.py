@@ -9,9 +9,8 @@ import pytest
 from frontend.engines.ledger import MIN_PROGRESS, Ledger, State
 from frontend.engines.placement import EngineLoad, Fit
 from frontend.engines.prefix_index import PrefixIndex
-from frontend.engines.token_stream import TokenStream, Waiter
+from frontend.engines.token_stream import TokenStream, Waiter, WakeUps
 from frontend.request import Request, Sampling
-from shared.rpc.turns import Turns
 
 SAMPLING = Sampling(seed=0, max_tokens=100, eos_token_ids=(), stop_token_ids=(), stop=())
 
@@ -20,7 +19,7 @@ def ledger_of(*numbers: int) -> Ledger:
     """A ledger whose completions were sent to a scheduler."""
     ledger = Ledger(0, EngineLoad())
     for number in numbers:
-        stream = TokenStream(number, Request("r", [1], SAMPLING, None), Waiter(Turns(1)))
+        stream = TokenStream(number, Request("r", [1], SAMPLING, None), Waiter(WakeUps()))
         ledger.add([stream], Fit())
     send(ledger)
     return ledger
@@ -125,7 +124,7 @@ def test_a_prompt_is_promised_until_its_first_completion_begins_or_ends() -> Non
     names: Sequence[int] = [11, 12]
     for number, end in ((1, ledger.remove), (3, lambda n: ledger.settle(ledger.entries[n]))):
         request = Request("r", [1], SAMPLING, None)
-        pair = [TokenStream(number + i, request, Waiter(Turns(1)), i) for i in range(2)]
+        pair = [TokenStream(number + i, request, Waiter(WakeUps()), i) for i in range(2)]
         ledger.add(pair, Fit(7, 0, names, index))
         assert load.unstarted_tokens == 7
         assert index.matches(names, [0]) == {0: 2}

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
-from pydantic import ByteSize
 
 from frontend.callers.tenants import Client, engine_salt, read_clients
 from frontend.settings import FrontendSettings
@@ -17,8 +16,7 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.tls import FileError
 from shared.pb import scheduler_pb2
-from shared.rpc.callers import CALLER
-from tests.echo_server import Echo, echo_server
+from tests.echo_server import echo_server
 from tests.frontend.conftest import Service, bearer, rejection
 from tests.frontend.fake_scheduler import FakeScheduler
 
@@ -26,7 +24,7 @@ ACME, WEB, BARE = "acme-token-0123456789", "web-token-01234567890", "bare-token-
 NEW_ACME = "acme-token-new-0123456789"
 FILE = f"""
 # a client of each kind
-{ACME}  name=acme weight=2.5 max_requests=1 max_bytes=8MiB priorities=-5..10
+{ACME}  name=acme weight=2.5 max_requests=1 priorities=-5..10
 {NEW_ACME} name=acme
   {WEB} input_tokens_per_minute=200000 output_tokens_per_minute=50000 name=web cache=shared
 {BARE}
@@ -55,9 +53,7 @@ async def test_the_file_has_the_limits_of_clients(tokens_file: Path) -> None:
     clients = read_clients(str(tokens_file))
     assert list(clients) == [ACME, NEW_ACME, WEB, BARE]
     assert clients[ACME] == clients[NEW_ACME]
-    assert clients[ACME] == Client(
-        "acme", weight=2.5, max_requests=1, max_bytes=ByteSize(8 << 20), priorities=(-5, 10)
-    )
+    assert clients[ACME] == Client("acme", weight=2.5, max_requests=1, priorities=(-5, 10))
     assert clients[WEB] == Client(
         "web",
         input_tokens_per_minute=200_000,
@@ -79,8 +75,6 @@ async def test_the_file_has_the_limits_of_clients(tokens_file: Path) -> None:
         ("weight=0", "weight: .* greater than or equal to 0.001"),
         ("weight=nan", "weight: .* finite"),
         ("max_requests=0", "max_requests: .* greater than or equal to 1"),
-        ("max_bytes=8XB", "max_bytes: unknown unit; give KiB, MiB or GiB"),
-        ("max_bytes=0", "max_bytes: .* greater than 0"),
         ("input_tokens_per_minute=0", "input_tokens_per_minute: .* greater than or equal to 1"),
         (
             "output_tokens_per_minute=9999999999",
@@ -133,32 +127,8 @@ async def test_limits_change_without_a_restart(tokens_file: Path) -> None:
         change("max_requests=none")  # not valid
         with pytest.raises(aio.AioRpcError, match="max_requests: 2 requests are in progress"):
             await another()
-        change("")  # now the setting's 4096
+        change("")  # now the setting's 512
         calls.append(await another())
-
-
-async def test_the_caller_is_known_before_a_message_is_read(
-    tokens_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-
-    async def look(self: Echo, request: object, context: object) -> object:
-        seen.append(CALLER.get())
-        return pb.DetokenizeResponse()
-
-    monkeypatch.setattr(Echo, "Detokenize", look)
-    async with (
-        echo_server(auth_tokens_file=tokens_file) as (address, _),
-        aio.insecure_channel(address) as channel,
-    ):
-        for token in (ACME, WEB):
-            await InferenceServiceStub(channel).Detokenize(
-                pb.DetokenizeRequest(), metadata=bearer(token)
-            )
-    assert [(caller.name, caller.max_bytes) for caller in seen if caller] == [
-        ("acme", 8 << 20),
-        ("web", 128 << 20),
-    ]
 
 
 async def submitted(service: Service, token: str, **fields: Any) -> scheduler_pb2.Submit:

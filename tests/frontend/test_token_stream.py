@@ -4,23 +4,27 @@ import asyncio
 
 import pytest
 
-from frontend.engines.token_stream import FinishReason, TokenStream, Waiter
+from frontend.engines import token_stream
+from frontend.engines.token_stream import FinishReason, TokenStream, Waiter, WakeUps
 from frontend.request import Request, Sampling
 from shared.errors import InternalError
-from shared.rpc.turns import Turns
 from tests.frontend.cluster import read
-from tests.turns import counting_turns
 
 SAMPLING = Sampling(
     temperature=0.0, seed=0, max_tokens=100, eos_token_ids=(), stop_token_ids=(), stop=()
 )
 
 
-def token_streams(*callers: str) -> list[TokenStream]:
-    """One that may be read per iteration of the event loop."""
-    turns = Turns(1)
+@pytest.fixture(autouse=True)
+def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One stream may be read per iteration of the event loop."""
+    monkeypatch.setattr(token_stream, "_CALLS_AT_ONCE", 1)
+
+
+def token_streams(count: int) -> list[TokenStream]:
+    wake_ups = WakeUps()
     request = Request("r", [1], SAMPLING, None)
-    return [TokenStream(n, request, Waiter(turns, caller)) for n, caller in enumerate(callers)]
+    return [TokenStream(number, request, Waiter(wake_ups)) for number in range(count)]
 
 
 def step(streams: list[TokenStream], token_id: int) -> None:
@@ -30,7 +34,7 @@ def step(streams: list[TokenStream], token_id: int) -> None:
 
 
 async def test_tokens_that_arrive_before_a_permit_are_in_one_chunk() -> None:
-    streams = token_streams(*"aaa")
+    streams = token_streams(3)
     readers = [asyncio.create_task(read(stream, 0)) for stream in streams]
     await asyncio.sleep(0)  # all wait
 
@@ -42,7 +46,7 @@ async def test_tokens_that_arrive_before_a_permit_are_in_one_chunk() -> None:
 
 
 async def test_a_reader_that_returns_waits_behind_the_others() -> None:
-    streams = token_streams(*"aaa")
+    streams = token_streams(3)
     order: list[int] = []
 
     async def read_all(stream: TokenStream) -> None:
@@ -62,23 +66,8 @@ async def test_a_reader_that_returns_waits_behind_the_others() -> None:
     assert order == 4 * [0, 1, 2]
 
 
-async def test_callers_alternate() -> None:
-    streams = token_streams(*"aaaab")
-    order: list[int] = []
-
-    async def read_one(stream: TokenStream) -> None:
-        await read(stream, 0)
-        order.append(stream.number)
-
-    readers = [asyncio.create_task(read_one(stream)) for stream in streams]
-    await asyncio.sleep(0)
-    step(streams, 0)
-    await asyncio.gather(*readers)
-    assert order == [0, 4, 1, 2, 3]
-
-
 async def test_a_reader_that_is_cancelled_takes_no_permit() -> None:
-    first, second = token_streams(*"aa")
+    first, second = token_streams(2)
     readers = [asyncio.create_task(read(stream, 0)) for stream in (first, second)]
     await asyncio.sleep(0)
     step([first, second], 5)
@@ -88,26 +77,8 @@ async def test_a_reader_that_is_cancelled_takes_no_permit() -> None:
         await readers[0]
 
 
-async def test_calls_that_are_cancelled_at_once_end_one_after_another() -> None:
-    with counting_turns() as turns:
-
-        async def call(stream: TokenStream) -> None:
-            try:
-                await read(stream, 0)
-            finally:
-                turns.done(1)
-
-        calls = [asyncio.create_task(call(stream)) for stream in token_streams(*"aaabb")]
-        await asyncio.sleep(0)
-        for each in calls:
-            each.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-    assert all(each.cancelled() for each in calls)
-    assert (turns.total, turns.max) == (5, 1)
-
-
 async def test_the_end_and_an_error_are_read_without_tokens() -> None:
-    complete, failed = token_streams(*"aa")
+    complete, failed = token_streams(2)
     complete.complete(FinishReason.LENGTH)
     assert await read(complete, 0) == []
     waiting = asyncio.create_task(read(failed, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from deploy.ports import free_port
-from frontend.api.vllm_engine.kv_events import KvEventStream
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
@@ -30,7 +28,6 @@ from tests.frontend.fake_scheduler import (
     logprob_row,
     logprob_rows,
 )
-from tests.turns import counting_turns
 
 TEXT = "Once upon a time, 你好 👍🏽!"
 
@@ -293,28 +290,6 @@ async def test_methods_for_operators_are_disabled_without_operators(engine: Any)
 async def test_beyond_loopback_events_are_for_operators(engine: Any) -> None:
     code, _ = await rejection(engine.SubscribeKvEvents(common.SubscribeKvEventsRequest()).read())
     assert code is grpc.StatusCode.UNIMPLEMENTED
-
-
-async def test_one_batch_of_events_is_translated_per_turn(
-    engine: Any, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    translate = KvEventStream.batch
-    with counting_turns() as turns:
-
-        def batch(self: KvEventStream, message: scheduler_pb2.BlockEvents) -> common.KvEventBatch:
-            turns.done(1)
-            return translate(self, message)
-
-        monkeypatch.setattr(KvEventStream, "batch", batch)
-        message = scheduler_pb2.BlockEvents(load=scheduler_pb2.GetLoadResponse(blocks=1))
-        for _ in range(400):
-            scheduler.block_events.put_nowait(message)
-        calls = [engine.SubscribeKvEvents(common.SubscribeKvEventsRequest()) for _ in range(8)]
-        for call in calls:
-            await call.read()
-        await asyncio.wait_for(scheduler.block_events.join(), 60)
-    assert turns.total > len(calls)
-    assert turns.max == 1
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from shared.config import load_settings
 from shared.errors import InvalidArgumentError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-from shared.rpc.reading import decode_message
+from shared.rpc.reading import parse_message
 from tests.fake_worker import VOCAB_SIZE, FakeWorker, completion, start_worker
 from tests.frontend.conftest import DEMO
 from tests.fuzz.corpus import Case, load_cases
@@ -256,7 +256,7 @@ def _names_suspects(data: bytes) -> bool:
 
 def _ends_the_stream(data: bytes) -> bool:
     try:
-        message = decode_message(data, pb.FrontendMessage.FromString, _MAX_MESSAGE_BYTES)
+        message = parse_message(data, pb.FrontendMessage.FromString)
         read_sequence(0, message.submit, 0.0)
     except InvalidArgumentError:
         return True

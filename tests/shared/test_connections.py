@@ -11,16 +11,20 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+import shared.rpc.open_calls
 import shared.rpc.server
 from frontend.settings import FrontendSettings
 from shared.rpc.server import Server
+from tests.frontend.conftest import detail
 from tests.http2 import PREFACE, SETTINGS, RawConnection, call_frames, connect, dial, frame
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 TIMEOUT_S = 60
 
 
@@ -98,21 +102,29 @@ async def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
         await check(address)  # its place is free again
 
 
-async def test_calls_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_have_a_limit_and_health_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Calls that have not sent their message count, too."""
-    monkeypatch.setattr(shared.rpc.server, "MAX_CALLS", 3)
+    monkeypatch.setattr(shared.rpc.open_calls, "MAX_CALLS", 3)
     async with serving(tmp_path) as address, connect(address) as client, asyncio.timeout(TIMEOUT_S):
         for stream in (1, 3, 5, 7):
-            client.open_call(stream, WATCH)
+            client.open_call(stream, REFLECTION)
         await client.wait_until(lambda: client.ended == {7})
-        with pytest.raises(aio.AioRpcError) as raised:
-            await check(address)
-        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        client.reset(3)
-        while True:
-            with suppress(aio.AioRpcError):
-                await check(address)
-                break
+        for stream in (9, 11, 13):  # health calls neither count nor are refused
+            client.open_call(stream, WATCH)
+        await check(address)
+        async with aio.insecure_channel(address) as channel:
+            with pytest.raises(aio.AioRpcError) as raised:
+                await channel.unary_unary(REFLECTION)(b"")
+            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert raised.value.details() == "calls: 3 are open; the limit of this process is 3"
+            assert detail(raised.value, error_details_pb2.RetryInfo)
+            client.reset(3)
+            while True:
+                with suppress(aio.AioRpcError):
+                    await channel.unary_unary(REFLECTION)(b"")
+                    break
 
 
 async def test_no_call_is_lost_when_many_arrive_at_once(
@@ -145,6 +157,6 @@ async def test_a_connection_is_told_how_many_calls_it_may_have(tmp_path: Path) -
         head = await reader.readexactly(9)
         assert head[3] == SETTINGS
         payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
-        assert dict(struct.iter_unpack(">HI", payload))[max_concurrent_streams] == 1024
+        assert dict(struct.iter_unpack(">HI", payload))[max_concurrent_streams] == 128
         writer.close()
         await writer.wait_closed()

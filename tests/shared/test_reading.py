@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2
 from grpc import aio
-from grpc_reflection.v1alpha import reflection_pb2
-from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -26,13 +25,11 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import (
 )
 from shared.config import load_settings
 from shared.errors import UnauthenticatedError
-from shared.rpc.callers import CALLER, Caller
+from shared.rpc import reading
 from shared.rpc.interceptors import Context, SpanInterceptor
-from shared.rpc.message_memory import MessageMemory
-from shared.rpc.reading import MessageReader, release_message
 from shared.rpc.server import Server
+from tests.frontend.conftest import detail
 from tests.http2 import connect
-from tests.shared.test_wire_scan import FLOODS
 from tests.turns import counting_turns
 from tests.waiting import until
 
@@ -40,7 +37,7 @@ SERVICE = "nanovllm.v1.InferenceService"
 
 
 class Gate(SpanInterceptor):
-    """Accepts calls, as Alice's, once it is open."""
+    """Accepts calls once it is open."""
 
     def __init__(self) -> None:
         self.arrived = 0
@@ -53,7 +50,6 @@ class Gate(SpanInterceptor):
         await self.open.wait()
         if self.refuses:
             raise UnauthenticatedError("no")
-        CALLER.set(Caller("alice", 1 << 20))
         yield
 
 
@@ -68,7 +64,6 @@ class Service(InferenceServiceServicer):
     ) -> None:
         size = len(request.text)
         del request
-        release_message()
         await context.write(pb.GenerateStreamResponse(text=str(size)))
         await self.leave.wait()
 
@@ -123,13 +118,37 @@ async def test_a_rejected_call_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     async def fail(*_: object) -> None:
         raise AssertionError("read")
 
-    monkeypatch.setattr(MessageMemory, "receive", fail)
+    monkeypatch.setattr(reading.MessageReader, "_read_one", fail)
     async with serving(tmp_path) as rig:
         rig.gate.refuses = True
         rig.gate.open.set()
         with pytest.raises(aio.AioRpcError) as raised:
             await rig.stub.Tokenize(pb.TokenizeRequest(text="x" * 1000))
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_message_must_arrive_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MAX_READ_S", 0.01)
+    async with serving(tmp_path) as rig:
+        rig.gate.open.set()
+        call = rig.channel.stream_unary(f"/{SERVICE}/Tokenize")(_nothing_yet())
+        with pytest.raises(aio.AioRpcError) as raised:
+            await call
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert raised.value.details() == "message: it did not arrive within 0.01 s"
+        assert detail(raised.value, error_details_pb2.RetryInfo)
+
+
+async def test_an_iteration_of_the_loop_parses_one_large_message(tmp_path: Path) -> None:
+    data = pb.TokenizeRequest(text="x" * (1 << 20)).SerializeToString()
+    context: Any = Mock(read=AsyncMock(return_value=data))
+    reader = reading.MessageReader()
+    with counting_turns() as turns:
+        parse = lambda message: turns.done(len(message))  # noqa: E731
+        await asyncio.gather(*(reader._read_one(context, parse) for _ in range(16)))
+    assert (turns.total, turns.max) == (16 * len(data), len(data))
 
 
 async def test_a_message_is_gone_while_its_call_goes_on(tmp_path: Path) -> None:
@@ -146,103 +165,10 @@ async def test_a_message_is_gone_while_its_call_goes_on(tmp_path: Path) -> None:
             traced, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert memory_of(rig.server).used == 0
         assert traced < 8 * 4_000_000 / 2
         rig.service.leave.set()
         for call in calls:
             assert await call.code() is grpc.StatusCode.OK
-
-
-class Parse:
-    """Stands in for a message type, and for its `FromString`."""
-
-    DESCRIPTOR = pb.TokenizeRequest.DESCRIPTOR
-
-    def __init__(self, parse: Callable[[bytes], object]) -> None:
-        self.__self__, self._parse = self, parse
-
-    def __call__(self, data: bytes) -> object:
-        return self._parse(data)
-
-
-def sender(data: bytes) -> Any:
-    return Mock(peer=lambda: "ipv4:1.2.3.4:5", read=AsyncMock(return_value=data))
-
-
-LARGE = pb.TokenizeRequest(text="x" * 100_000).SerializeToString()
-
-
-async def test_large_messages_are_parsed_one_per_turn_of_the_loop() -> None:
-    reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
-    with counting_turns() as turns:
-        parse = Parse(lambda data: turns.done(len(data)))
-        await asyncio.gather(*(reader._read(sender(LARGE), parse) for _ in range(16)))
-    assert turns.total == 16 * len(LARGE)
-    assert turns.max == len(LARGE)
-
-
-async def test_after_a_large_message_other_messages_get_as_much_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
-    loop, later_s, parsed = asyncio.get_running_loop(), 0.0, list[int]()
-    time = loop.time
-    monkeypatch.setattr(loop, "time", lambda: time() + later_s)
-
-    def parse_for_long(data: bytes) -> None:
-        nonlocal later_s
-        later_s += 1000
-        parsed.append(len(data))
-
-    calls = [
-        asyncio.create_task(reader._read(sender(data), Parse(parse_for_long)))
-        for data in (LARGE, LARGE, b"")
-    ]
-    await asyncio.wait(calls[:2], return_when=asyncio.FIRST_COMPLETED)
-    await calls[2]
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert sorted(parsed) == [0, len(LARGE)]
-    for each in calls:
-        each.cancel()
-
-
-async def test_a_message_counts_until_its_call_ends_or_releases_it(tmp_path: Path) -> None:
-    async with serving(tmp_path) as rig:
-        rig.gate.open.set()
-        message = pb.TokenizeRequest(text="x" * 1000)
-        calls = [rig.stub.Tokenize(message) for _ in range(3)]
-        memory = memory_of(rig.server)
-        await until(lambda: memory.used == 3 * message.ByteSize(), "three")
-        calls.pop().cancel()
-        await until(lambda: memory.used == 2 * message.ByteSize(), "two")
-        rig.service.leave.set()
-        for call in calls:
-            assert (await call).token_ids == [1000]
-        await until(lambda: memory.used == 0, "none")
-
-
-@pytest.mark.parametrize("flood", FLOODS)
-async def test_a_flood_of_fields_never_keeps_the_loop(tmp_path: Path, flood: str) -> None:
-    """Counts the event loop's iterations while a message is scanned; none may be long."""
-    async with serving(tmp_path) as rig:
-        rig.gate.open.set()
-        iterations, walking = 0, True
-
-        async def count() -> None:
-            nonlocal iterations
-            while walking:
-                iterations += 1
-                await asyncio.sleep(0)
-
-        counter = asyncio.create_task(count())
-        with pytest.raises(aio.AioRpcError) as raised:
-            await rig.channel.unary_unary(f"/{SERVICE}/Generate")(FLOODS[flood])
-        walking = False
-        await counter
-        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "more than 65536 fields" in (raised.value.details() or "")
-        assert iterations > 60
 
 
 async def test_a_call_without_a_message_is_an_invalid_argument(tmp_path: Path) -> None:
@@ -256,44 +182,8 @@ async def test_a_call_without_a_message_is_an_invalid_argument(tmp_path: Path) -
         call = rig.channel.stream_unary(f"/{SERVICE}/Tokenize")(nothing())
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert await call.details() == "message: missing; send one"
-        assert memory_of(rig.server).used == 0
 
 
-def memory_of(server: Server) -> MessageMemory:
-    return server.messages
-
-
-async def test_public_streams_are_read_within_the_limits(tmp_path: Path) -> None:
-    server = Server(load_settings(FrontendSettings, []), SERVICE)
-    await server.start(address := f"unix:{tmp_path}/s")
-    async with aio.insecure_channel(address) as channel:
-        stub: Any = ServerReflectionStub(channel)
-        calls = [stub.ServerReflectionInfo(_nothing_yet()) for _ in range(100)]
-        await until(lambda: server.messages.used > 0, "it")
-        for call in calls:
-            call.cancel()
-        await until(lambda: server.messages.used == 0, "none")
-        request = reflection_pb2.ServerReflectionRequest(list_services="")
-        answers = [each async for each in stub.ServerReflectionInfo(iter([request, request]))]
-        assert len(answers) == 2
-        assert SERVICE in [each.name for each in answers[0].list_services_response.service]
-        assert server.messages.used == 0
-    await server.grpc.stop(None)
-
-
-async def _nothing_yet() -> AsyncIterator[Any]:
+async def _nothing_yet() -> AsyncIterator[bytes]:
     await asyncio.Event().wait()
-    yield None
-
-
-async def test_two_calls_begin_per_turn_of_the_loop() -> None:
-    reader = MessageReader(1 << 20, MessageMemory(1 << 20, 256 << 20))
-    with counting_turns() as turns:
-
-        async def read() -> bytes:
-            turns.done(1)
-            return b""
-
-        context: Any = Mock(peer=lambda: "ipv4:1.2.3.4:5", read=read)
-        await asyncio.gather(*(reader._read(context, Parse(len)) for _ in range(16)))
-    assert (turns.total, turns.max) == (16, 2)
+    yield b""

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from pydantic import TypeAdapter
 
 from frontend.callers.tenants import Client
-from shared.rpc.reading import UNREAD_FACTOR
 from tools.reference import markdown
 from tools.reference.markdown import code, described, number, prose, table
 from tools.reference.settings import allowed, default_of
@@ -38,14 +37,15 @@ _VALIDATION = "frontend.api.validation"
 _CHAT = "frontend.text.conversation"
 _GRAMMAR = "scheduler_svc.grammar"
 _REQUEST = (
-    Limit("size of a message", "max_message_bytes", "bytes"),
-    Limit("fields of a message, a packed array being one", "shared.rpc.wire_scan:MAX_FIELDS"),
+    Limit("size of a message", "max_message_bytes", "bytes", _FULL),
+    Limit("time in which a message arrives", "shared.rpc.reading:MAX_READ_S", "s", _FULL),
     Limit("metadata of a call", "shared.rpc.server:_MAX_METADATA_BYTES", "bytes", _FULL),
     Limit("`request_id`", f"{_VALIDATION}:MAX_REQUEST_ID_LENGTH", "characters"),
     Limit("`cache_salt`", f"{_VALIDATION}:MAX_CACHE_SALT_LENGTH", "characters"),
     Limit("`engine`", f"{_VALIDATION}:MAX_ENGINE_LENGTH", "characters"),
     Limit("prompt and completion together", "max_model_len", "tokens"),
     Limit("text of `Tokenize`, ids of `Detokenize`", f"{_VALIDATION}:MAX_TOKENIZED", "tokens"),
+    Limit("messages, tools and tool calls of a chat", f"{_VALIDATION}:MAX_CHAT_PARTS"),
     Limit("JSON text in a chat", f"{_CHAT}:MAX_JSON_BYTES", "bytes"),
     Limit("nesting of JSON in a chat", f"{_CHAT}:MAX_JSON_DEPTH", "levels"),
     Limit("`chat_template_kwargs`", f"{_CHAT}:MAX_KWARGS_BYTES", "bytes"),
@@ -77,26 +77,8 @@ _STRUCTURED = (
         "compiled again",
     ),
 )
-_MEMORY = "shared.rpc.message_memory"
 _CLIENT = (
     Limit("calls in progress, per frontend", "max_requests_per_client", "", _FULL),
-    Limit("messages being read or held", f"{_MEMORY}:MAX_BYTES_PER_CALLER", "bytes", "waits"),
-    Limit("wait of a message for memory", f"{_MEMORY}:_MAX_WAIT_S", "s", _FULL),
-    Limit("time in which a message arrives", f"{_MEMORY}:_MAX_READ_S", "s", _FULL),
-    Limit("that time, if other messages wait", f"{_MEMORY}:_PATIENCE_S", "s", _FULL),
-    Limit("rejections per second", "frontend.callers.auth:_REJECTIONS_PER_SECOND", "", "waits"),
-    Limit(
-        "rejections that wait",
-        "frontend.callers.auth:_MAX_WAITING_REJECTIONS",
-        "",
-        "sent at once",
-    ),
-    Limit(
-        "traces per second that it asks for",
-        "frontend.callers.tracing:ASKED_PER_SECOND",
-        "",
-        "not traced",
-    ),
     Limit("health watches of a host", "shared.rpc.health:MAX_WATCHERS_PER_HOST", "", _FULL),
 )
 _SERVER = "shared.rpc.server"
@@ -111,18 +93,11 @@ _PROCESS = (
     ),
     Limit("wait of an older request", "frontend.engines.pool:_RETURN_S", "s", "UNAVAILABLE"),
     Limit("connections", f"{_SERVER}:MAX_CONNECTIONS", "", "closed"),
-    Limit("open calls", f"{_SERVER}:MAX_CALLS", "", _FULL),
+    Limit("open calls, but for health", "shared.rpc.open_calls:MAX_CALLS", "", _FULL),
     Limit("open calls of a connection", f"{_SERVER}:_CALLS_PER_CONNECTION", "", "waits"),
     Limit("handshake of a connection", f"{_SERVER}:_HANDSHAKE_S", "s", "closed"),
     Limit("connection without calls", f"{_SERVER}:_IDLE_S", "s", "closed"),
     Limit("unread bytes of a connection", f"{_SERVER}:_UNREAD_BYTES", "bytes", "waits"),
-    Limit("messages being read or held", f"{_MEMORY}:MAX_BYTES", "bytes", "waits"),
-    Limit(
-        "log-probabilities that clients have not read",
-        "frontend.engines.streams:MAX_UNREAD_LOGPROBS",
-        "",
-        _FULL,
-    ),
     Limit("health watches", "shared.rpc.health:MAX_WATCHERS", "", _FULL),
     Limit("watches of a prefix cache", "scheduler_svc.block_watch:MAX_WATCHES", "", _FULL),
     Limit("unread events of such a watch", "scheduler_svc.block_watch:MAX_UNREAD", "", "DATA_LOSS"),
@@ -158,8 +133,7 @@ def page() -> str:
         'column "Value" are [settings](settings.md), with their defaults.',
         "## Requests",
         _table(_REQUEST),
-        f"gRPC does not read a message of more than {UNREAD_FACTOR} times `max_message_bytes`, and "
-        f"ends its call with {code(_FULL)}.",
+        f"gRPC itself rejects a message that is too large with {code(_FULL)}, without `RetryInfo`.",
         "## Structured output",
         _table(_STRUCTURED),
         "## Clients",
@@ -168,7 +142,7 @@ def page() -> str:
         _table(_CLIENT),
         "### Limits of one client",
         "A line of the file that `auth_tokens_file` names sets limits of one client, such as "
-        "`TOKEN name=acme weight=2 max_bytes=8MiB`.",
+        "`TOKEN name=acme weight=2 max_requests=64`.",
         described(("Key", "Values", "Default", "Meaning"), _tenant()),
         "## Processes",
         _table(_PROCESS),

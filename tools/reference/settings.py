@@ -91,8 +91,6 @@ def allowed(schema: Mapping[str, Any]) -> str:
     """The values that a JSON schema of pydantic allows."""
     if "anyOf" in schema:
         kinds = [each for each in schema["anyOf"] if each.get("type") != "null"]
-        if {each.get("type") for each in kinds} == {"string", "integer"} and "pattern" in kinds[0]:
-            return "bytes, such as `8MiB`"  # pydantic's ByteSize
         return " or ".join(map(allowed, kinds))
     if "enum" in schema:
         return codes(schema["enum"])

@@ -34,8 +34,6 @@ from shared.errors import (
     UnimplementedError,
 )
 from shared.pb import scheduler_pb2
-from shared.rpc.reading import release_message
-from shared.rpc.turns import Turns
 from shared.sampling_params import DEFAULTS, NUMBERS
 
 Context = aio.ServicerContext[Any, Any]
@@ -69,7 +67,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._archive = TokenizerArchive(directory, generations.tokenizer.on_thread)
         self._began_at = time.monotonic()
         self._received_at = datetime.now(UTC)
-        self._event_turns = Turns(1)  # a snapshot has hundreds of blocks per message
         # By caller and request id, so that no caller aborts another caller's requests.
         self._open: defaultdict[tuple[str, str], list[Generation]] = defaultdict(list)
 
@@ -82,7 +79,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             generate_request(request), context, truncate=truncate, with_text=False
         )
         del request, sampling
-        release_message()
         with self._listed(generation):
             try:
                 await self._write(generation, context, streamed)
@@ -259,9 +255,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             call = stub.WatchBlocks(scheduler_pb2.WatchBlocksRequest())
             try:
                 async for message in call:
-                    async with self._event_turns.half_the_time(str(id(stream))):
-                        batch = stream.batch(message)
-                    yield batch
+                    yield stream.batch(message)
             finally:
                 call.cancel()
 
