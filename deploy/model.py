@@ -55,9 +55,12 @@ def resolve_model(model: str) -> Path:
     path = _smollm2() if model == SMOLLM2 else Path(model).expanduser()
     if file := _gguf_file(path):
         # Imported here: the import is slow, and a directory does not need it.
-        from deploy.gguf.unpack import unpack
+        from worker_svc.gguf.unpack import unpack
 
-        return unpack(file, _SMOLLM2_SAMPLING if model == SMOLLM2 else None)
+        try:
+            return unpack(file, _SMOLLM2_SAMPLING if model == SMOLLM2 else None)
+        except ModelError as error:
+            raise LaunchError(f"MODEL: {error}") from error
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise LaunchError(f"MODEL: {model} has no config.json")
@@ -107,7 +110,7 @@ def model_name(model: str, directory: Path) -> str:
     if model == SMOLLM2:
         return _SMOLLM2_FILE.partition(".")[0]
     if model.endswith(GGUF):
-        from deploy.gguf.parts import model_stem
+        from worker_svc.gguf.parts import model_stem
 
         return model_stem(Path(model))
     given = Path(model).expanduser() if (directory / GGUF_INDEX).exists() else directory
@@ -128,7 +131,7 @@ def _gguf_file(path: Path) -> Path | None:
         or (path / GGUF_INDEX).exists()
     ):
         return None
-    from deploy.gguf.parts import models_in
+    from worker_svc.gguf.parts import models_in
 
     first, *others = models_in(path)
     if others:

@@ -15,8 +15,8 @@ from deploy import model as module
 from deploy.errors import LaunchError
 from deploy.model import resolve_model, smollm2_file
 from tests.damage import a_byte_flipped, cut, damages
-from tests.deploy.test_gguf import SHAPE
 from tests.gguf_files import write_gguf
+from tests.worker_svc.gguf.test_unpack import SHAPE
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 MODEL = f"hub:somebody/small@{COMMIT}"

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deploy.gguf.configuration import Keys
-from deploy.gguf.tokenizer import make_tokenizer
 from frontend.text.detokenizer import IncrementalDetokenizer
 from shared.vocabulary import Vocabulary, byte_alphabet, read_vocabulary
 from tests.gguf_files import spm_keys
+from worker_svc.gguf.configuration import Keys
+from worker_svc.gguf.tokenizer import make_tokenizer
 
 TEXTS = [
     "Once upon a time there was a fox.",

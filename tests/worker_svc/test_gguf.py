@@ -14,11 +14,11 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from deploy.gguf.unpack import unpack
 from tests.gguf_files import split_gguf, write_gguf
 from tests.worker_svc.harness import save_model
 from tests.worker_svc.test_model_runner import LLAMA3, make_runner, oracle_logits, prompts
 from worker_svc.errors import ModelError
+from worker_svc.gguf.unpack import unpack
 from worker_svc.weights.files import WeightReader, weight_files
 from worker_svc.weights.gguf_file import GgufTensor, read_gguf
 from worker_svc.weights.gguf_types import READABLE

@@ -117,7 +117,8 @@ def test_the_fingerprint_tells_which_copy_is_read(tmp_path: Path) -> None:
         first.check_unchanged()
 
 
-def test_the_launcher_does_not_import_torch() -> None:
-    program = "import sys, deploy.model\nprint('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["deploy.model", "worker_svc.gguf.unpack"])
+def test_the_launcher_does_not_import_torch(module: str) -> None:
+    program = f"import sys, {module}\nprint('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     assert ran.stdout == b"False\n"

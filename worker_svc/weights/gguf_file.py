@@ -1,4 +1,4 @@
-"""Reads weights of GGUF files, in a model directory that `deploy.gguf` has made.
+"""Reads weights of GGUF files, in a model directory that `worker_svc.gguf` has made.
 
 The package `gguf` knows the types of blocks. Values become float32, a few rows at a time.
 """

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.gguf.configuration import Keys
-from deploy.gguf.tokenizer import make_tokenizer
 from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.compiler import Compilers, Matcher, compile_grammar, make_compilers
 from scheduler_svc.grammar.vocabulary import read_vocabulary
 from tests.gguf_files import spm_keys
 from tests.scheduler_svc.grammar.test_grammar import KINDS, allowed
+from worker_svc.gguf.configuration import Keys
+from worker_svc.gguf.tokenizer import make_tokenizer
 
 VOCAB_SIZE = 300
 END = 2

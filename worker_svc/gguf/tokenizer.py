@@ -16,8 +16,8 @@ from tokenizers import (
     processors,
 )
 
-from deploy.gguf.configuration import Keys
-from deploy.gguf.header import GgufError
+from worker_svc.gguf.configuration import Keys
+from worker_svc.gguf.header import GgufError
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # of tokenizer.ggml.token_type
 _MAX_LENGTH = 1024  # of a token in characters; those of the served models have 256 at most

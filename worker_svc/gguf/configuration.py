@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from deploy.gguf.header import GgufError, Header
+from worker_svc.gguf.header import GgufError, Header
 from worker_svc.models.families import FAMILIES, Family
 
 # Tokens that end a turn. Most files name only one of them by a key (llama.cpp has a similar list,

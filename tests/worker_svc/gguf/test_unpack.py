@@ -15,14 +15,15 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy.errors import LaunchError
-from deploy.gguf import unpack as module
-from deploy.gguf.header import read_header
-from deploy.gguf.unpack import unpack
 from deploy.model import model_name, resolve_model
 from frontend.text.model_files import read_model_facts
 from frontend.text.tokenizer import Tokenizer as FrontendTokenizer
 from tests.damage import damages
 from tests.gguf_files import spm_keys, write_gguf
+from worker_svc.errors import ModelError
+from worker_svc.gguf import unpack as module
+from worker_svc.gguf.header import read_header
+from worker_svc.gguf.unpack import unpack
 from worker_svc.user_cache import keep
 
 SHAPE: dict[str, Any] = {
@@ -276,7 +277,7 @@ def test_nothing_is_trusted_that_was_not_written_to_its_end(
         keep(made, path)
 
     monkeypatch.setattr(module, "keep", fail)
-    with pytest.raises(LaunchError, match="Input/output error"):
+    with pytest.raises(ModelError, match="Input/output error"):
         unpack(path)
     assert len(written) == count
     monkeypatch.undo()

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
-from tests.deploy.test_gguf import SHAPE
 from tests.gguf_files import split_gguf, write_gguf
+from tests.worker_svc.gguf.test_unpack import SHAPE
 
 PARTS = (slice(0, 4), slice(4, 5), slice(5, None))
 NAMES = [f"small-0000{number}-of-00003.gguf" for number in (1, 2, 3)]

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.gguf.configuration import Keys
-from deploy.gguf.header import GgufError, Header, Tensor, read_header
+from worker_svc.gguf.configuration import Keys
+from worker_svc.gguf.header import GgufError, Header, Tensor, read_header
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})")

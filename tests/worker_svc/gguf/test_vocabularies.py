@@ -10,9 +10,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from deploy.gguf.configuration import Keys
-from deploy.gguf.header import read_header
-from deploy.gguf.tokenizer import make_tokenizer
 from frontend.text.detokenizer import IncrementalDetokenizer
 from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar import vocabulary as grammar_vocabulary
@@ -20,6 +17,9 @@ from scheduler_svc.grammar.compiler import Matcher, compile_grammar, make_compil
 from shared.vocabulary import read_vocabulary
 from tests.others import smollm2, vocabulary
 from tests.scheduler_svc.grammar.test_grammar import allowed
+from worker_svc.gguf.configuration import Keys
+from worker_svc.gguf.header import read_header
+from worker_svc.gguf.tokenizer import make_tokenizer
 
 NAMES = ("llama-spm", "llama-bpe", "qwen2", "gpt-2")
 # The ids that llama-server's /tokenize gives for the same texts with SmolLM2's file, a line each.

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from deploy.errors import LaunchError
-from deploy.gguf.configuration import ROPE_FACTORS, Keys, end_tokens, family_of, model_config
-from deploy.gguf.header import GgufError, Header
-from deploy.gguf.parts import find_parts, model_stem, part_name, read_parts
-from deploy.gguf.tensors import weight_index
-from deploy.gguf.tokenizer import make_tokenizer, tokenizer_config
 from shared.model_directory import GGUF_INDEX, GGUF_WEIGHTS
-from worker_svc.user_cache import cache_folder, digest_of, keep, private_folder
+from worker_svc.errors import ModelError
+from worker_svc.gguf.configuration import ROPE_FACTORS, Keys, end_tokens, family_of, model_config
+from worker_svc.gguf.header import GgufError, Header
+from worker_svc.gguf.parts import find_parts, model_stem, part_name, read_parts
+from worker_svc.gguf.tensors import weight_index
+from worker_svc.gguf.tokenizer import make_tokenizer, tokenizer_config
+from worker_svc.user_cache import cache_folder, digest_of, keep, private_folder, state_of
 
 _LAYOUT = 3  # changes with the contents of the directory
 _DIGESTS = "digests.json"  # of the directory's other files; it is written last
@@ -44,12 +44,13 @@ def unpack(file: Path, sampling: Mapping[str, float] | None = None) -> Path:
         sampling: defaults for generation_config.json.
 
     Raises:
-        LaunchError: the files cannot be used.
+        ModelError: the files cannot be used.
     """
     try:
         parts = find_parts(file)
         generation = dict(sampling or {})
-        state = f"{_LAYOUT}{_states(parts)}{json.dumps(generation)}"
+        states = [f"{part.resolve(strict=True)} {state_of(part.stat())}" for part in parts]
+        state = f"{_LAYOUT}{states}{json.dumps(generation)}"
         name = f"{model_stem(parts[0])}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
         with private_folder(cache_folder("gguf"), create=True):
             directory = cache_folder("gguf") / name
@@ -60,13 +61,7 @@ def unpack(file: Path, sampling: Mapping[str, float] | None = None) -> Path:
                 _make(directory, links, _texts(parts, links, generation))
             return directory
     except (GgufError, OSError) as error:
-        raise LaunchError(f"MODEL: {file}: {error}") from error
-
-
-def _states(parts: Sequence[Path]) -> list[tuple[object, ...]]:
-    """A list that changes when a file is written or replaced."""
-    states = [(file.resolve(strict=True), file.stat()) for file in parts]
-    return [(str(path), each.st_size, each.st_mtime_ns, each.st_ino) for path, each in states]
+        raise ModelError(f"{file}: {error}") from error
 
 
 def _links(parts: Sequence[Path]) -> dict[str, Path]:

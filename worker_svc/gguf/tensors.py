@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.gguf.configuration import ROPE_FACTORS
-from deploy.gguf.header import GgufError, Header
+from worker_svc.gguf.configuration import ROPE_FACTORS
+from worker_svc.gguf.header import GgufError, Header
 from worker_svc.models.families import Family
 
 _MODEL = {
