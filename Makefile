@@ -38,7 +38,7 @@ $(foreach name,$(FROM_SHELL),$(if $(filter HOST,$(name)),,$(shell echo \
 	"make: $(name) of the environment is ignored; make $(or $(MAKECMDGOALS),up) $(name)=... passes it" >&2))$(eval $(name) :=))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down restart scale gateway ps logs top chat generate doctor bench simulate chaos abuse gpu-check \
+.PHONY: help setup protos up down restart scale gateway ps logs top profile chat generate doctor bench simulate chaos abuse gpu-check \
 	images docs docs-serve test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs check-docs check-house
 
 help:  ## list the targets
@@ -113,6 +113,9 @@ logs: $(READY)  ## show the logs and follow them (SERVICE: only this one)
 
 top: $(STAMP)  ## show the load of the engines, live
 	@$(CLI) top $(call flags,PORT)
+
+profile: $(STAMP)  ## record the workers' next steps with torch's profiler (STEPS: how many)
+	@$(CLI) profile $(call flags,PORT STEPS)
 
 chat: $(STAMP)  ## talk to the model
 	@$(CLI) chat --address $(call quote,$(ADDRESS)) $(ARGS)

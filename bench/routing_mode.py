@@ -25,17 +25,16 @@ from typing import Any
 from rich.console import Console
 
 from bench.completions import over_grpc, over_http
-from bench.errors import BenchError
 from bench.metrics import percentile
 from bench.processes import BenchProcess
 from bench.report import mode_parser, print_table
 from bench.scheduler_processes import SchedulerUnderTest, Sizes, running_scheduler
 from deploy.health import SERVING, check_health, http_health
 from deploy.ports import free_port
-from shared.pb import scheduler_pb2
 
 HOST = "127.0.0.1"
 _MODEL = "models/demo"
+_GATEWAY = "gateway's cache_aware"
 _MAX_MODEL_LEN = 8192
 _WORDS = (
     *("once", "upon", "a", "time", "there", "was", "little", "fox", "who", "lived", "in", "the"),
@@ -119,10 +118,6 @@ async def run_way(
     way: str, send: Send, workload: Sequence[Turn], engines: Sequence[SchedulerUnderTest]
 ) -> Outcome:
     """Sends each turn of the workload at its time, with `send`."""
-    for each in engines:
-        request = scheduler_pb2.FlushCacheRequest(timeout_s=60)
-        if not (await each.stub.FlushCache(request)).flushed:
-            raise BenchError("an engine was still busy after 60 s; its cache was not emptied")
     before, start = [await each.load() for each in engines], time.perf_counter()
 
     async def run_turn(turn: Turn) -> float:
@@ -182,30 +177,37 @@ async def _measure_ways(options: argparse.Namespace, console: Console) -> list[O
         step_us=sizes.step_us / options.engines,
         token_us=sizes.token_us / options.engines,
     )
+    console.print(f"{len(workload)} requests in {options.seconds:g} s, {options.rate:g}/s")
+    ways = [
+        "one engine as large as all",
+        "expected first token",
+        _GATEWAY,
+        "least loaded",
+        "random",
+    ]
+    if not options.gateway:
+        ways.remove(_GATEWAY)
     outcomes = []
-    async with contextlib.AsyncExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        names = [str(number) for number in range(options.engines)]
-        engines = [await stack.enter_async_context(running_scheduler(sizes, n)) for n in names]
-        whole = [await stack.enter_async_context(running_scheduler(big))]
-        console.print(f"{len(workload)} requests in {options.seconds:g} s, {options.rate:g}/s")
-
-        address = await _start_frontend(stack, directory, engines)
-        address_of_whole = await _start_frontend(stack, directory, whole)
-        frontend = Frontend(address, options.engines)
-        ways: list[tuple[str, Send, Sequence[SchedulerUnderTest]]] = [
-            ("one engine as large as all", partial(over_grpc, address_of_whole), whole),
-            ("expected first token", partial(over_grpc, address), engines),
-            ("least loaded", frontend.to_least_loaded, engines),
-            ("random", frontend.at_random, engines),
-        ]
-        if options.gateway:
-            gateway = await _start_gateway(stack, directory, engines)
-            send = partial(over_http, gateway, Path(_MODEL).name)
-            ways.insert(2, ("gateway's cache_aware", send, engines))
-        for way, send_turn, its in ways:
+    for way in ways:  # with engines of its own, whose caches are empty
+        number = 1 if way == ways[0] else options.engines
+        async with contextlib.AsyncExitStack() as stack:
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+            engines = [
+                await stack.enter_async_context(running_scheduler(big if number == 1 else sizes, n))
+                for n in map(str, range(number))
+            ]
+            address = await _start_frontend(stack, directory, engines)
+            frontend = Frontend(address, options.engines)
+            sends: dict[str, Send] = {
+                "least loaded": frontend.to_least_loaded,
+                "random": frontend.at_random,
+            }
+            if way == _GATEWAY:
+                gateway = await _start_gateway(stack, directory, engines)
+                sends[way] = partial(over_http, gateway, Path(_MODEL).name)
             with console.status(way):
-                outcomes.append(await run_way(way, send_turn, workload, its))
+                send = sends.get(way, partial(over_grpc, address))
+                outcomes.append(await run_way(way, send, workload, engines))
     return outcomes
 
 

@@ -17,6 +17,7 @@ from cli.variables import takes_variables
 from deploy.engines import DRAIN_S
 from deploy.errors import LaunchError
 from deploy.native import commands
+from deploy.native.profile import profile as record_profile
 from deploy.native.restart import restart as restart_processes
 from deploy.plan import Environment, Layout, read_settings
 from deploy.stack import MODULES, SERVICES, dialled_address, run_directory
@@ -179,6 +180,15 @@ def logs(port: Port = None, runtime: Runtime = "native", service: Service = None
 def top(port: Port = None) -> int:
     """Show the load of the engines, live."""
     return show_load(_directory(port))
+
+
+@app.command()
+def profile(
+    port: Port = None,
+    steps: Annotated[int, typer.Option(help="steps to record, up to 1000")] = 50,
+) -> int:
+    """Record the workers' next steps with torch's profiler."""
+    return record_profile(_directory(port), steps)
 
 
 @app.command()

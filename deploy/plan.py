@@ -43,7 +43,6 @@ class StackSettings(PublicSettings):
     scheduler_addresses: Addresses = ()
     worker_addresses: Addresses = ()
     gateway_addresses: Addresses = ()
-    profile_directory: str = ""
     http_port: HttpPort = Field(
         "auto", description="port of the HTTP gateway (auto: 8000 or a free port; 0: no gateway)"
     )
@@ -186,11 +185,8 @@ def _shared_variables(settings: StackSettings, layout: Layout, stack: Stack) -> 
         variables |= {"MODEL": stack.model_path, "SERVED_MODEL_NAME": stack.model}
     if layout.metrics:
         variables["METRICS_DIRECTORY"] = str(stack.metrics_directory)
-    if "worker" in stack.services:
-        profiles = settings.profile_directory or str(stack.directory / "profiles")
-        variables["PROFILE_DIRECTORY"] = profiles
-        if settings.speculation != "auto":
-            variables["SPECULATION"] = resolve_speculation(settings.speculation)
+    if "worker" in stack.services and settings.speculation != "auto":
+        variables["SPECULATION"] = resolve_speculation(settings.speculation)
     return variables
 
 

@@ -15,7 +15,7 @@ from frontend.callers.tenants import Tokens
 from frontend.engines.pool import Engines
 from frontend.metrics import RequestMetrics
 from frontend.settings import FrontendSettings
-from frontend.text.model_files import read_model_facts
+from frontend.text.model_files import ModelFilesError, read_model_facts
 from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -38,22 +38,19 @@ def public_server(
     Raises:
         FileError: a file of certificates or tokens cannot be used.
     """
-    path, operators_path = settings.auth_tokens_file, settings.operator_tokens_file
+    path = settings.auth_tokens_file
     services = [pb.DESCRIPTOR.services_by_name["InferenceService"]]
     tokens = Tokens(path) if path else None
-    operators_methods: set[str] = set()
     gateway: GatewayAddress | None = None
     if settings.gateway_address:
         # Imported here, because its packages are installed only for gateways.
         from frontend.api.vllm_engine import servicer as engine
 
         services.append(engine.PROTOCOL)
-        operators_methods = set(engine.OPERATORS_METHODS)
         if settings.serves_gateway:
             methods = {f"/{engine.SERVICE_NAME}/{name}" for name in engine.PROTOCOL.methods_by_name}
             find = tokens.named if tokens else None
             gateway = GatewayAddress(settings.gateway_address, methods, find)
-            operators_methods.remove(engine.EVENTS_METHOD)
     paths = {
         f"/{service.full_name}/{name}": name
         for service in services
@@ -72,8 +69,6 @@ def public_server(
                 settings.max_requests_per_client,
                 Audit(usage),
                 paths,
-                operators_methods,
-                Tokens(operators_path) if operators_path else None,
                 tracing,
                 gateway,
             )
@@ -95,6 +90,12 @@ async def serve(
     directory = Path(settings.model)
     facts = read_model_facts(directory, settings.served_model_name)
     tokenizer = Tokenizer(directory, settings.tokenizer_threads)
+    if 2 * len(tokenizer.vocabulary.tokens) < facts.vocab_size:
+        # transformers makes a tokenizer of no files, too.
+        raise ModelFilesError(
+            f"{directory}: the tokenizer has {len(tokenizer.vocabulary.tokens)} tokens, but the "
+            f"model has {facts.vocab_size}; copy or download its files again"
+        )
     facts = facts.ending_with(tokenizer.eos_token_ids)
     engine_server: Server | None = None
     opened = False
@@ -129,7 +130,10 @@ async def serve(
             plaintext=settings.serves_gateway,
         )
         servicer = engine.VllmEngineServicer(
-            generations, directory, report_cached_tokens=settings.report_cached_tokens
+            generations,
+            directory,
+            report_cached_tokens=settings.report_cached_tokens,
+            sends_events=settings.serves_gateway,
         )
         engine.add_to_server(servicer, engine_server.grpc)  # type: ignore[no-untyped-call]
     await server.start(f"{settings.host}:{settings.port}")

@@ -86,11 +86,6 @@ class FrontendSettings(PublicSettings):
     index: int = Field(
         0, ge=0, description="number of this frontend among those that share the port"
     )
-    operator_tokens_file: str = Field(
-        "",
-        description="file with a token on each line; its tokens permit flushing and watching the "
-        "cache, and profiling the workers",
-    )
     gateway_addresses: Addresses = Field(
         (), description="host:port at which each frontend serves vLLM's engine protocol"
     )

@@ -121,7 +121,7 @@ async def _run_engine(
             name=settings.engine_name,
             model_fingerprint=group.model_fingerprint,
         )
-        await asyncio.gather(servicer.run(engine, info, workers), on_serving(True), engine.run())
+        await asyncio.gather(servicer.run(engine, info), on_serving(True), engine.run())
     finally:
         await workers.close()
 

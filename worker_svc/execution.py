@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import structlog
@@ -19,7 +19,7 @@ from worker_svc.errors import RanksLostError, is_device_lost
 from worker_svc.hang_watch import HangWatch
 from worker_svc.kept_memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
-from worker_svc.profiling.profiler import ProfileOptions, Profiler
+from worker_svc.profiling.profiler import Profiler
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits
 from worker_svc.step_result import PendingStep, StepResult
@@ -73,7 +73,7 @@ class Execution:
         self._launches = ThreadPoolExecutor(1, thread_name_prefix="execution")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
         self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks, self._compiles)
-        self._profiler = Profiler(settings.profile_directory, settings.rank)
+        self._profiler = Profiler()
         self._min_step_s = 0.0
 
     async def load(self) -> None:
@@ -114,18 +114,27 @@ class Execution:
             _MAX_CONFIGURE_S,
         )
 
-    async def start_profile(self, runner: ModelRunner, options: ProfileOptions) -> Path:
-        """Runs `Profiler.start` after the steps submitted so far."""
-        return await self._between_steps(
-            lambda: self._profiler.start(options, runner.info.device),
-            "starting a profile",
-            _MAX_PROFILE_S,
-        )
+    async def profile(self, runner: ModelRunner, num_steps: int) -> AsyncGenerator[bytes]:
+        """Records the steps after those submitted so far -> the pieces of a gzip file.
 
-    async def stop_profile(self) -> Path:
-        """Runs `Profiler.stop` after the steps submitted so far -> the trace that was written."""
-        written = await self._between_steps(self._profiler.stop, "ending a profile", _MAX_PROFILE_S)
-        return await asyncio.wrap_future(written)
+        Raises:
+            ServiceError: as `Profiler.start`, or a piece cannot be made.
+        """
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Future[bytes] | None]()
+
+        def send(piece: Future[bytes] | None) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        def start() -> None:
+            self._profiler.start(num_steps, runner.info.device, send)
+
+        try:
+            await self._between_steps(start, "starting a profile", _MAX_PROFILE_S)
+            while (piece := await pieces.get()) is not None:
+                yield await asyncio.wrap_future(piece)
+        finally:
+            with suppress(RuntimeError):  # the process ends
+                self._launches.submit(self._profiler.stop, send)
 
     async def _between_steps(self, run: Callable[[], Result], what: str, max_s: float) -> Result:
         """Calls `run` on the execution thread. `what` describes it for the hang watch, and `max_s`

@@ -9,6 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +23,10 @@ from shared.pb.worker_pb2 import (
     ConfigureResponse,
     GetInfoRequest,
     GetInfoResponse,
-    StartProfileRequest,
-    StartProfileResponse,
+    ProfileRequest,
+    ProfileResponse,
     StepRequest,
     StepResponse,
-    StopProfileRequest,
-    StopProfileResponse,
 )
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer
 from shared.telemetry.tracing import open_tracing
@@ -36,7 +35,6 @@ from worker_svc.execution import EXIT_DEVICE_LOST, Epoch, Execution, Launch, end
 from worker_svc.kept_memory import KeptMemory
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.model_runner import ModelRunner
-from worker_svc.profiling.profiler import MAX_STEPS, ProfileOptions
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import StepLimits, decode_run
 from worker_svc.step_result import StepResult
@@ -194,22 +192,12 @@ class WorkerService(WorkerServiceServicer):
                 if unanswered := running.get_nowait():
                     _forget(unanswered[0].result)
 
-    async def StartProfile(
-        self, request: StartProfileRequest, context: Context
-    ) -> StartProfileResponse:
-        options = ProfileOptions(
-            num_steps=request.num_steps if request.HasField("num_steps") else MAX_STEPS,
-            activities=frozenset(request.activities),
-            with_stack=request.with_stack,
-            record_shapes=request.record_shapes,
-        )
-        trace = await self._execution.start_profile(self._loaded(), options)
-        return StartProfileResponse(trace=str(trace))
-
-    async def StopProfile(
-        self, request: StopProfileRequest, context: Context
-    ) -> StopProfileResponse:
-        return StopProfileResponse(trace=str(await self._execution.stop_profile()))
+    async def Profile(  # type: ignore[override]  # writes to the context instead of yielding
+        self, request: ProfileRequest, context: Context
+    ) -> None:
+        async with aclosing(self._execution.profile(self._loaded(), request.num_steps)) as pieces:
+            async for piece in pieces:
+                await context.write(ProfileResponse(trace=piece))
 
     async def _read_steps(
         self,

@@ -99,9 +99,6 @@ class WorkerSettings(ServiceSettings):
     threads: AutoInt = Field(
         "auto", description="CPU threads of a step (auto: a rank's share of the cores)"
     )
-    profile_directory: str = Field(
-        "", description="directory for traces of torch's profiler (empty: no profiling)"
-    )
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 

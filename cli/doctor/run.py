@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import shutil
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -46,6 +44,8 @@ def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
     try:
         settings = read_settings(environment)
         yield host.check_cores(layout.engines * settings.tp)
+        if settings.tp > 1 and shutil.which("nvidia-smi"):
+            yield host.check_shared_memory()
         if "frontend" in layout.services:
             yield host.check_port(settings.host, settings.port)
         if settings.model.startswith(HUB):
@@ -56,20 +56,8 @@ def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
         if host.has_stack(directory):
             # The running stack has these ports.
             environment = environment | {f"{PREFIX}{name}_PORT": "0" for name in ("HTTP", "UI")}
-        _, shared = plan_stack(environment, layout, directory, settings.port)
+        plan_stack(environment, layout, directory, settings.port)
     except (LaunchError, SettingsError) as error:
         yield Check("settings", "wrong", str(error), "docs/reference/settings.md")
         return
     yield Check("settings", "ok", "valid")
-    several = {f"{PREFIX}ENGINES_ON_HOST": str(layout.engines)}
-    yield from _engine_checks(shared | several, layout)
-
-
-def _engine_checks(environment: Environment, layout: Layout) -> Iterator[Check]:
-    command = [sys.executable, "-P", "-m", "cli.doctor.engine", *layout.services]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        yield Check(**json.loads(line))
-    if done.returncode:
-        reason = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
-        yield Check("packages", "wrong", reason, "run make setup to install missing packages")

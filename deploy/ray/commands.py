@@ -34,8 +34,8 @@ _FIRST_ANSWER_S = 600.0  # a large model on few cores can take minutes per token
 _LAST_LOG_BYTES = 4 << 10
 _RANK_CPUS = 0.5  # so that a small stack fits on two cores; NANO_THREADS overrides it
 _FILES = (
-    *("tls_cert", "tls_key", "tls_client_ca", "auth_tokens_file", "operator_tokens_file"),
-    *("internal_tls_cert", "internal_tls_key", "internal_tls_ca", "profile_directory"),
+    *("tls_cert", "tls_key", "tls_client_ca", "auth_tokens_file"),
+    *("internal_tls_cert", "internal_tls_key", "internal_tls_ca"),
     "config_file",
 )
 _CHOSEN = ("scheduler_address", "worker_addresses", "gateway_addresses", "master_port")

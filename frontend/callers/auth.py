@@ -6,9 +6,8 @@ The health service needs no token, so that load balancers can use it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,11 +20,9 @@ from frontend.callers.gateway import GatewayAddress
 from frontend.callers.tenants import Client, Tokens
 from frontend.callers.tracing import traced
 from shared.errors import (
-    PermissionDeniedError,
     QueueFullError,
     ServiceError,
     UnauthenticatedError,
-    UnimplementedError,
 )
 from shared.rpc.interceptors import Context, Span, within, wrap_behavior
 from shared.telemetry.tracing import Tracing
@@ -41,8 +38,6 @@ class ClientInterceptor(aio.ServerInterceptor):
 
     Args:
         methods: names of the methods that are recorded by name, by path.
-        operators_methods: paths of the methods that need a token of `operators` instead of a
-            client's token. If `operators` is None, nobody may call them.
         gateway: admits callers of its methods, instead of tokens.
     """
 
@@ -52,16 +47,12 @@ class ClientInterceptor(aio.ServerInterceptor):
         max_requests: int,
         audit: Audit,
         methods: Mapping[str, str],
-        operators_methods: Collection[str] = (),
-        operators: Tokens | None = None,
         tracing: Tracing | None = None,
         gateway: GatewayAddress | None = None,
     ) -> None:
         self._gateway = gateway
         self._tracing = tracing
         self._tokens = tokens
-        self._operators_methods = frozenset(operators_methods)
-        self._operators = operators
         self._max_requests = max_requests
         self._audit = audit
         self._methods = methods
@@ -95,8 +86,6 @@ class ClientInterceptor(aio.ServerInterceptor):
             ServiceError: the token does not permit the call.
         """
         token = _bearer_token(details.invocation_metadata)
-        if details.method in self._operators_methods:
-            return _operator(self._operators, token)
         if self._gateway and details.method in self._gateway.methods:
             return self._gateway.client()
         if self._tokens is None:
@@ -148,24 +137,6 @@ class ClientInterceptor(aio.ServerInterceptor):
             limit, name = client.max_requests, "max_requests"
         if self._requests[caller] >= limit:
             raise QueueFullError(f"{name}: {limit} requests are in progress", _RETRY_AFTER_S, name)
-
-
-def _operator(operators: Tokens | None, token: str) -> Client:
-    """The operator whose token this is. Its name has a colon, which no client's name has.
-
-    Raises:
-        UnimplementedError: there are no operators.
-        PermissionDeniedError: the token is no operator's.
-    """
-    if operators is None:
-        raise UnimplementedError(
-            "disabled: it requires an operator's token, and operator_tokens_file is not set"
-        )
-    if (operator := operators.find(token)) is None:
-        raise PermissionDeniedError(
-            "an operator's token is required: metadata 'authorization: Bearer TOKEN'"
-        )
-    return replace(operator, name=f"operator:{operator.name}")
 
 
 def _bearer_token(metadata: Any) -> str:

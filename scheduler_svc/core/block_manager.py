@@ -114,13 +114,6 @@ class BlockManager:
         self._cached.update(dict.fromkeys(reversed(kept)))
         self._free = deque(block for block in self._free if block not in self._name_of)
 
-    def flush(self) -> bool:
-        """Empties every block. Returns False and changes nothing while any block is in use."""
-        if self.num_free_blocks < self.num_blocks:
-            return False
-        self.reset()
-        return True
-
     def stored_blocks(self) -> list[StoredBlock]:
         """All published blocks. A block comes after the block before it, unless that was evicted
         and published again."""

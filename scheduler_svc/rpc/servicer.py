@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import time
 from collections.abc import AsyncIterator, Iterator
-from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 from grpc import aio
@@ -17,12 +15,10 @@ from scheduler_svc.block_watch import MAX_WATCHES, watched, watches_of
 from scheduler_svc.core.sequence import SequenceKey
 from scheduler_svc.core.step import Output
 from scheduler_svc.engine import Engine
-from scheduler_svc.rpc import profiles
 from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
 from scheduler_svc.rpc.connection import Connection, Context
 from scheduler_svc.rpc.frontend_messages import read_sequence
 from scheduler_svc.rpc.trials import Trials
-from scheduler_svc.rpc.worker_client import WorkerClient
 from shared.errors import (
     RETRY_AFTER_S,
     DataLossError,
@@ -30,18 +26,14 @@ from shared.errors import (
     QueueFullError,
     StreamEndedError,
 )
-from shared.pb import scheduler_pb2, worker_pb2
+from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceServicer
-
-if TYPE_CHECKING:
-    from shared.pb.worker_pb2_grpc import WorkerServiceAsyncStub
 
 log = structlog.get_logger(__name__)
 
 _ABORTS_AT_ONCE = 64  # in one turn of the event loop
 # Watchers of the cache receive a message at least this often, without events if there are none.
 _LOAD_EVERY_S = 0.5
-_FLUSH_POLL_S, _MAX_FLUSH_S = 0.02, 600.0
 
 
 class SchedulerServicer(SchedulerServiceServicer):
@@ -49,7 +41,6 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
-        self._workers: WorkerClient | None = None
         self._failed = False
         self._info = scheduler_pb2.EngineInfo()
         self._ready = asyncio.Event()
@@ -60,15 +51,10 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._watch_turn = asyncio.Lock()
         self._numbers = itertools.count()
 
-    async def run(
-        self,
-        engine: Engine,
-        info: scheduler_pb2.EngineInfo,
-        workers: WorkerClient | None = None,
-    ) -> None:
+    async def run(self, engine: Engine, info: scheduler_pb2.EngineInfo) -> None:
         """Answers frontends, whose streams wait for this call, and tries their suspects. Runs until
-        cancelled. Without `workers`, nothing can be profiled."""
-        self._engine, self._info, self._workers = engine, info, workers
+        cancelled."""
+        self._engine, self._info = engine, info
         self._ready.set()
         await self._trials.run(engine.rest)
 
@@ -214,35 +200,6 @@ class SchedulerServicer(SchedulerServiceServicer):
         if self._state.draining:
             raise StreamEndedError("this scheduler is stopping")
         raise DataLossError("too many events were not read: watch again")
-
-    async def FlushCache(
-        self, request: scheduler_pb2.FlushCacheRequest, context: object
-    ) -> scheduler_pb2.FlushCacheResponse:
-        blocks = (await self._started_engine()).scheduler.blocks
-        deadline = time.monotonic() + min(request.timeout_s, _MAX_FLUSH_S)
-        flushed = blocks.flush()
-        while not flushed and time.monotonic() < deadline:
-            await asyncio.sleep(_FLUSH_POLL_S)
-            flushed = blocks.flush()
-        return scheduler_pb2.FlushCacheResponse(flushed=flushed)
-
-    async def StartProfile(
-        self, request: scheduler_pb2.StartProfileRequest, context: object
-    ) -> scheduler_pb2.StartProfileResponse:
-        same = worker_pb2.StartProfileRequest.FromString(request.SerializeToString())
-        traces = await profiles.start_profile(await self._stubs(), same)
-        return scheduler_pb2.StartProfileResponse(traces=traces)
-
-    async def StopProfile(
-        self, request: scheduler_pb2.StopProfileRequest, context: object
-    ) -> scheduler_pb2.StopProfileResponse:
-        traces = await profiles.stop_profile(await self._stubs())
-        return scheduler_pb2.StopProfileResponse(traces=traces)
-
-    async def _stubs(self) -> Seq[WorkerServiceAsyncStub]:
-        await self._ready.wait()
-        assert self._workers is not None
-        return self._workers.stubs
 
     async def _started_engine(self) -> Engine:
         await self._ready.wait()

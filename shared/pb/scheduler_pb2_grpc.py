@@ -49,21 +49,6 @@ class SchedulerServiceStub:
                 request_serializer=shared_dot_pb_dot_scheduler__pb2.WatchBlocksRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_scheduler__pb2.BlockEvents.FromString,
                 _registered_method=True)
-        self.FlushCache = channel.unary_unary(
-                '/nanovllm.scheduler.v1.SchedulerService/FlushCache',
-                request_serializer=shared_dot_pb_dot_scheduler__pb2.FlushCacheRequest.SerializeToString,
-                response_deserializer=shared_dot_pb_dot_scheduler__pb2.FlushCacheResponse.FromString,
-                _registered_method=True)
-        self.StartProfile = channel.unary_unary(
-                '/nanovllm.scheduler.v1.SchedulerService/StartProfile',
-                request_serializer=shared_dot_pb_dot_scheduler__pb2.StartProfileRequest.SerializeToString,
-                response_deserializer=shared_dot_pb_dot_scheduler__pb2.StartProfileResponse.FromString,
-                _registered_method=True)
-        self.StopProfile = channel.unary_unary(
-                '/nanovllm.scheduler.v1.SchedulerService/StopProfile',
-                request_serializer=shared_dot_pb_dot_scheduler__pb2.StopProfileRequest.SerializeToString,
-                response_deserializer=shared_dot_pb_dot_scheduler__pb2.StopProfileResponse.FromString,
-                _registered_method=True)
 
 
 class SchedulerServiceServicer:
@@ -94,27 +79,6 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def FlushCache(self, request, context):
-        """Empties the prefix cache once none of its blocks is in use.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StartProfile(self, request, context):
-        """Starts a profile of the next steps on all ranks.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StopProfile(self, request, context):
-        """Ends the profile, and waits until its traces are written.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -132,21 +96,6 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.WatchBlocks,
                     request_deserializer=shared_dot_pb_dot_scheduler__pb2.WatchBlocksRequest.FromString,
                     response_serializer=shared_dot_pb_dot_scheduler__pb2.BlockEvents.SerializeToString,
-            ),
-            'FlushCache': grpc.unary_unary_rpc_method_handler(
-                    servicer.FlushCache,
-                    request_deserializer=shared_dot_pb_dot_scheduler__pb2.FlushCacheRequest.FromString,
-                    response_serializer=shared_dot_pb_dot_scheduler__pb2.FlushCacheResponse.SerializeToString,
-            ),
-            'StartProfile': grpc.unary_unary_rpc_method_handler(
-                    servicer.StartProfile,
-                    request_deserializer=shared_dot_pb_dot_scheduler__pb2.StartProfileRequest.FromString,
-                    response_serializer=shared_dot_pb_dot_scheduler__pb2.StartProfileResponse.SerializeToString,
-            ),
-            'StopProfile': grpc.unary_unary_rpc_method_handler(
-                    servicer.StopProfile,
-                    request_deserializer=shared_dot_pb_dot_scheduler__pb2.StopProfileRequest.FromString,
-                    response_serializer=shared_dot_pb_dot_scheduler__pb2.StopProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -230,87 +179,6 @@ class SchedulerService:
             '/nanovllm.scheduler.v1.SchedulerService/WatchBlocks',
             shared_dot_pb_dot_scheduler__pb2.WatchBlocksRequest.SerializeToString,
             shared_dot_pb_dot_scheduler__pb2.BlockEvents.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FlushCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/nanovllm.scheduler.v1.SchedulerService/FlushCache',
-            shared_dot_pb_dot_scheduler__pb2.FlushCacheRequest.SerializeToString,
-            shared_dot_pb_dot_scheduler__pb2.FlushCacheResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StartProfile(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/nanovllm.scheduler.v1.SchedulerService/StartProfile',
-            shared_dot_pb_dot_scheduler__pb2.StartProfileRequest.SerializeToString,
-            shared_dot_pb_dot_scheduler__pb2.StartProfileResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StopProfile(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/nanovllm.scheduler.v1.SchedulerService/StopProfile',
-            shared_dot_pb_dot_scheduler__pb2.StopProfileRequest.SerializeToString,
-            shared_dot_pb_dot_scheduler__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

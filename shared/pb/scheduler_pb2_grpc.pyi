@@ -43,12 +43,6 @@ class SchedulerServiceStub:
     """Sends the blocks that the prefix cache holds, then each block that it stores or evicts. Ends with
     DATA_LOSS if the caller falls behind, and with RESOURCE_EXHAUSTED if 16 others watch.
     """
-    FlushCache: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]
-    """Empties the prefix cache once none of its blocks is in use."""
-    StartProfile: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.StartProfileRequest, _scheduler_pb2.StartProfileResponse]
-    """Starts a profile of the next steps on all ranks."""
-    StopProfile: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.StopProfileRequest, _scheduler_pb2.StopProfileResponse]
-    """Ends the profile, and waits until its traces are written."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -65,12 +59,6 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Sends the blocks that the prefix cache holds, then each block that it stores or evicts. Ends with
     DATA_LOSS if the caller falls behind, and with RESOURCE_EXHAUSTED if 16 others watch.
     """
-    FlushCache: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]  # type: ignore[assignment]
-    """Empties the prefix cache once none of its blocks is in use."""
-    StartProfile: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.StartProfileRequest, _scheduler_pb2.StartProfileResponse]  # type: ignore[assignment]
-    """Starts a profile of the next steps on all ranks."""
-    StopProfile: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.StopProfileRequest, _scheduler_pb2.StopProfileResponse]  # type: ignore[assignment]
-    """Ends the profile, and waits until its traces are written."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -102,29 +90,5 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Sends the blocks that the prefix cache holds, then each block that it stores or evicts. Ends with
         DATA_LOSS if the caller falls behind, and with RESOURCE_EXHAUSTED if 16 others watch.
         """
-
-    @_abc_1.abstractmethod
-    def FlushCache(
-        self,
-        request: _scheduler_pb2.FlushCacheRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.FlushCacheResponse, _abc.Awaitable[_scheduler_pb2.FlushCacheResponse]]:
-        """Empties the prefix cache once none of its blocks is in use."""
-
-    @_abc_1.abstractmethod
-    def StartProfile(
-        self,
-        request: _scheduler_pb2.StartProfileRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.StartProfileResponse, _abc.Awaitable[_scheduler_pb2.StartProfileResponse]]:
-        """Starts a profile of the next steps on all ranks."""
-
-    @_abc_1.abstractmethod
-    def StopProfile(
-        self,
-        request: _scheduler_pb2.StopProfileRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.StopProfileResponse, _abc.Awaitable[_scheduler_pb2.StopProfileResponse]]:
-        """Ends the profile, and waits until its traces are written."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -425,50 +425,35 @@ class StepResponse(_message.Message):
 Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
 
 @_typing.final
-class StartProfileRequest(_message.Message):
+class ProfileRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_STEPS_FIELD_NUMBER: _builtins.int
-    ACTIVITIES_FIELD_NUMBER: _builtins.int
-    WITH_STACK_FIELD_NUMBER: _builtins.int
-    RECORD_SHAPES_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
-    """unset: the maximum"""
-    with_stack: _builtins.bool
-    record_shapes: _builtins.bool
-    @_builtins.property
-    def activities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """CPU, GPU, MEM; none: CPU, and GPU if there is one"""
-
     def __init__(
         self,
         *,
-        num_steps: _builtins.int | None = ...,
-        activities: _abc.Iterable[_builtins.str] | None = ...,
-        with_stack: _builtins.bool = ...,
-        record_shapes: _builtins.bool = ...,
+        num_steps: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps", "num_steps", b"num_steps"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps", "activities", b"activities", "num_steps", b"num_steps", "record_shapes", b"record_shapes", "with_stack", b"with_stack"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__num_steps: _TypeAlias = _typing.Literal["num_steps"]  # noqa: Y015
-    _WhichOneofArgType__num_steps: _TypeAlias = _typing.Literal["_num_steps", b"_num_steps"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_steps) -> _WhichOneofReturnType__num_steps | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StartProfileRequest: _TypeAlias = StartProfileRequest  # noqa: Y015
+Global___ProfileRequest: _TypeAlias = ProfileRequest  # noqa: Y015
 
 @_typing.final
-class StartProfileResponse(_message.Message):
+class ProfileResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRACE_FIELD_NUMBER: _builtins.int
-    trace: _builtins.str
-    """path on the worker's host of the file that StopProfile completes"""
+    trace: _builtins.bytes
+    """joined, the pieces are a gzip file of JSON"""
     def __init__(
         self,
         *,
-        trace: _builtins.str = ...,
+        trace: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -476,38 +461,4 @@ class StartProfileResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StartProfileResponse: _TypeAlias = StartProfileResponse  # noqa: Y015
-
-@_typing.final
-class StopProfileRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StopProfileRequest: _TypeAlias = StopProfileRequest  # noqa: Y015
-
-@_typing.final
-class StopProfileResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TRACE_FIELD_NUMBER: _builtins.int
-    trace: _builtins.str
-    def __init__(
-        self,
-        *,
-        trace: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StopProfileResponse: _TypeAlias = StopProfileResponse  # noqa: Y015
+Global___ProfileResponse: _TypeAlias = ProfileResponse  # noqa: Y015

@@ -49,15 +49,10 @@ class WorkerServiceStub:
                 request_serializer=shared_dot_pb_dot_worker__pb2.StepRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_worker__pb2.StepResponse.FromString,
                 _registered_method=True)
-        self.StartProfile = channel.unary_unary(
-                '/nanovllm.worker.v1.WorkerService/StartProfile',
-                request_serializer=shared_dot_pb_dot_worker__pb2.StartProfileRequest.SerializeToString,
-                response_deserializer=shared_dot_pb_dot_worker__pb2.StartProfileResponse.FromString,
-                _registered_method=True)
-        self.StopProfile = channel.unary_unary(
-                '/nanovllm.worker.v1.WorkerService/StopProfile',
-                request_serializer=shared_dot_pb_dot_worker__pb2.StopProfileRequest.SerializeToString,
-                response_deserializer=shared_dot_pb_dot_worker__pb2.StopProfileResponse.FromString,
+        self.Profile = channel.unary_stream(
+                '/nanovllm.worker.v1.WorkerService/Profile',
+                request_serializer=shared_dot_pb_dot_worker__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_worker__pb2.ProfileResponse.FromString,
                 _registered_method=True)
 
 
@@ -87,17 +82,9 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def StartProfile(self, request, context):
-        """Records the next steps with torch's profiler. The status is FAILED_PRECONDITION if a profile is
-        in progress, or if profiling is off.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def StopProfile(self, request, context):
-        """Ends the profile if necessary, and waits until its trace is written. The status is
-        FAILED_PRECONDITION if no profile was started since the last call.
+    def Profile(self, request, context):
+        """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
+        FAILED_PRECONDITION while another call records. A cancelled call records no more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,15 +108,10 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     request_deserializer=shared_dot_pb_dot_worker__pb2.StepRequest.FromString,
                     response_serializer=shared_dot_pb_dot_worker__pb2.StepResponse.SerializeToString,
             ),
-            'StartProfile': grpc.unary_unary_rpc_method_handler(
-                    servicer.StartProfile,
-                    request_deserializer=shared_dot_pb_dot_worker__pb2.StartProfileRequest.FromString,
-                    response_serializer=shared_dot_pb_dot_worker__pb2.StartProfileResponse.SerializeToString,
-            ),
-            'StopProfile': grpc.unary_unary_rpc_method_handler(
-                    servicer.StopProfile,
-                    request_deserializer=shared_dot_pb_dot_worker__pb2.StopProfileRequest.FromString,
-                    response_serializer=shared_dot_pb_dot_worker__pb2.StopProfileResponse.SerializeToString,
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=shared_dot_pb_dot_worker__pb2.ProfileRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_worker__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -224,7 +206,7 @@ class WorkerService:
             _registered_method=True)
 
     @staticmethod
-    def StartProfile(request,
+    def Profile(request,
             target,
             options=(),
             channel_credentials=None,
@@ -234,39 +216,12 @@ class WorkerService:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
-            '/nanovllm.worker.v1.WorkerService/StartProfile',
-            shared_dot_pb_dot_worker__pb2.StartProfileRequest.SerializeToString,
-            shared_dot_pb_dot_worker__pb2.StartProfileResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def StopProfile(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/nanovllm.worker.v1.WorkerService/StopProfile',
-            shared_dot_pb_dot_worker__pb2.StopProfileRequest.SerializeToString,
-            shared_dot_pb_dot_worker__pb2.StopProfileResponse.FromString,
+            '/nanovllm.worker.v1.WorkerService/Profile',
+            shared_dot_pb_dot_worker__pb2.ProfileRequest.SerializeToString,
+            shared_dot_pb_dot_worker__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,13 +41,9 @@ class WorkerServiceStub:
     """Runs the steps of one epoch and answers them in order. A step that cannot be run ends the stream
     with INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
     """
-    StartProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]
-    """Records the next steps with torch's profiler. The status is FAILED_PRECONDITION if a profile is
-    in progress, or if profiling is off.
-    """
-    StopProfile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StopProfileRequest, _worker_pb2.StopProfileResponse]
-    """Ends the profile if necessary, and waits until its trace is written. The status is
-    FAILED_PRECONDITION if no profile was started since the last call.
+    Profile: _grpc.UnaryStreamMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileResponse]
+    """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
+    FAILED_PRECONDITION while another call records. A cancelled call records no more.
     """
 
 @_typing.type_check_only
@@ -63,13 +59,9 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Runs the steps of one epoch and answers them in order. A step that cannot be run ends the stream
     with INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
     """
-    StartProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StartProfileRequest, _worker_pb2.StartProfileResponse]  # type: ignore[assignment]
-    """Records the next steps with torch's profiler. The status is FAILED_PRECONDITION if a profile is
-    in progress, or if profiling is off.
-    """
-    StopProfile: _aio.UnaryUnaryMultiCallable[_worker_pb2.StopProfileRequest, _worker_pb2.StopProfileResponse]  # type: ignore[assignment]
-    """Ends the profile if necessary, and waits until its trace is written. The status is
-    FAILED_PRECONDITION if no profile was started since the last call.
+    Profile: _aio.UnaryStreamMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileResponse]  # type: ignore[assignment]
+    """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
+    FAILED_PRECONDITION while another call records. A cancelled call records no more.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -102,23 +94,13 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def StartProfile(
+    def Profile(
         self,
-        request: _worker_pb2.StartProfileRequest,
+        request: _worker_pb2.ProfileRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.StartProfileResponse, _abc.Awaitable[_worker_pb2.StartProfileResponse]]:
-        """Records the next steps with torch's profiler. The status is FAILED_PRECONDITION if a profile is
-        in progress, or if profiling is off.
-        """
-
-    @_abc_1.abstractmethod
-    def StopProfile(
-        self,
-        request: _worker_pb2.StopProfileRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.StopProfileResponse, _abc.Awaitable[_worker_pb2.StopProfileResponse]]:
-        """Ends the profile if necessary, and waits until its trace is written. The status is
-        FAILED_PRECONDITION if no profile was started since the last call.
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.ProfileResponse], _abc.AsyncIterator[_worker_pb2.ProfileResponse]]:
+        """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
+        FAILED_PRECONDITION while another call records. A cancelled call records no more.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

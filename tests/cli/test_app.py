@@ -20,7 +20,7 @@ from tests.client.fake_server import running_server
 from tests.deploy.test_makefile import last_command
 from worker_svc.settings import WorkerSettings
 
-COMMANDS = "up serve run down restart ps logs top chat generate config doctor bench"
+COMMANDS = "up serve run down restart ps logs top profile chat generate config doctor bench"
 NEITHER_TOUCHES = """
 import sys
 sys.argv = ["nano-vllm-grpc", "--help"]

@@ -98,6 +98,7 @@ OF_UP = [f"{name}=1" for each in LISTS for name in each.split() if "(" not in na
         ("ps", ("PORT=6000",)),
         ("logs", ("SERVICE=worker",)),
         ("top", ("PORT=6000",)),
+        ("profile", ("PORT=6000", "STEPS=5")),
         ("chat", ("PORT=6000", "HOST=::1")),
         ("generate", ("IN=a", "OUT=b")),
         ("doctor", ("TP=2", "RUNTIME=docker", "MODEL=m")),

@@ -114,7 +114,6 @@ def test_defaults() -> None:
         "NANO_SCHEDULER_ADDRESS": "unix:.run/50051/scheduler.sock",
         "NANO_SCHEDULER_ADDRESSES": "file:.run/50051/engines",
         "NANO_WORKER_ADDRESSES": "unix:.run/50051/worker-0.sock",
-        "NANO_PROFILE_DIRECTORY": ".run/50051/profiles",
         "NANO_METRICS_DIRECTORY": ".run/50051/metrics",
     }
 

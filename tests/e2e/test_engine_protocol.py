@@ -3,8 +3,9 @@ workers."""
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -13,27 +14,25 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
+from deploy.errors import LaunchError
+from deploy.native.profile import profile
 from deploy.ports import free_port
 from nano_vllm_grpc import LLM, SamplingParams
-from tests.stack import RealStack, UnmetPreconditionError, running_stack
+from tests.stack import RealStack, running_stack
+from tests.waiting import wait_for
 
 BLOCK = 16
-TOKEN = "an-operators-token"
-OPERATOR = (("authorization", f"Bearer {TOKEN}"),)
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealStack, Any]]:
+def stack() -> Iterator[tuple[RealStack, Any]]:
     """A stack of two ranks with a small cache, and a client of its engine protocol."""
-    tokens = tmp_path_factory.mktemp("tokens") / "operators"
-    tokens.write_text(f"{TOKEN}\n")
     address = f"127.0.0.1:{free_port()}"
     with (
         running_stack(
             tp=2,
             gateway_addresses=address,
-            operator_tokens_file=tokens,
             kv_blocks=24,
             block_size=BLOCK,
             max_num_seqs=8,
@@ -88,7 +87,7 @@ class Cache:
 
 def subscribe(stub: Any, start: int = 0) -> Any:
     request = common.SubscribeKvEventsRequest(start_sequence_number=start)
-    return stub.SubscribeKvEvents(request, metadata=OPERATOR)
+    return stub.SubscribeKvEvents(request)
 
 
 def test_a_subscriber_knows_exactly_what_is_cached(stack: tuple[RealStack, Any]) -> None:
@@ -115,33 +114,6 @@ def test_a_subscriber_knows_exactly_what_is_cached(stack: tuple[RealStack, Any])
         subscriber.call.cancel()
 
 
-def test_flushing_empties_the_cache_when_nothing_runs(stack: tuple[RealStack, Any]) -> None:
-    running, stub = stack
-    prompt = list(range(300, 350))
-    with LLM(running.address) as llm:
-        cache = Cache(subscribe(stub))
-        stream = llm.stream(prompt, SamplingParams(max_tokens=300, ignore_eos=True))
-        next(stream)
-        running.stop("worker", 1)
-        load = running.load()
-        flushed = stub.FlushCache(common.FlushCacheRequest(), metadata=OPERATOR)
-        running.cont("worker", 1)
-        if not load.running:
-            raise UnmetPreconditionError("the stream has ended")
-        assert (flushed.success, flushed.message) == (False, "requests are in progress")
-        flushed = stub.FlushCache(common.FlushCacheRequest(timeout_s=60), metadata=OPERATOR)
-        assert flushed.success
-        list(stream)
-        (completion,) = llm.generate([prompt], SamplingParams(max_tokens=1))
-    assert completion["usage"]["cached_prompt_tokens"] == 0
-    # The snapshot has cleared it, too.
-    cache.apply_until(lambda: cache.times_cleared >= 2 and cache.has(prompt[32:48]))
-    assert {tokens for _, tokens in cache.blocks.values()} == {
-        tuple(prompt[i : i + BLOCK]) for i in range(0, 48, BLOCK)
-    }
-    cache.call.cancel()
-
-
 def test_a_sequence_number_of_the_past_is_out_of_range(stack: tuple[RealStack, Any]) -> None:
     _, stub = stack
     with pytest.raises(grpc.RpcError) as caught:
@@ -160,24 +132,6 @@ def test_loads_are_the_engines(stack: tuple[RealStack, Any]) -> None:
     assert load.gen_throughput > 0
 
 
-def start_profile(stub: Any, **fields: Any) -> list[Path]:
-    """-> the traces that will be written."""
-    request = common.StartProfileRequest(**fields)
-    return traces(stub.StartProfile(request, metadata=OPERATOR), "recording")
-
-
-def stop_profile(stub: Any) -> list[Path]:
-    """-> the traces that were written."""
-    return traces(stub.StopProfile(common.StopProfileRequest(), metadata=OPERATOR), "wrote")
-
-
-def traces(response: Any, verb: str) -> list[Path]:
-    assert response.success
-    first, *paths = response.message.replace(",", "").split()
-    assert first == verb
-    return [Path(path) for path in paths]
-
-
 def generate(running: RealStack) -> list[list[int]]:
     with LLM(running.address) as llm:
         outputs = llm.generate(["Once upon a time", "What is 3 + 4?"], GREEDY, use_tqdm=False)
@@ -185,32 +139,31 @@ def generate(running: RealStack) -> list[list[int]]:
 
 
 def test_every_rank_leaves_a_trace_and_no_token_changes(stack: tuple[RealStack, Any]) -> None:
-    running, stub = stack
+    running, _ = stack
     expected = generate(running)
-    started = start_profile(stub)
-    assert generate(running) == expected
-    stopped = stop_profile(stub)
-    assert stopped == started
-    assert {path.parent for path in stopped} == {running.stack.directory / "profiles"}
-    for rank, trace in enumerate(stopped):
-        assert trace.name.startswith(f"rank-{rank}-")
-        assert trace.stat().st_size
-    assert generate(running) == expected
+    directory = running.stack.directory
+    with ThreadPoolExecutor() as pool:
+        for _ in range(2):
+            profiled = pool.submit(profile, directory, 5)
+            while not profiled.done():
+                assert generate(running) == expected
+            assert profiled.result() == 0
+    traces = sorted((directory / "profiles").iterdir())
+    assert [trace.name[:9] for trace in traces] == ["worker-0-"] * 2 + ["worker-1-"] * 2
+    for trace in traces:
+        assert gzip.decompress(trace.read_bytes()).count(b'"step ') == 5
 
 
 def test_a_worker_takes_its_profile_with_it(stack: tuple[RealStack, Any]) -> None:
-    running, stub = stack
+    running, _ = stack
     expected = generate(running)
-    start_profile(stub)
-    running.kill("worker", 1)
+    log = running.stack.log("worker-1")
+    started = log.read_text().count("profile started") + 1
+    with ThreadPoolExecutor() as pool:
+        profiled = pool.submit(profile, running.stack.directory, 1000)
+        wait_for(lambda: log.read_text().count("profile started") == started, "the profile")
+        running.kill("worker", 1)
+        with pytest.raises(LaunchError, match="worker-1: "):
+            profiled.result()
     assert generate(running) == expected
-    with pytest.raises(grpc.RpcError) as refused:  # by the rank that still records
-        start_profile(stub)
-    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert refused.value.details() == "a profile is in progress: StopProfile ends it"
-    (trace,) = stop_profile(stub)
-    assert trace.name.startswith("rank-0-")
-    assert len(start_profile(stub, num_steps=3)) == 2
-    assert generate(running) == expected
-    assert len(stop_profile(stub)) == 2
     running.wait_serving()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from grpc import StatusCode, aio
+from grpc import aio
 
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import (
@@ -75,7 +74,6 @@ class FakeScheduler(SchedulerServiceServicer):
         self.submits: asyncio.Queue[pb.Submit] = asyncio.Queue()
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
         self.suspects: asyncio.Queue[pb.Suspects] = asyncio.Queue()
-        self.profiles: list[pb.StartProfileRequest] = []
         self.block_events: asyncio.Queue[pb.BlockEvents] = asyncio.Queue()  # for the one watcher
         self._connection: Connection | None = None
         self._server: aio.Server | None = None
@@ -170,19 +168,6 @@ class FakeScheduler(SchedulerServiceServicer):
         while True:
             yield await self.block_events.get()
             self.block_events.task_done()
-
-    async def StartProfile(
-        self, request: pb.StartProfileRequest, context: object
-    ) -> pb.StartProfileResponse:
-        self.profiles.append(request)
-        return pb.StartProfileResponse(traces=["/traces/rank-0", "/traces/rank-1"])
-
-    async def StopProfile(
-        self, request: pb.StopProfileRequest, context: aio.ServicerContext[Any, Any]
-    ) -> pb.StopProfileResponse:
-        if not self.profiles:
-            await context.abort(StatusCode.FAILED_PRECONDITION, "no profile is in progress")
-        return pb.StopProfileResponse(traces=["/traces/rank-1"])
 
     async def _read(
         self, messages: AsyncIterator[pb.FrontendMessage], connection: Connection

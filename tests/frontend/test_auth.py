@@ -201,10 +201,3 @@ async def test_metadata_has_a_limit() -> None:
         assert await status(address) is grpc.StatusCode.OK
 
 
-async def test_an_operators_token_is_not_a_clients_token(tokens_file: Path, tmp_path: Path) -> None:
-    operators = tmp_path / "operators"
-    operators.write_text(f"{THIRD}\n")
-    files = {"auth_tokens_file": tokens_file, "operator_tokens_file": operators}
-    async with echo_server(**files) as (address, _):
-        assert await status(address, bearer(FIRST)) is grpc.StatusCode.OK
-        assert await status(address, bearer(THIRD)) is grpc.StatusCode.UNAUTHENTICATED

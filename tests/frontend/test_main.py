@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from deploy.ports import free_port
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.frontend.fake_scheduler import FakeScheduler
+from tests.stack import DEMO_MODEL
 
 
 async def start(*flags: str) -> asyncio.subprocess.Process:
@@ -57,3 +59,13 @@ async def test_a_known_reason_not_to_start_is_one_line_and_status_2(tmp_path: Pa
     (line,) = errors.decode().splitlines()
     assert json.loads(line)["event"] == "cannot start"
     assert "nowhere" in json.loads(line)["reason"]
+
+
+async def test_a_model_without_its_tokenizer_is_not_served(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, tmp_path)
+    process = await start("--model", str(tmp_path), "--log-format", "json")
+    _, errors = await process.communicate()
+    assert process.returncode == 2
+    reason = json.loads(errors.decode().splitlines()[-1])["reason"]
+    assert "tokens, but the model has 1536; copy or download its files again" in reason

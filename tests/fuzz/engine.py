@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from functools import partial
 from typing import Any
 
@@ -12,15 +11,13 @@ from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from frontend.api.vllm_engine.servicer import OPERATORS_METHODS, SERVICE_NAME
+from frontend.api.vllm_engine.servicer import SERVICE_NAME
 from tests.fuzz.corpus import Case, load_cases
-from tests.fuzz.stack import OPERATORS_TOKEN, Target
+from tests.fuzz.stack import Target
 from tests.fuzz.tally import DEADLINE_S, Tally, send
 from tests.fuzz.values import CANARY, draw_cases
 
-_OPERATOR = (("authorization", f"Bearer {OPERATORS_TOKEN}"),)
-# These last for as long as others generate.
-_ENDLESS = ("FlushCache", "SubscribeKvEvents")
+_ENDLESS = "SubscribeKvEvents"  # lasts for as long as others generate
 _ENOUGH_S = 0.5
 
 
@@ -37,13 +34,12 @@ async def fuzz(target: Target, count: int, seed: int) -> Tally:
 
 
 async def _send(channel: aio.Channel, tally: Tally, case: Case) -> None:
-    """Sends a case's messages, each in a call of its own; what is for operators, as one and not."""
+    """Sends a case's messages, each in a call of its own."""
     path = f"/{SERVICE_NAME}/{case.method}"
-    callers = ((), _OPERATOR) if path in OPERATORS_METHODS else ((),)
-    for message, metadata in itertools.product(case.messages, callers):
+    for message in case.messages:
         try:
-            async with asyncio.timeout(_ENOUGH_S if case.method in _ENDLESS else DEADLINE_S + 1):
-                await send(channel, path, message, tally, case, metadata=metadata)
+            async with asyncio.timeout(_ENOUGH_S if case.method == _ENDLESS else DEADLINE_S + 1):
+                await send(channel, path, message, tally, case)
         except TimeoutError:
             tally.counts["left"] += 1
 
@@ -97,7 +93,7 @@ _OTHERS: dict[str, Message] = {
     "GetServerInfo": vllm.GetServerInfoRequest(),
     "GetLoads": vllm.GetLoadsRequest(),
     "GetTokenizer": common.GetTokenizerRequest(),
-    "StartProfile": common.StartProfileRequest(output_dir=CANARY, start_step=1, activities=["CPU"]),
+    "StartProfile": common.StartProfileRequest(output_dir=CANARY),
     "StopProfile": common.StopProfileRequest(),
     "SubscribeKvEvents": common.SubscribeKvEventsRequest(start_sequence_number=0),
 }

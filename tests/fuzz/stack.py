@@ -17,7 +17,6 @@ from tests.fuzz.corpus import Case
 from tests.fuzz.tally import DEADLINE_S, VALID, Tally
 from tests.stack import RealStack, running_stack
 
-OPERATORS_TOKEN = "operator-0123456789"
 _AT_ONCE = 8
 _SMALL = {
     "kv_blocks": 256,
@@ -78,15 +77,13 @@ async def _stream(channel: aio.Channel) -> list[int]:
 @contextmanager
 def running_target(directory: Path) -> Iterator[Target]:
     """Runs a stack so small that completions are short."""
-    model, operators = directory / "demo", directory / "operators"
+    model = directory / "demo"
     model.mkdir()
     link_with_qwen3_template(model)  # which takes all that a chat may have
-    operators.write_text(f"{OPERATORS_TOKEN}\n")
     engine = f"127.0.0.1:{free_port()}"
     with running_stack(
         model=model,
         gateway_addresses=engine,
-        operator_tokens_file=operators,
         http_port="auto",
         ui_port="auto",
         **_SMALL,

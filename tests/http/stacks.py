@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploy.health import SERVING, check_health, http_health
 from deploy.ports import free_port
 from nano_vllm_grpc import LLM, SamplingParams
-from shared.pb.scheduler_pb2 import FlushCacheRequest, GetLoadRequest
+from shared.pb.scheduler_pb2 import GetLoadRequest
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.certificates import Authority, Issued
 from tests.stack import DEMO_MODEL, ROOT
@@ -80,9 +80,6 @@ class Side:
         usage = completion["usage"]
         assert usage
         return usage["prompt_tokens"] // BLOCK - usage["cached_prompt_tokens"] // BLOCK
-
-    def flush(self) -> None:
-        assert self._stub.FlushCache(FlushCacheRequest(timeout_s=60)).flushed
 
     def counters(self) -> tuple[int, int]:
         load = self._stub.GetLoad(GetLoadRequest())

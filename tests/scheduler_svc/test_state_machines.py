@@ -162,12 +162,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.live.remove(seq)
             self.blocks.free(seq)
 
+    @precondition(lambda self: self.blocks.num_free_blocks == self.NUM_BLOCKS)
     @rule()
-    def flush(self) -> None:
-        in_use = self.blocks.num_free_blocks < self.NUM_BLOCKS
-        assert self.blocks.flush() != in_use
-        if not in_use:
-            assert not self.blocks.num_cached_blocks
+    def reset(self) -> None:
+        self.blocks.reset()
+        assert not self.blocks.num_cached_blocks
 
     @invariant()
     def a_watch_knows_what_is_published(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,14 @@ def test_what_cannot_be_served_is_named(
     with pytest.raises(StartError) as error:
         make_runner(tmp_path, worker_addresses=addresses, **settings)
     assert str(error.value).startswith(reason)
+
+
+def test_weights_that_do_not_fit_are_not_read(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 1 << 40}))
+    with pytest.raises(StartError, match=r"memory: the weights need \d+ MiB, but only \d+ MiB are"):
+        make_runner(tmp_path)
 
 
 def test_a_gpu_that_is_not_there(tiny_dir: Path) -> None:

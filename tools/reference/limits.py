@@ -57,7 +57,6 @@ _REQUEST = (
     Limit("`beam_width` · `max_tokens`", "scheduler_svc.core.admission:MAX_BEAM_TOKENS", "tokens"),
     Limit("candidates of a beam", "scheduler_svc.core.admission:_MAX_LOGPROBS", "tokens"),
     Limit("requests in a call of `Abort`", "frontend.api.vllm_engine.servicer:_MAX_ABORTED"),
-    Limit("timeout of `FlushCache`", "frontend.api.vllm_engine.servicer:_MAX_FLUSH_S", "s"),
 )
 _STRUCTURED = (
     Limit("text of a constraint", "frontend.text.structured_output:MAX_GRAMMAR_BYTES", "bytes"),

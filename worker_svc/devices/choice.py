@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib import import_module
 
+import structlog
 import torch
 
 from worker_svc.devices.base import Platform
 from worker_svc.errors import StartError
 from worker_svc.settings import NO_DRAFTS_ON_GPU, WorkerSettings
+
+log = structlog.get_logger(__name__)
 
 
 def choose_platform(settings: WorkerSettings) -> Platform:
@@ -28,6 +32,8 @@ def choose_platform(settings: WorkerSettings) -> Platform:
         return CudaPlatform(settings)
     from worker_svc.devices.cpu import CpuPlatform
 
+    if settings.device == "auto" and shutil.which("nvidia-smi"):
+        log.warning("torch finds no GPU; running on the CPU", torch=torch.__version__)
     return CpuPlatform(settings)
 
 

@@ -1,15 +1,15 @@
-"""Records steps with torch's profiler and writes them as traces that Perfetto and Chrome show."""
+"""Records steps with torch's profiler as traces that Perfetto and Chrome show."""
 
 from __future__ import annotations
 
+import gzip
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import structlog
 
@@ -17,7 +17,6 @@ import structlog
 from torch.autograd.profiler import profile, record_function
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
-from worker_svc.profiling.trace_file import TraceFile
 from worker_svc.step.decode import Step
 
 log = structlog.get_logger(__name__)
@@ -27,27 +26,21 @@ MAX_STEPS = 1000
 # event and holds Python's lock. A step of 28 layers on a CPU has 3,500 events, so processing the
 # events of all steps at once would look like a hang.
 PIECE_STEPS = 10
+_EVENTS = b'"traceEvents": ['
 
 
-@dataclass(frozen=True)
-class ProfileOptions:
-    """The contents of a profile. `activities` are among CPU, GPU and MEM. If there are none, the
-    CPU is recorded, and so is the GPU if the device is one."""
-
-    num_steps: int = MAX_STEPS
-    activities: frozenset[str] = frozenset()
-    with_stack: bool = False
-    record_shapes: bool = False
+Send = Callable[[Future[bytes] | None], object]
 
 
 @dataclass
 class _Profile:
     """A profile in progress. `recorder` has the steps since the last piece."""
 
-    new_recorder: Callable[[], profile]
-    recorder: profile
-    file: TraceFile
+    send: Send
+    device: str
     steps_left: int
+    recorder: profile
+    piece: Future[bytes] | None = None  # the last one
 
 
 class Profiler:
@@ -55,42 +48,35 @@ class Profiler:
 
     Call it between steps from the thread that runs them, because torch records the thread that
     starts the recorder.
-
-    Args:
-        directory: the directory for traces. If it is empty, profiling is off.
     """
 
-    def __init__(self, directory: str, rank: int) -> None:
-        self._directory = Path(directory).absolute() if directory else None
-        self._rank = rank
+    def __init__(self) -> None:
         self._profile: _Profile | None = None
         self._writes = ThreadPoolExecutor(1, thread_name_prefix="profile")
-        self._piece: Future[None] | None = None  # being written
-        self._written: Future[Path] | None = None  # a trace that `stop` has not returned yet
 
-    def start(self, options: ProfileOptions, device: str) -> Path:
-        """Begins to record as many steps as the options say -> the path of the future trace.
+    def start(self, num_steps: int, device: str, send: Send) -> None:
+        """Begins to record `num_steps` steps.
+
+        Args:
+            send: receives a future for each piece of the trace, then None. Joined, the pieces are a
+                gzip file.
 
         Raises:
-            FailedPreconditionError: there is no directory, or a profile is already in progress.
-            InvalidArgumentError: the options cannot be fulfilled on `device`.
+            InvalidArgumentError: they are too few or too many.
+            FailedPreconditionError: a profile is already in progress.
         """
-        if self._directory is None:
-            raise FailedPreconditionError("profiling is off: profile_directory is unset")
+        if not 1 <= num_steps <= MAX_STEPS:
+            raise InvalidArgumentError("num_steps", f"{num_steps} is not in 1..{MAX_STEPS}")
         if self._profile is not None:
-            raise FailedPreconditionError("a profile is in progress: StopProfile ends it")
-        _check(options, device)
-        name = f"rank-{self._rank}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}.json.gz"
-        try:
-            self._directory.mkdir(0o700, parents=True, exist_ok=True)
-            file = TraceFile(self._directory / name)
-        except OSError as error:
-            raise FailedPreconditionError(f"profile_directory: {error}") from error
-        new_recorder = partial(_recorder, options, device)
-        self._profile = _Profile(new_recorder, new_recorder(), file, options.num_steps)
-        self._written = None
-        log.info("profile started", trace=str(file.path), steps=options.num_steps)
-        return file.path
+            raise FailedPreconditionError("a profile is in progress")
+        self._profile = _Profile(send, device, num_steps, _recorder(device))
+        log.info("profile started", steps=num_steps)
+
+    def stop(self, send: Send) -> None:
+        """Ends the profile that was started with `send`, unless it has ended."""
+        if self._profile is not None and self._profile.send is send:
+            self._profile.recorder.__exit__(None, None, None)
+            self._profile = None
 
     def named(self, step: Step) -> AbstractContextManager[object]:
         """Labels the body of the `with` with the step's name in the profile."""
@@ -107,77 +93,54 @@ class Profiler:
         return self._profile.steps_left % PIECE_STEPS == 0
 
     def write_piece(self) -> None:
-        """Writes the steps recorded so far on another thread. Recording continues unless these were
-        the last steps."""
+        """Converts the steps recorded so far on another thread. Recording continues unless these
+        were the last steps."""
         current = self._profile
         assert current is not None
         current.recorder.__exit__(None, None, None)
-        if self._piece is not None:
-            wait([self._piece])  # otherwise memory would fill if the disk is slow
-        self._piece = self._writes.submit(current.file.add, current.recorder.export_chrome_trace)
-        if current.steps_left:
-            current.recorder = current.new_recorder()
-        else:
+        is_first, is_last = current.piece is None, not current.steps_left
+        if current.piece is not None:
+            wait([current.piece])  # otherwise events would fill the memory
+        current.piece = self._writes.submit(_piece, current.recorder, is_first, is_last)
+        current.send(current.piece)
+        if is_last:
             self._profile = None
-            self._written = self._writes.submit(_finish, current.file)
-
-    def stop(self) -> Future[Path]:
-        """Ends the profile, unless it has ended by itself -> a future of the trace's path, done
-        once the trace is written.
-
-        The future may raise:
-            FailedPreconditionError: the trace cannot be written.
-
-        Raises:
-            FailedPreconditionError: no profile was started since the last call.
-        """
-        if self._profile is not None:
-            self._profile.steps_left = 0
-            self.write_piece()
-        written, self._written = self._written, None
-        if written is None:
-            raise FailedPreconditionError("no profile is in progress")
-        return written
+            current.send(None)
+        else:
+            current.recorder = _recorder(current.device)
 
     def close(self) -> None:
-        """Returns when all recorded pieces are written."""
+        """Returns when no piece is being converted."""
         self._writes.shutdown()
 
 
-def _check(options: ProfileOptions, device: str) -> None:
-    if not 1 <= options.num_steps <= MAX_STEPS:
-        raise InvalidArgumentError("num_steps", f"{options.num_steps} is not in 1..{MAX_STEPS}")
-    if unknown := options.activities - {"CPU", "GPU", "MEM"}:
-        names = ", ".join(sorted(unknown))
-        raise InvalidArgumentError("activities", f"{names}; known: CPU, GPU, MEM")
-    if "GPU" in options.activities and device == "cpu":
-        raise InvalidArgumentError("activities", "GPU, but the workers run on a CPU")
-
-
-def _recorder(options: ProfileOptions, device: str) -> profile:
+def _recorder(device: str) -> profile:
     """Starts a recorder and returns it."""
-    activities = options.activities or {"CPU"} | ({"GPU"} if device != "cpu" else set())
-    on_gpu = "GPU" in activities
+    on_gpu = device != "cpu"
     if on_gpu:
         # torch.profiler does this too, because CUDA graphs crash after CUPTI was torn down.
         os.environ.update(DISABLE_CUPTI_LAZY_REINIT="1", TEARDOWN_CUPTI="0")
-    recorder = profile(
-        use_kineto=True,
-        use_cpu="CPU" in activities or not on_gpu,
-        use_device="cuda" if on_gpu else None,
-        profile_memory="MEM" in activities,
-        with_stack=options.with_stack,
-        record_shapes=options.record_shapes,
-    )
+    recorder = profile(use_kineto=True, use_device="cuda" if on_gpu else None)
     recorder.__enter__()
     return recorder
 
 
-def _finish(file: TraceFile) -> Path:
+def _piece(recorder: profile, is_first: bool, is_last: bool) -> bytes:
+    """Part of a trace. Events are spliced as bytes, because parsing would hold Python's lock while
+    steps need it.
+
+    Raises:
+        FailedPreconditionError: the temporary file for it cannot be written.
+    """
     try:
-        path = file.finish()
-    except FailedPreconditionError as error:
-        log.error("profile lost", trace=str(file.path), reason=str(error))
-        raise
-    log.info("profile written", trace=str(path))
-    return path
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "trace")
+            recorder.export_chrome_trace(str(path))
+            trace = path.read_bytes()
+        start = trace.index(_EVENTS) + len(_EVENTS)
+        end = trace.rindex(b"]", start, trace.rindex(b'"traceName"'))
+    except (OSError, ValueError) as error:  # torch reports no error when it cannot write
+        raise FailedPreconditionError("the trace was cut short; is the disk full?") from error
+    begin = trace[:start] if is_first else b","
+    # Level 1, because serving needs the processor.
+    return gzip.compress(begin + trace[start:end] + b"]}" * is_last, compresslevel=1)

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
 from worker_svc.devices.base import Platform
 from worker_svc.distributed import TensorParallel
+from worker_svc.errors import ModelError
 from worker_svc.kept_memory import State, WeightMemory
 from worker_svc.kv_cache import NewTensor
 from worker_svc.loader import KeptLoader, WeightLoader
@@ -23,6 +25,8 @@ from worker_svc.weights.files import WeightReader
 from worker_svc.weights.fingerprint import ModelFiles
 from worker_svc.weights.packed_cache import open_cache
 from worker_svc.weights.quantization.choice import choose_quantization
+
+_BITS = {"int8": 8, "int4": 4, "fp8": 8}  # of a weight, by format
 
 
 class RankModel:
@@ -57,6 +61,7 @@ class RankModel:
         Raises:
             ModelError: the files cannot be served.
         """
+        self._check_memory()
         settings, ops, dtype = self._settings, self._platform.ops, self.config.dtype
         quantization, model_dir = self._quantization, Path(settings.model)
         files, cache = ModelFiles(model_dir), None
@@ -78,6 +83,21 @@ class RankModel:
         if cache:
             cache.save()
         return f"{files.fingerprint}-{quantization.name}"
+
+    def _check_memory(self) -> None:
+        """Checks that the weights fit, because Linux kills a process that takes too much memory.
+
+        Raises:
+            ModelError: they do not.
+        """
+        bits = _BITS.get(self._quantization.name, 8 * self.config.dtype.itemsize)
+        size = self.config.num_weights * bits // 8 // self._settings.tp
+        free = psutil.virtual_memory().available
+        if self._platform.device.type == "cpu" and size > free:
+            raise ModelError(
+                f"memory: the weights need {size >> 20} MiB, but only {free >> 20} MiB are free; "
+                "use quantization=int8 or int4, or end other processes"
+            )
 
     def restore(self, max_model_len: int, states: Iterator[State]) -> None:
         """Makes the model of the weights that the last fork has kept."""

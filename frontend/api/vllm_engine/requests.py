@@ -1,15 +1,13 @@
 """Translates requests of `vllm_engine.proto` into requests of protos/frontend.proto, which are then
-checked like any other, and of protos/scheduler.proto. Fields for other kinds of models, and for
-engines that share a request, are rejected if they ask for something."""
+checked like any other. Fields for other kinds of models, and for engines that share a request, are
+rejected if they ask for something."""
 
 from __future__ import annotations
 
-from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.pb import scheduler_pb2
 
 _TEXT_ONLY, _ONE_ENGINE = "the model takes only text", "one engine runs the whole request"
 _UNSUPPORTED = {
@@ -40,28 +38,6 @@ def generate_request(message: vllm.GenerateRequest) -> pb.GenerateRequest:
     elif message.HasField("text"):
         request.text = message.text
     _set_sampling(message.sampling_params, request.sampling)
-    return request
-
-
-def profile_request(message: common.StartProfileRequest) -> scheduler_pb2.StartProfileRequest:
-    """The scheduler's request for the profile that `message` asks for.
-
-    Raises:
-        InvalidArgumentError: `message` chooses a first step, a profile by stage or a directory.
-    """
-    if message.output_dir:
-        raise InvalidArgumentError("output_dir", "not supported: it is a setting of the workers")
-    if message.HasField("start_step"):
-        raise InvalidArgumentError("start_step", "not supported: profiles start immediately")
-    if message.profile_by_stage:
-        raise InvalidArgumentError("profile_by_stage", "not supported: a step can have both stages")
-    request = scheduler_pb2.StartProfileRequest(
-        activities=message.activities,
-        with_stack=message.with_stack,
-        record_shapes=message.record_shapes,
-    )
-    if message.HasField("num_steps"):
-        request.num_steps = message.num_steps
     return request
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
@@ -21,7 +21,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from frontend.api.generations import Generations
 from frontend.api.vllm_engine import responses
 from frontend.api.vllm_engine.kv_events import KvEventStream
-from frontend.api.vllm_engine.requests import generate_request, profile_request
+from frontend.api.vllm_engine.requests import generate_request
 from frontend.api.vllm_engine.tokenizer_files import TokenizerArchive
 from frontend.callers.call import CALL, Call
 from frontend.engines.engine import Engine
@@ -41,14 +41,7 @@ Response = TypeVar("Response")
 PROTOCOL = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
-# Not for every client, because these methods slow all clients or reveal other clients' prompts.
-EVENTS_METHOD = f"/{SERVICE_NAME}/SubscribeKvEvents"
-OPERATORS_METHODS = (
-    EVENTS_METHOD,
-    *(f"/{SERVICE_NAME}/{name}" for name in ("FlushCache", "StartProfile", "StopProfile")),
-)
 _ARCHIVE_BYTES_AT_ONCE = 64 << 10
-_MAX_FLUSH_S = 600
 _LOAD_TIMEOUT_S = 10.0
 _MAX_ABORTED = 4096  # requests per call
 
@@ -57,11 +50,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves `vllm_engine.proto` for a text model."""
 
     def __init__(
-        self, generations: Generations, directory: Path, *, report_cached_tokens: bool = False
+        self,
+        generations: Generations,
+        directory: Path,
+        *,
+        report_cached_tokens: bool = False,
+        sends_events: bool = False,
     ) -> None:
         """`directory`: of the model; `report_cached_tokens`: whether callers learn how much of a
-        prompt was cached."""
+        prompt was cached; `sends_events`: whether they may watch the cache, which slows all clients
+        and reveals their prompts."""
         self._report_cached_tokens = report_cached_tokens
+        self._sends_events = sends_events
         self._generations = generations
         self._directory = directory
         self._archive = TokenizerArchive(directory, generations.tokenizer.on_thread)
@@ -208,38 +208,16 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             ],
         )
 
-    async def FlushCache(
-        self, request: common.FlushCacheRequest, context: Context
-    ) -> common.FlushCacheResponse:
-        if not 0 <= request.timeout_s <= _MAX_FLUSH_S:
-            raise InvalidArgumentError(
-                "timeout_s", f"{request.timeout_s:g}; must be in [0, {_MAX_FLUSH_S}]"
-            )
-        engines = self._generations.engines.connected()
-        flush = scheduler_pb2.FlushCacheRequest(timeout_s=request.timeout_s)
-        flushed = all(
-            each.flushed for each in await _call_all(engines, lambda s: s.FlushCache(flush))
-        )
-        message = "the prefix cache is empty" if flushed else "requests are in progress"
-        return common.FlushCacheResponse(success=flushed, message=message)
+    async def _operate(self, request: Any, context: Context) -> NoReturn:
+        raise UnimplementedError("use the command line: nano-vllm-grpc restart or profile")
 
-    async def StartProfile(
-        self, request: common.StartProfileRequest, context: Context
-    ) -> common.ProfileResponse:
-        engines, start = self._generations.engines.connected(), profile_request(request)
-        started = await _call_all(engines, lambda stub: stub.StartProfile(start))
-        return _profile_response("recording", started)
-
-    async def StopProfile(
-        self, request: common.StopProfileRequest, context: Context
-    ) -> common.ProfileResponse:
-        engines, stop = self._generations.engines.connected(), scheduler_pb2.StopProfileRequest()
-        stopped = await _call_all(engines, lambda stub: stub.StopProfile(stop))
-        return _profile_response("wrote", stopped)
+    FlushCache = StartProfile = StopProfile = _operate
 
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common.KvEventBatch]:
+        if not self._sends_events:
+            raise UnimplementedError("events of the cache are sent on loopback only")
         if request.start_sequence_number:
             raise OutOfRangeError(
                 "start_sequence_number: past events are not kept; give 0 to begin with a snapshot"
@@ -278,14 +256,6 @@ async def _call_all(
             return await make(stub)
 
     return await asyncio.gather(*map(call, engines))
-
-
-def _profile_response(
-    verb: str,
-    answers: Sequence[scheduler_pb2.StartProfileResponse | scheduler_pb2.StopProfileResponse],
-) -> common.ProfileResponse:
-    traces = ", ".join(trace for answer in answers for trace in answer.traces)
-    return common.ProfileResponse(success=True, message=f"{verb} {traces}")
 
 
 def _call() -> Call:

@@ -102,11 +102,6 @@ class Faults:
                 for watch in watches_of(blocks):
                     watch.fell_behind = True
 
-    async def _flush(self) -> None:
-        host = self._any()
-        if host.process is not None:
-            host.process.scheduler.blocks.flush()
-
     async def _stop(self) -> None:
         """As Kubernetes stops a pod and starts it again, with its address on the list."""
         async with self._operating:
@@ -165,7 +160,6 @@ _WORK: dict[str, Callable[[Faults], Coroutine[Any, Any, None]]] = {
     "workers lost": Faults._lose_workers,
     "partition": Faults._partition,
     "connections cut off": Faults._cut_off,
-    "cache flushed": Faults._flush,
     "stopped while listed": Faults._stop,
     "update": Faults.update,
     "other model": Faults._change_model,
