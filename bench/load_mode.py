@@ -104,17 +104,13 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     title = f"{model}: latency against load"
     rows = ([pattern.format(each[name]) for _, name, pattern in _COLUMNS] for each in figures)
     print_table(console, title, [label for label, _, _ in _COLUMNS], rows)
-    found = {
+    return {
         "model": model,
         "loads": figures,
         "goals": {"ttft_s": options.ttft_goal, "itl_s": options.itl_goal},
         "seconds": options.seconds,
         "workload": dataclasses.asdict(_shape(options, 0, 0)),
     }
-    from bench.plot import write_load_plot  # matplotlib takes a second to import
-
-    write_load_plot(found, options.out.with_suffix(".png"))
-    return found
 
 
 _COLUMNS = (

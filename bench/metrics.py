@@ -80,14 +80,3 @@ def summarize(traces: Sequence[Trace]) -> Metrics:
 
 def percentile(values: Sequence[float], q: float) -> float | None:
     return float(np.percentile(values, q)) if values else None
-
-
-def tokens_over_time(traces: Sequence[Trace], bins: int) -> tuple[list[float], list[float]]:
-    """Splits the run into `bins` equal slices -> (middle of each, s; its output tokens/s)."""
-    start = min(trace.sent for trace in traces)
-    end = max(trace.arrivals[-1][0] for trace in traces)
-    times = [time - start for trace in traces for time, _ in trace.arrivals]
-    tokens = [count for trace in traces for _, count in trace.arrivals]
-    counts, edges = np.histogram(times, bins, range=(0.0, end - start), weights=tokens)
-    width = (end - start) / bins
-    return ((edges[:-1] + edges[1:]) / 2).tolist(), (counts / width).tolist()

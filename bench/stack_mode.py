@@ -115,9 +115,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         )
     if run.stats and run.stats.cached_prompt_tokens:
         console.print("some prompts were in the prefix cache: the server has seen them before")
-    from bench.plot import write_plot  # matplotlib takes a second to import
-
-    write_plot(title, runs, options.out.with_suffix(".png"))
     return {
         "model": model.model,
         "address": address,

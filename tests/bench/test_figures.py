@@ -17,7 +17,7 @@ from bench.engine_stats import EngineStats, stats_reader
 from bench.errors import BenchError
 from bench.http2 import Connection
 from bench.load_mode import Goals, arrivals, summarize_load
-from bench.metrics import Trace, summarize, tokens_over_time
+from bench.metrics import Trace, summarize
 from bench.quality import interval
 from bench.scheduler_processes import Sizes, running_scheduler
 from bench.stack import measure_single_stream, run_request, run_stack
@@ -104,13 +104,6 @@ def test_summary_of_two_requests() -> None:
     assert metrics.total_tokens_per_s == pytest.approx(44 / 5)
     assert (metrics.ttft_p50_s, metrics.itl_p50_s) == (2.0, 2.0)
     assert metrics.itl_p99_s == pytest.approx(1 + 0.99 * 2)
-
-
-def test_tokens_over_time() -> None:
-    traces = [Trace(1, 0.0, [(0.5, 1), (3.5, 4)]), Trace(1, 0.0, [(1.5, 2), (4.0, 1)])]
-    times, rates = tokens_over_time(traces, 4)
-    assert times == [0.5, 1.5, 2.5, 3.5]
-    assert rates == [1.0, 2.0, 0.0, 5.0]
 
 
 def test_only_requests_that_meet_both_goals_are_good() -> None:

@@ -29,7 +29,7 @@ from cli.variables import NOT_OPTIONS
 try:
     app()
 finally:
-    print("imported:", *sorted({"torch", "transformers", "matplotlib"} & set(sys.modules)))
+    print("imported:", *sorted({"torch", "transformers"} & set(sys.modules)))
 """
 
 

@@ -111,7 +111,7 @@ def test_the_workload_halfway() -> None:
 
 
 # Packages that a machine with a GPU need not have.
-UNUSED = {"matplotlib", "opentelemetry-sdk", "smg", "smg-grpc-proto", "starlette", "xgrammar"}
+UNUSED = {"opentelemetry-sdk", "smg", "smg-grpc-proto", "starlette", "xgrammar"}
 
 
 @pytest.mark.system
