@@ -113,12 +113,14 @@ class StepTimes:
             self._num_waits += 1
             waited_s = min(gap_s, _MAX_FACTOR * (self.wait_s or took_s))
             self.wait_s += max(_WAIT_WEIGHT, 1 / self._num_waits) * (waited_s - self.wait_s)
+        known_s = self.seconds(rows)
         if rows not in self._relative:
+            seconds = min(took_s, _MAX_FACTOR * (known_s or inf))  # a machine may have paused
             insort(self._sizes, rows)
-            self._relative[rows] = took_s / self._scale
+            self._relative[rows] = seconds / self._scale
             self._counts[rows] = 1
-        elif step.num_drafts or not gap_s:  # else its way to the workers took time, too
-            factor = _bounded(took_s / self.seconds(rows))
+        elif step.num_drafts or not gap_s or took_s < known_s:  # else its way took time, too
+            factor = _bounded(took_s / known_s)
             self._counts[rows] += 1
             if self._counts[rows] > _NUM_FIRST:
                 self._scale *= factor**_SCALE_WEIGHT
