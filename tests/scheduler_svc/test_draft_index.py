@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_svc.core.guesses.draft_index import MAX_MATCH, Draft, DraftIndex
-
-
-def propose(tokens: list[int], max_tokens: int = 4) -> Draft:
-    """The first draft of a sequence."""
-    return DraftIndex(array("i", tokens)).propose(max_tokens)
 
 
 def match_len(tokens: list[int], end: int) -> int:
@@ -23,34 +19,28 @@ def match_len(tokens: list[int], end: int) -> int:
     return length
 
 
-def test_what_followed_the_last_tokens_before_is_the_draft() -> None:
-    assert propose([7, 1, 2, 3, 4, 5, 6, 9, 1, 2]) == Draft([3, 4, 5, 6], 2)
-
-
-def test_without_an_earlier_occurrence_there_is_no_draft() -> None:
-    assert propose([1, 2, 3]) == Draft([], 0)
-    assert propose([1]) == Draft([], 0)
-    assert propose([]) == Draft([], 0)
-
-
-def test_the_longest_match_wins_and_of_equally_long_ones_the_newest() -> None:
-    assert propose([1, 2, 3, 10, 8, 2, 3, 11, 9, 3, 12, 1, 2, 3], 1) == Draft([10], 3)
-    assert propose([2, 3, 10, 2, 3, 11, 4, 2, 3], 1) == Draft([11], 2)
-
-
-def test_a_draft_that_is_longer_than_its_source_repeats_it() -> None:
-    assert propose([1, 8, 9, 8, 9], 5) == Draft([8, 9, 8, 9, 8], 2)
-    assert propose([6, 6], 3) == Draft([6, 6, 6], 1)
-
-
-def test_no_more_tokens_are_drafted_than_asked_for() -> None:
-    assert propose([1, 2, 3, 4, 1], 2) == Draft([2, 3], 1)
-    assert propose([1, 2, 3, 4, 1], 0) == Draft([], 0)
-
-
-def test_a_match_is_compared_up_to_its_limit() -> None:
-    text = list(range(100))
-    assert propose(text + text[:50], 2) == Draft([50, 51], MAX_MATCH)
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "draft"),
+    [
+        ([7, 1, 2, 3, 4, 5, 6, 9, 1, 2], 4, Draft([3, 4, 5, 6], 2)),
+        ([1, 2, 3], 4, Draft([], 0)),
+        ([1], 4, Draft([], 0)),
+        ([], 4, Draft([], 0)),
+        # The longest match wins, and of equally long ones the newest.
+        ([1, 2, 3, 10, 8, 2, 3, 11, 9, 3, 12, 1, 2, 3], 1, Draft([10], 3)),
+        ([2, 3, 10, 2, 3, 11, 4, 2, 3], 1, Draft([11], 2)),
+        # A draft that is longer than its source repeats it.
+        ([1, 8, 9, 8, 9], 5, Draft([8, 9, 8, 9, 8], 2)),
+        ([6, 6], 3, Draft([6, 6, 6], 1)),
+        ([1, 2, 3, 4, 1], 2, Draft([2, 3], 1)),
+        ([1, 2, 3, 4, 1], 0, Draft([], 0)),
+        ([*range(100), *range(50)], 2, Draft([50, 51], MAX_MATCH)),
+    ],
+)
+def test_the_draft_is_what_followed_the_last_tokens_before(
+    tokens: list[int], max_tokens: int, draft: Draft
+) -> None:
+    assert DraftIndex(array("i", tokens)).propose(max_tokens) == draft
 
 
 def test_appended_tokens_count_at_the_next_draft() -> None:

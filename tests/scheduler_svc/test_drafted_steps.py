@@ -12,7 +12,7 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.sampling import Grammar, GrammarKind, SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Sequence
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import Answer, Logprobs, Output, Step
 from scheduler_svc.rpc.step_encoding import encode_step
 from tests.fake_worker import VOCAB_SIZE, completion, next_token
@@ -143,17 +143,6 @@ def test_nothing_waits_without_room_for_drafts(num_blocks: int, max_num_seqs: in
     assert scheduler.schedule()
 
 
-def test_tokens_after_an_accepted_end_are_dropped() -> None:
-    scheduler = scheduler_with({1: TOKENS[1:5]})
-    seq = make(1, PROMPT, 12, eos=frozenset({TOKENS[2]}))
-    scheduler.add(seq)
-    run_step(scheduler)
-    _, outputs = run_step(scheduler)
-    assert [each.finished for each in outputs] == [None, FinishCause.EOS]
-    assert generated(seq) == TOKENS[:3]
-    assert scheduler.blocks.num_free_blocks == 16
-
-
 def test_rejected_tokens_are_never_in_the_prefix_cache() -> None:
     """The drafts would complete a block, which only the right tokens may do."""
     scheduler = scheduler_with({1: [TOKENS[1], WRONG, WRONG, WRONG, WRONG]})
@@ -179,23 +168,6 @@ def test_drafts_leave_rows_and_blocks_to_sequences() -> None:
     assert len(step.rows[0].seq.block_table) <= 2
     scheduler.apply(step, answer(step))
     scheduler.check_integrity()
-
-
-def test_drafts_in_flight_are_forgotten_with_the_workers() -> None:
-    scheduler = scheduler_with({1: TOKENS[1:4]})
-    seq = make(1, PROMPT, 12)
-    scheduler.add(seq)
-    run_step(scheduler)
-    next_step(scheduler)
-    scheduler.rewind_all()
-    scheduler.check_integrity()
-    scheduler.may_draft = False
-    step, _ = run_step(scheduler)
-    assert [(row.start, row.draft) for row in step.rows] == [(3, None)]
-    scheduler.may_draft = True
-    while scheduler.num_running:
-        run_step(scheduler)
-    assert generated(seq) == TOKENS
 
 
 def test_each_token_comes_with_its_own_log_probabilities() -> None:

@@ -43,19 +43,6 @@ async def test_workers_whose_names_are_not_known_are_found_once_they_are(
     assert waiting["reason"].startswith("errors resolving worker.test:")
 
 
-async def test_a_failed_step_is_computed_again_in_a_new_epoch(tmp_path: Path) -> None:
-    worker = FakeWorker()
-    worker.fail_steps = {4}
-    async with stack_of(tmp_path, worker) as stack:
-        frontend = await stack.frontend()
-        for request in (1, 2):
-            await frontend.submit(request, [request] * 6, 10)
-        await frontend.read_until_finished(1, 2)
-        for request in (1, 2):
-            assert frontend.tokens[request] == completion([request] * 6, 10)
-    assert {step.epoch for step in worker.steps} == {1, 2}
-
-
 def positions(steps: list[worker_pb2.StepRequest]) -> list[int]:
     return [int(each) for step in steps for each in np.frombuffer(step.positions, "<i4")]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from scheduler_svc.core.sampling import Grammar, SamplingParams
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, Status
 from scheduler_svc.rpc.step_encoding import encode_step
 from tests.oracle import completion
@@ -61,7 +64,10 @@ def test_other_sequences_continue_while_one_is_paused() -> None:
     assert not scheduler.open_sequences()
 
 
-def test_a_lost_step_is_computed_again_without_another_mask() -> None:
+@pytest.mark.parametrize("lose", [Scheduler.requeue_all, Scheduler.rewind_all])
+def test_a_lost_step_is_computed_again_without_another_mask(
+    lose: Callable[[Scheduler], None],
+) -> None:
     scheduler = make_scheduler()
     seq = paused(1, [1, 2, 3])
     scheduler.add(seq)
@@ -69,28 +75,37 @@ def test_a_lost_step_is_computed_again_without_another_mask() -> None:
     answered(scheduler)
     seq.unpause([MASK])
     assert scheduler.schedule() is not None
-    scheduler.requeue_all()
+    lose(scheduler)
     step = scheduler.schedule()
     assert step is not None
-    assert [(row.num_tokens, row.samples) for row in step.rows] == [(4, True)]
+    first = 3 if lose is Scheduler.rewind_all else 0
+    assert [(row.start, row.num_tokens, row.samples) for row in step.rows] == [
+        (first, 4 - first, True)
+    ]
     assert seq.features is not None
     assert seq.features.masks == [MASK]
+    scheduler.apply(step, sample(step))
+    assert scheduler.schedule() is None
 
 
-def test_a_paused_sequence_stays_paused_when_the_cache_is_lost() -> None:
-    scheduler = make_scheduler()
-    seq = paused(1, [1, 2, 3])
+@pytest.mark.parametrize("lose", [Scheduler.requeue_all, Scheduler.rewind_all])
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_paused_sequence_stays_paused_when_workers_are_lost(
+    lose: Callable[[Scheduler], None], in_flight: bool
+) -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    seq = paused(1, list(range(7)), 2)
     scheduler.add(seq)
-    seq.unpause()
     answered(scheduler)
-    scheduler.requeue_all()
-    step = answered(scheduler)
-    assert step is not None
-    assert [(row.num_tokens, row.samples) for row in step.rows] == [(3, False)]
-    assert answered(scheduler) is None
-    seq.unpause()
-    assert answered(scheduler) is not None
-    assert generated(seq) == completion([1, 2, 3], 2)
+    assert (scheduler.schedule() if in_flight else answered(scheduler)) is not None
+    lose(scheduler)
+    samples = [row.samples for step in iter(lambda: answered(scheduler), None) for row in step.rows]
+    assert not any(samples)
+    for _ in range(2):
+        seq.unpause([MASK])
+        while answered(scheduler) is not None:
+            pass
+    assert generated(seq) == completion(range(7), 2)
 
 
 def test_a_sequence_can_be_unpaused_and_aborted_in_any_state() -> None:

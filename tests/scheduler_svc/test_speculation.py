@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -85,18 +86,19 @@ def test_wrong_guesses_end_drafting() -> None:
     assert not speculation.choose([seq], 100)
 
 
-def test_nothing_is_drafted_without_an_earlier_occurrence() -> None:
-    seq = decoding([1, 2, 3, 4])
-    assert not taught(flat).choose([seq], 100)
+@pytest.mark.parametrize(("tokens", "seconds"), [([1, 2, 3, 4], flat), (CYCLE * 4, proportional)])
+def test_nothing_is_drafted_that_occurred_nowhere_or_takes_its_time(
+    tokens: list[int], seconds: Time
+) -> None:
+    assert not taught(seconds).choose([decoding(tokens)], 100)
 
 
-def test_nothing_is_drafted_where_each_row_takes_its_time() -> None:
-    seq = decoding(CYCLE * 4)
-    assert not taught(proportional).choose([seq], 100)
-
-
-def test_as_many_rows_are_drafted_as_cost_nothing() -> None:
+@pytest.mark.parametrize("slower", [False, True])
+def test_as_many_rows_are_drafted_as_cost_nothing(slower: bool) -> None:
+    """If steps of one row get slower, nothing says that larger ones are as fast as before."""
     speculation, seq = taught(lambda rows: 0.01 if rows <= 4 else 0.01 * rows), decoding(CYCLE * 4)
+    for _ in range(200 if slower else 0):
+        speculation.step_answered(plain_step(seq), StepTiming(0.1, 0.0, 0.0))
     for i in range(40):
         extend(seq, CYCLE[i % 4])
         drafts = speculation.choose([seq], 100)
@@ -113,18 +115,6 @@ def test_many_streams_do_not_pay_for_the_drafts_of_one() -> None:
         drafts = speculation.choose([copies, *others], 100)
     assert not drafts
     assert len(speculation.choose([copies], 100)[copies]) == 7
-
-
-def test_a_slower_machine_is_slower_at_every_size() -> None:
-    """Only steps of one row are timed, so nothing says that larger ones are as fast as before."""
-    speculation, seq = taught(lambda rows: 0.01 if rows <= 4 else 0.01 * rows), decoding(CYCLE * 4)
-    for _ in range(200):
-        step = Step(1, [Row(seq, 15, 1, True)], num_decodes=1)
-        speculation.step_times.step_answered(step, StepTiming(0.1, 0.0, 0.0))
-    for i in range(40):
-        extend(seq, CYCLE[i % 4])
-        drafts = speculation.choose([seq], 100)
-    assert len(drafts[seq]) == 3
 
 
 @pytest.mark.parametrize("room", [1, 5])
@@ -155,19 +145,22 @@ def test_nothing_is_drafted_before_the_time_of_a_step_is_known() -> None:
     assert len(speculation.choose([seq], 100)[seq]) == 1  # which doubles the rows
 
 
-def test_one_clients_wrong_guesses_do_not_end_the_drafts_of_others() -> None:
+@pytest.mark.parametrize(
+    ("misled", "others"),
+    [
+        ({"client": "a"}, [{"client": "b"}, {}]),
+        ({"connection": 3}, [{"connection": 4}, {"connection": 3, "client": "a"}]),
+    ],
+)
+def test_one_clients_wrong_guesses_do_not_end_the_drafts_of_others(
+    misled: dict[str, Any], others: list[dict[str, Any]]
+) -> None:
+    """The anonymous clients of a connection are one client."""
     speculation = taught(flat)
-    mislead(speculation, "a")
-    assert not speculation.choose([decoding(CYCLE * 4, client="a")], 100)
-    assert speculation.choose([decoding(CYCLE * 4, client="b")], 100)
-    assert speculation.choose([decoding(CYCLE * 4)], 100)
-
-
-def test_each_connections_anonymous_clients_are_one() -> None:
-    speculation = taught(flat)
-    mislead(speculation, "", connection=3)
-    assert not speculation.choose([decoding(CYCLE * 4, connection=3)], 100)
-    assert speculation.choose([decoding(CYCLE * 4, connection=4)], 100)
+    mislead(speculation, **{"client": "", **misled})
+    assert not speculation.choose([decoding(CYCLE * 4, **misled)], 100)
+    for other in others:
+        assert speculation.choose([decoding(CYCLE * 4, **other)], 100)
 
 
 def test_clients_that_have_gone_are_forgotten() -> None:

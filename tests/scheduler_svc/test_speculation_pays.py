@@ -117,22 +117,21 @@ def test_nothing_waits_where_all_seats_are_taken(seats: int, kind: str) -> None:
     assert (run.waited, run.drafts, ratio) == (0, 0, 1.0)
 
 
+ON_A_GPU = [(1, 2), (1, 256), (8, 64), (31, 32), (33, 64), (60, 64), (250, 256)]
+ELSEWHERE = [(1, 8), (7, 8), (8, 64), (24, 32)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("num_seqs", "seats"), [(1, 2), (1, 256), (8, 64), (31, 32), (33, 64), (60, 64), (250, 256)]
+    ("machine", "num_seqs", "seats"),
+    [
+        (machine, *sizes)
+        for machine in MACHINES
+        for sizes in (ON_A_GPU if machine == "H200" else ELSEWHERE)
+    ],
 )
-def test_no_case_is_slower_on_a_gpu(num_seqs: int, seats: int, kind: str) -> None:
+def test_no_case_is_slower(num_seqs: int, seats: int, machine: str, kind: str) -> None:
     """The first drafts are an experiment, which takes two of the 300 steps."""
-    _, ratio = compare(num_seqs, seats, kind, "H200")
-    assert ratio >= 0.99
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("machine", [each for each in MACHINES if each != "H200"])
-@pytest.mark.parametrize(("num_seqs", "seats"), [(1, 8), (7, 8), (8, 64), (24, 32)])
-def test_no_case_is_slower_on_other_machines(
-    num_seqs: int, seats: int, machine: str, kind: str
-) -> None:
     _, ratio = compare(num_seqs, seats, kind, machine)
     assert ratio >= 0.99
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence, Status
@@ -134,29 +133,6 @@ def test_the_first_follower_leads_when_the_leader_ends_too_early() -> None:
     assert generated(seqs[3]) == completion(prompt, 2)
 
 
-def test_a_sibling_whose_leader_ends_with_its_first_token_has_its_blocks() -> None:
-    scheduler = make_scheduler(num_blocks=4)
-    prompt = list(range(6))
-    scheduler.add(make(1, prompt, max_tokens=1), n=2)
-    second = sequences(scheduler)[2]
-    answered(scheduler)
-    assert scheduler.open_sequences() == [(0, 2)]
-    # The block to be copied is held, although it is in no table.
-    assert scheduler.blocks.num_free_blocks == 4 - 2 - 1
-    run(scheduler)
-    assert generated(second) == completion(prompt, 1)
-
-
-def test_a_copy_for_an_ended_sequence_is_not_sent() -> None:
-    scheduler = make_scheduler()
-    scheduler.add(make(1, list(range(6)), max_tokens=5), n=3)
-    answered(scheduler)
-    scheduler.abort((0, 2))
-    scheduler.check_integrity()
-    third = sequences(scheduler)[3]
-    assert [to for _, to in next_step(scheduler).copies] == [third.block_table[1]]
-
-
 def test_a_prompt_that_fails_for_good_ends_those_that_follow_too() -> None:
     scheduler = make_scheduler()
     scheduler.add(make(1, [1, 2, 3]), n=3)
@@ -167,17 +143,3 @@ def test_a_prompt_that_fails_for_good_ends_those_that_follow_too() -> None:
         (n, FinishCause.INTERNAL) for n in (1, 2, 3)
     }
     assert not scheduler.open_sequences()
-
-
-def test_a_fork_of_a_fork_copies_what_the_first_would_have_copied() -> None:
-    blocks = BlockManager(8, BLOCK)
-    first, second, third = (make(n, list(range(6))) for n in (1, 2, 3))
-    blocks.allocate_prompt(first)
-    first.begin_at(6)
-    assert blocks.fork(first, second)
-    assert blocks.fork(second, third)
-    blocks.check_integrity([first, second, third])
-    source = first.block_table[1]
-    assert blocks.take_copies() == [(source, second.block_table[1]), (source, third.block_table[1])]
-    assert blocks.take_copies() == []
-    blocks.check_integrity([first, second, third])
