@@ -121,7 +121,9 @@ async def _run_engine(
             name=settings.engine_name,
             model_fingerprint=group.model_fingerprint,
         )
-        await asyncio.gather(servicer.run(engine, info), on_serving(True), engine.run())
+        await on_serving(True)
+        servicer.start(engine, info)
+        await engine.run()
     finally:
         await workers.close()
 

@@ -1,24 +1,60 @@
-"""Sequences that may make the workers fail, computed again in the groups of `shared.suspects`.
+"""Finds the sequence that makes the workers fail, by group testing (Dorfman 1943; Hwang, "A method
+for detecting all defective members").
 
-Before each attempt but the first, the engine makes sure that the workers can run a step of the
-engine's own. Workers that fail at every step therefore convict no sequence.
+Workers are lost for many reasons, and the sequences that they computed are rarely the reason. So
+after a first loss all sequences run again. A sequence that makes progress is no longer under
+suspicion. A sequence that was in two losses in a row is a suspect. Suspects are then tried in
+halves. A half that makes progress is innocent. A half that is in another loss is halved again,
+until one suspect is lost alone.
+
+With n suspects, one culprit costs at most 3 + ceil(log2 n) losses, and k culprits cost at most k
+times as many. Before each attempt but the first, the engine makes sure that the workers can run a
+step of the engine's own. Workers that fail at every step therefore convict no sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shared.suspects import Record, next_groups
+_MIN_LOSSES_OF_SUSPECTS = 2
+# A culprit was in at least this many losses without making progress.
+MIN_LOSSES = 3
+# A culprit was alone in at least this many of them; a single one may have had another reason.
+MIN_LOSSES_ALONE = 2
 
 Candidate = TypeVar("Candidate", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Record:
+    """The losses that a candidate was in since it last made progress."""
+
+    losses: int = 0
+    losses_alone: int = 0
+    goal: int = 0  # the candidate makes progress when it has this many tokens
+
+    def lost(self, goal: int, *, alone: bool) -> None:
+        """Counts a loss; `alone`: no other candidate can be the reason."""
+        self.losses += 1
+        self.losses_alone += alone
+        self.goal = max(self.goal, goal)
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.losses >= _MIN_LOSSES_OF_SUSPECTS
+
+    @property
+    def is_guilty(self) -> bool:
+        return self.losses >= MIN_LOSSES and self.losses_alone >= MIN_LOSSES_ALONE
 
 
 class Suspects(Generic[Candidate]):
     """Sequences that were in flight when workers were lost, and have not been computed further."""
 
     def __init__(self) -> None:
-        self._records: dict[Candidate, Record] = {}
+        self._records: dict[Candidate, _Record] = {}
         self._groups: list[list[Candidate]] = []  # the first is on trial; none is empty
 
     def __len__(self) -> int:
@@ -43,7 +79,7 @@ class Suspects(Generic[Candidate]):
             The culprit, if it is now known. It is no longer a suspect.
         """
         for each, end in in_flight.items():
-            record = self._records.setdefault(each, Record())
+            record = self._records.setdefault(each, _Record())
             record.lost(end, alone=len(in_flight) == 1)
         culprit = next((each for each in in_flight if self._records[each].is_guilty), None)
         if culprit is not None:
@@ -67,4 +103,16 @@ class Suspects(Generic[Candidate]):
 
     def _regroup(self) -> None:
         records = self._records.items()
-        self._groups = next_groups({each: r.losses for each, r in records if r.is_suspect})
+        self._groups = _next_groups({each: r.losses for each, r in records if r.is_suspect})
+
+
+def _next_groups(losses: Mapping[Candidate, int]) -> list[list[Candidate]]:
+    """The groups of suspects to try next, one after the other, given the losses of all suspects.
+
+    The suspects with the most losses were in the group that was tried last. Each half of that group
+    is a new group. So at most half of them are in the next loss and then have the most losses.
+    """
+    most = max(losses.values(), default=0)
+    last_tried = [candidate for candidate, count in losses.items() if count == most]
+    middle = len(last_tried) // 2
+    return [group for group in (last_tried[:middle], last_tried[middle:]) if group]

@@ -39,16 +39,20 @@ class Connection:
         dialer: Dialer,
         on_message: Callable[[pb.SchedulerMessage], Awaitable[None]],
         on_lost: Callable[[bool], Awaitable[None]],
+        needs_to_be_alone: Callable[[], bool],
     ) -> None:
         """Args:
         on_message: receives each message. The first one of a connection is an `engine_info`.
         on_lost: is called when a connection is lost, with whether the scheduler died.
+        needs_to_be_alone: returns whether the next connection is to be the scheduler's only one.
         """
         self.address = address
         self.info: pb.EngineInfo | None = None  # None: there is no connection
+        self.is_alone = False  # whether the scheduler has no other connection meanwhile
         self._dialer = dialer
         self._on_message = on_message
         self._on_lost = on_lost
+        self._needs_to_be_alone = needs_to_be_alone
         self._stub: SchedulerServiceAsyncStub | None = None  # None: there is no connection
         self._outgoing: Outgoing = asyncio.Queue()
         self._backoff = Backoff(_MIN_BACKOFF_S, _MAX_BACKOFF_S)
@@ -59,7 +63,7 @@ class Connection:
             self._outgoing.put_nowait(message)
 
     def close(self) -> None:
-        """Has the scheduler end the connection. Call it once nothing is left to do there."""
+        """Has the scheduler end the connection, which drops the requests that it has from it."""
         if self.info is not None:
             self._outgoing.put_nowait(None)
 
@@ -109,7 +113,9 @@ class Connection:
     async def _converse(self, stub: SchedulerServiceAsyncStub) -> str:
         outgoing: Outgoing = asyncio.Queue()
         self._outgoing = outgoing
-        call = stub.Connect(_drain(outgoing))
+        self.is_alone = self._needs_to_be_alone()
+        connect = stub.ConnectAlone if self.is_alone else stub.Connect
+        call = connect(_drain(outgoing))
         reason, died = "the scheduler ended the stream", False
         try:
             async for message in call:

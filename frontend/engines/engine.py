@@ -3,9 +3,8 @@
 The frontend keeps every open request's prompt and tokens. If the connection is lost, the requests
 wait for the next connection and are resubmitted there with the tokens that they have. Or they are
 released to continue on another engine (`engines.pool`). A token is identified by (request, offset).
-A token that was received before is dropped, so that none is repeated. A request that may have
-killed a scheduler is submitted to the next scheduler only when that scheduler asks for it
-(`engines.ledger`).
+A token that was received before is dropped, so that none is repeated. Requests that may have killed
+schedulers are submitted one at a time (`engines.deaths`).
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from typing import Any
 import structlog
 
 from frontend.engines.connection import RETRY_AFTER_S, Connection, no_engine
-from frontend.engines.ledger import Entry, Ledger, State
-from frontend.engines.messages import abort_message, submit_message, suspects_message
+from frontend.engines.ledger import Entry, Ledger
+from frontend.engines.messages import abort_message, submit_message
 from frontend.engines.outputs import Outputs
 from frontend.engines.placement import EngineLoad, Fit
 from frontend.engines.prefix_index import Name, PrefixIndex
 from frontend.engines.streams import Streams
 from frontend.engines.token_stream import TokenStream
+from frontend.engines.trials import Trials
 from frontend.metrics import RequestMetrics
 from shared.channels import PLAINTEXT, Dialer
 from shared.errors import InternalError, ServiceError, UnavailableError
@@ -70,7 +70,19 @@ class Engine:
         self.streams = streams or Streams()
         self.ledger = Ledger(number, self.load)
         self._outputs = Outputs(self.ledger, self.metrics)
-        self.connection = Connection(address, dialer, self._on_message, self._on_lost)
+        self.connection = Connection(
+            address,
+            dialer,
+            self._on_message,
+            self._on_lost,
+            lambda: self._trials.need_to_be_alone(),
+        )
+        self._trials = Trials(
+            self.ledger,
+            lambda stream: self._submit(stream, resubmitted=True),
+            self.connection.close,
+            self.has_other_model,
+        )
         self._on_ready = on_ready
         self._resume_timeout_s = resume_timeout_s
         self._try_elsewhere = try_elsewhere
@@ -96,7 +108,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a request that is submitted now would run."""
-        return not (self.is_lost or self.ledger.holding or self.draining)
+        return not (self.is_lost or self.connection.is_alone or self.draining)
 
     @property
     def serving(self) -> bool:
@@ -152,10 +164,6 @@ class Engine:
     def has(self, stream: TokenStream) -> bool:
         return stream.number in self.ledger.entries
 
-    def is_suspect(self, stream: TokenStream) -> bool:
-        """Whether schedulers died with a completion, which is now submitted only on trial."""
-        return self.ledger.entries[stream.number].is_suspect
-
     def model_of(self, stream: TokenStream) -> str:
         """The fingerprint of the model with which a completion and the others of its request must
         continue. Empty if any model will do."""
@@ -196,7 +204,7 @@ class Engine:
         """
         if not (self.connected or self.recovers):
             raise no_engine()
-        withheld = not self.connected or self.ledger.holding
+        withheld = not self.connected or self.connection.is_alone
         if withheld:
             self.ledger.check_room(self.info.max_waiting)
         fit, now = fit or Fit(), time.monotonic()
@@ -204,9 +212,10 @@ class Engine:
         for stream in streams:
             stream.holder = self
             stream.arrived_at = stream.arrived_at or now
-        self._name_suspects(entries)
         if not withheld:
             self._submit_withheld(entries, now, fit.cached_tokens)
+            if any(stream.record.is_suspect for stream in streams):
+                self._trials.begin()
 
     def release(self, streams: Sequence[TokenStream]) -> None:
         """Drops completions of a request, which continue on another engine with new numbers."""
@@ -225,6 +234,7 @@ class Engine:
         """Has the scheduler drop a completion, unless the completion has ended."""
         if self.ledger.remove(stream.number):
             self.connection.send(abort_message(stream))
+            self._trials.check()
 
     def _note_model(self, stream: TokenStream) -> None:
         """Notes the model that computed a completion's tokens, unless it is already known."""
@@ -235,36 +245,27 @@ class Engine:
         self.connection.send(message)
 
     def _submit_withheld(self, entries: Iterable[Entry], now: float, cached: int = 0) -> None:
-        """Submits the withheld ones among completions, each with the tokens that it has. Those of a
-        new request are submitted together."""
+        """Submits completions, each with the tokens that it has, except suspects and those that are
+        submitted already. The completions of a new request are submitted together."""
         for entry in entries:
             stream, n = entry.stream, entry.stream.request.sampling.n
-            if entry.state is not State.WITHHELD:
+            if entry.submitted or stream.record.is_suspect:
                 continue
             if not stream.sent:
                 for each in stream.group:
-                    self.ledger.entries[each.number].state = State.SENT
+                    self.ledger.entries[each.number].submitted = True
                     each.sent, each.withheld_s = True, now - each.arrived_at
                 self._submit(stream, n=n if n > 1 else 0, expected_cached=cached)
                 continue
-            entry.state = State.SENT
+            entry.submitted = True
             if stream.stands_for_itself:
                 self._submit(stream, resubmitted=True, expected_cached=cached)
-
-    def _name_suspects(self, entries: Iterable[Entry]) -> None:
-        suspects = [entry.stream for entry in entries if entry.state is State.SUSPECT]
-        if suspects:
-            log.warning("requests may kill schedulers; trying them", suspects=len(suspects))
-            losses = {stream.number: stream.record.losses for stream in suspects}
-            self.connection.send(suspects_message(losses))
 
     # Messages from the scheduler, and the loss of the connection.
 
     async def _on_message(self, message: pb.SchedulerMessage) -> None:
         if message.HasField("step_output"):
             await self._on_step(message.step_output)
-        elif message.HasField("trial"):
-            await self._on_trial(message.trial)
         elif message.HasField("engine_state"):
             was_serving, self._serving = self._serving, message.engine_state.serving
             self.draining = message.engine_state.draining
@@ -282,16 +283,18 @@ class Engine:
             self._giving_up.cancel()
         self.info, self.name, self.model_fingerprint = info, info.name, info.model_fingerprint
         self._serving, self.draining, self._may_be_lost_again = True, False, self._lost_at == -inf
-        entries = self.ledger.entries.values()
-        self._name_suspects([each for each in entries if not self.has_other_model(each.stream)])
-        await self._submit_rest()
+        self._trials.connected(alone=self.connection.is_alone)
+        if not self.connection.is_alone:
+            await self._submit_rest()
         if self._lost_at > -inf:
             self.metrics.recovery.observe(time.monotonic() - self._lost_at)
         await self._report_ready()
 
     async def _on_lost(self, died: bool) -> None:
         self._note_loss()
-        culprit = self.ledger.disconnect(died=died and not self.draining)  # a slow stop is killed
+        died &= not self.draining  # a slow stop is killed
+        culprit = self.ledger.disconnect(died=died, alone=self.connection.is_alone)
+        self._trials.disconnected()
         if culprit:
             log.error(
                 "request kills every scheduler that runs it; failing the request",
@@ -334,26 +337,13 @@ class Engine:
             self._submit_withheld(rest, time.monotonic())
             await asyncio.sleep(0)
 
-    async def _on_trial(self, trial: pb.Trial) -> None:
-        suspects, cleared = self.ledger.begin_trial(
-            trial.requests, withdraw=trial.withdraw, alone=trial.alone
-        )
-        if trial.withdraw or cleared:
-            self.connection.send(suspects_message(cleared=cleared, holding=trial.withdraw))
-        for entry in suspects:
-            self._submit(entry.stream, resubmitted=True)
-        if not self.ledger.holding:
-            await self._submit_rest()
-        await self._report_ready()
-
     async def _on_step(self, output: pb.StepOutput) -> None:
         await self._outputs.take_logprobs(output)
         self.fail(self._outputs.take_tokens(output), InternalError("internal error"))
         for stream, error in self._outputs.take_ends(output):
             if not self._try_elsewhere(self, stream):
                 stream.fail(error)
-        if cleared := self.ledger.clear():
-            self.connection.send(suspects_message(cleared=cleared))
+        self._trials.check()
 
     # Watching the engine's cache.
 

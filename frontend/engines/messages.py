@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator
 
 import numpy as np
 import structlog
@@ -119,19 +118,6 @@ def _grammar(grammar: Grammar | None) -> pb.Grammar | None:
 def abort_message(stream: TokenStream) -> pb.FrontendMessage:
     """The message that has the scheduler drop a completion."""
     return pb.FrontendMessage(abort=pb.Abort(request=stream.number))
-
-
-def suspects_message(
-    losses: Mapping[int, int] = MappingProxyType({}),
-    cleared: Sequence[int] = (),
-    *,
-    holding: bool = False,
-) -> pb.FrontendMessage:
-    """The message that names suspects and their losses, and the cleared ones, all by number."""
-    suspects = [pb.Suspect(request=number, losses=count) for number, count in losses.items()]
-    return pb.FrontendMessage(
-        suspects=pb.Suspects(suspects=suspects, cleared=cleared, holding=holding)
-    )
 
 
 def new_tokens(output: pb.StepOutput) -> Iterator[tuple[int, int, int]]:

@@ -18,8 +18,8 @@ from dataclasses import replace
 import structlog
 
 from frontend.engines.connection import no_engine
+from frontend.engines.deaths import MIN_PROGRESS
 from frontend.engines.engine import Engine
-from frontend.engines.ledger import MIN_PROGRESS
 from frontend.engines.placement import Fit, choose
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.engines.sources import Endpoint, watch_endpoints
@@ -264,7 +264,7 @@ class Engines:
             return True
         if engine.serving or (stream.request.engine and not stream.sent):
             return False
-        suspected = engine.is_suspect(stream)
+        suspected = stream.record.is_suspect
         if not engine.is_drained:
             suspected |= len(stream.tokens) < stream.move_goal
         recovers = engine.connected and not engine.is_drained

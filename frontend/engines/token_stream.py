@@ -8,10 +8,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+from frontend.engines.deaths import DeathRecord
 from frontend.logprobs import CompletionLogprobs, PromptLogprobs
 from frontend.request import Request
 from shared.errors import ServiceError
-from shared.suspects import Record
 
 
 class FinishReason(enum.Enum):
@@ -112,7 +112,7 @@ class TokenStream:
         self.arrived_at = 0.0  # when it was first given to an engine; time.monotonic
         self.sent = False  # whether a scheduler has got it, and has not rejected it
         self.withheld_s = 0.0  # from its arrival until then
-        self.record = Record()  # of schedulers that died with it
+        self.record = DeathRecord()
         self.move_goal = 0  # with this many tokens, it made progress since a lost engine
         self.rejected_by: set[Holder] = set()  # engines that had no room for it
         self.model_fingerprint = ""  # of the model that computed its tokens, once it left an engine

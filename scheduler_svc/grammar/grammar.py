@@ -28,7 +28,7 @@ from scheduler_svc.grammar.errors import (
 from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.grammar.process import GrammarProcess, Outcome
 from scheduler_svc.grammar.wire import COMPILE_CPU_S, MASK_CPU_S, MEMORY_BYTES, Row
-from shared.suspects import MIN_LOSSES_ALONE
+from scheduler_svc.suspects import MIN_LOSSES_ALONE
 
 log = structlog.get_logger(__name__)
 

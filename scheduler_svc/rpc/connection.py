@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 
 from grpc import aio
 
@@ -25,26 +24,14 @@ class Connection:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # The frontend's last report: losses of its suspects by request, and whether it has
-        # withdrawn everything and submits nothing.
-        self.suspects: dict[int, int] = {}
-        self.holding = False
         self._messages: list[pb.SchedulerMessage] = []  # these go ahead of the outputs
         self._outputs: list[Output] = []
         self._news = asyncio.Event()
         self.cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()  # set once none of its requests is open
 
     def send_state(self, state: pb.EngineState) -> None:
         self._send(pb.SchedulerMessage(engine_state=state))
-
-    def send_trial(
-        self, requests: Iterable[int] = (), *, withdraw: bool = False, alone: bool = False
-    ) -> None:
-        """Tells the frontend which of its suspects to submit, beside all requests that are not
-        suspects. With `withdraw`, it withdraws everything, confirms that and submits nothing. With
-        `alone`, it learns that all frontends have done so, and submits only these suspects."""
-        trial = pb.Trial(requests=requests, withdraw=withdraw, alone=alone)
-        self._send(pb.SchedulerMessage(trial=trial))
 
     def add(self, output: Output) -> None:
         if self.cut.done():
@@ -62,7 +49,7 @@ class Connection:
             self.cut.set_result(reason)
 
     async def write_to(self, context: Context) -> None:
-        """Writes states, trials and outputs as they arrive, until cancelled."""
+        """Writes states and outputs as they arrive, until cancelled."""
         while True:
             await self._news.wait()
             self._news.clear()

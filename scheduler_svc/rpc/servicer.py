@@ -18,7 +18,6 @@ from scheduler_svc.engine import Engine
 from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
 from scheduler_svc.rpc.connection import Connection, Context
 from scheduler_svc.rpc.frontend_messages import read_sequence
-from scheduler_svc.rpc.trials import Trials
 from shared.errors import (
     RETRY_AFTER_S,
     DataLossError,
@@ -34,6 +33,8 @@ log = structlog.get_logger(__name__)
 _ABORTS_AT_ONCE = 64  # in one turn of the event loop
 # Watchers of the cache receive a message at least this often, without events if there are none.
 _LOAD_EVERY_S = 0.5
+# A frontend is alone for up to 64 s (`frontend.engines.deaths`).
+_MAX_ALONE_S = 90.0
 
 
 class SchedulerServicer(SchedulerServiceServicer):
@@ -46,17 +47,15 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._ready = asyncio.Event()
         self._state = scheduler_pb2.EngineState(serving=True)
         self._connections: dict[int, Connection] = {}
-        self._trials = Trials(self._connections)
+        self._accepting = asyncio.Lock()  # held while a frontend is connected alone
         # A message about the cache has up to 512 events, so each turn of the loop makes one.
         self._watch_turn = asyncio.Lock()
         self._numbers = itertools.count()
 
-    async def run(self, engine: Engine, info: scheduler_pb2.EngineInfo) -> None:
-        """Answers frontends, whose streams wait for this call, and tries their suspects. Runs until
-        cancelled."""
+    def start(self, engine: Engine, info: scheduler_pb2.EngineInfo) -> None:
+        """Answers frontends, whose streams wait for this call."""
         self._engine, self._info = engine, info
         self._ready.set()
-        await self._trials.run(engine.rest)
 
     def fail(self) -> None:
         """Makes streams end as if the process had died. It does end, because its engine failed."""
@@ -91,16 +90,48 @@ class SchedulerServicer(SchedulerServiceServicer):
         context: Context,
     ) -> None:
         engine = await self._started_engine()
+        async with self._accepting:
+            connection = self._accept()
+        await self._serve(connection, request_iterator, context, engine)
+
+    async def ConnectAlone(  # type: ignore[override]  # writes to the context instead of yielding
+        self,
+        request_iterator: AsyncIterator[scheduler_pb2.FrontendMessage],
+        context: Context,
+    ) -> None:
+        engine = await self._started_engine()
+        async with self._accepting:
+            log.warning("ending all connections: a frontend must be alone to try a request")
+            others = [*self._connections.values()]
+            for other in others:
+                other.cut_off("another frontend must be alone")
+            for other in others:
+                await other.ended.wait()
+            await engine.rest()
+            connection = self._accept()
+            loop, reason = asyncio.get_running_loop(), "it was alone for too long"
+            loop.call_later(_MAX_ALONE_S, connection.cut_off, reason)
+            await self._serve(connection, request_iterator, context, engine)
+
+    def _accept(self) -> Connection:
         connection = Connection(next(self._numbers))
-        await self._trials.opened()
-        number = connection.number
-        self._connections[number] = connection
+        self._connections[connection.number] = connection
         connection.send_state(self._state)
+        return connection
+
+    async def _serve(
+        self,
+        connection: Connection,
+        messages: AsyncIterator[scheduler_pb2.FrontendMessage],
+        context: Context,
+        engine: Engine,
+    ) -> None:
+        number = connection.number
         tasks: list[asyncio.Task[None]] = []
         log.info("frontend connected", connection=number)
         try:
             await context.write(scheduler_pb2.SchedulerMessage(engine_info=self._info))
-            reader = asyncio.create_task(self._read(connection, request_iterator, engine))
+            reader = asyncio.create_task(self._read(number, messages, engine))
             tasks += reader, asyncio.create_task(connection.write_to(context))
             ends: tuple[asyncio.Future[Any], ...] = (*tasks, connection.cut)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -111,12 +142,12 @@ class SchedulerServicer(SchedulerServiceServicer):
         finally:
             for task in tasks:  # first: nothing may be submitted after the aborts below
                 task.cancel()
-            del self._connections[number]
-            self._trials.wake()
             more = True
             while more:
                 more = engine.abort_connection(number, _ABORTS_AT_ONCE)
                 await asyncio.sleep(0)  # steps of other requests continue
+            del self._connections[number]
+            connection.ended.set()
             log.info("frontend disconnected", connection=number)
             await asyncio.gather(*tasks, return_exceptions=True)
         if connection.cut.done():
@@ -126,25 +157,17 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     async def _read(
         self,
-        connection: Connection,
+        number: int,
         messages: AsyncIterator[scheduler_pb2.FrontendMessage],
         engine: Engine,
     ) -> None:
-        """Handles a frontend's messages until it sends no more."""
-        number, trials = connection.number, self._trials
+        """Handles the messages of a connection until its frontend sends no more."""
         async for message in messages:
             if message.HasField("submit"):
                 seq = read_sequence(number, message.submit, engine.clock())
                 engine.submit(seq, message.submit.n or 1)
             elif message.HasField("abort"):
                 engine.abort(SequenceKey(number, message.abort.request))
-                trials.receive(connection, {}, [message.abort.request])
-            elif message.HasField("suspects"):
-                news = message.suspects
-                if news.holding:
-                    engine.abort_connection(number)
-                losses = {each.request: each.losses for each in news.suspects}
-                trials.receive(connection, losses, news.cleared, holding=news.holding)
 
     async def GetLoad(
         self, request: scheduler_pb2.GetLoadRequest, context: object

@@ -80,25 +80,21 @@ class FrontendMessage(_message.Message):
 
     SUBMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
-    SUSPECTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
     def abort(self) -> Global___Abort: ...
-    @_builtins.property
-    def suspects(self) -> Global___Suspects: ...
     def __init__(
         self,
         *,
         submit: Global___Submit | None = ...,
         abort: Global___Abort | None = ...,
-        suspects: Global___Suspects | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "submit", b"submit", "suspects", b"suspects"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "submit", b"submit", "suspects", b"suspects"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "message", b"message", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort", "suspects"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "abort"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -124,9 +120,7 @@ class Submit(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request: _builtins.int
-    """The frontend chooses the number. It uses a number again on a stream only after a Trial has
-    withdrawn the request.
-    """
+    """The frontend chooses the number, and never uses a number again on a stream."""
     request_id: _builtins.str
     """for logs only"""
     prompt_ids: _builtins.bytes
@@ -358,65 +352,6 @@ class Abort(_message.Message):
 Global___Abort: _TypeAlias = Abort  # noqa: Y015
 
 @_typing.final
-class Suspects(_message.Message):
-    """Suspects are requests that were with at least two schedulers when these died, and made no progress
-    in between. A frontend names its suspects at the start of a stream, and submits a suspect only when
-    a Trial names it. A suspect is cleared when it has some tokens, when it ends or is aborted, and when
-    a Trial does not name it.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SUSPECTS_FIELD_NUMBER: _builtins.int
-    CLEARED_FIELD_NUMBER: _builtins.int
-    HOLDING_FIELD_NUMBER: _builtins.int
-    holding: _builtins.bool
-    """the frontend has withdrawn everything, as a Trial asked"""
-    @_builtins.property
-    def suspects(self) -> _containers.RepeatedCompositeFieldContainer[Global___Suspect]: ...
-    @_builtins.property
-    def cleared(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        suspects: _abc.Iterable[Global___Suspect] | None = ...,
-        cleared: _abc.Iterable[_builtins.int] | None = ...,
-        holding: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "holding", b"holding", "suspects", b"suspects"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Suspects: _TypeAlias = Suspects  # noqa: Y015
-
-@_typing.final
-class Suspect(_message.Message):
-    """A request under suspicion."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    LOSSES_FIELD_NUMBER: _builtins.int
-    request: _builtins.int
-    losses: _builtins.int
-    """the number of schedulers that died with it"""
-    def __init__(
-        self,
-        *,
-        request: _builtins.int = ...,
-        losses: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["losses", b"losses", "request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Suspect: _TypeAlias = Suspect  # noqa: Y015
-
-@_typing.final
 class SchedulerMessage(_message.Message):
     """A message from the scheduler."""
 
@@ -425,64 +360,28 @@ class SchedulerMessage(_message.Message):
     ENGINE_INFO_FIELD_NUMBER: _builtins.int
     STEP_OUTPUT_FIELD_NUMBER: _builtins.int
     ENGINE_STATE_FIELD_NUMBER: _builtins.int
-    TRIAL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def engine_info(self) -> Global___EngineInfo: ...
     @_builtins.property
     def step_output(self) -> Global___StepOutput: ...
     @_builtins.property
     def engine_state(self) -> Global___EngineState: ...
-    @_builtins.property
-    def trial(self) -> Global___Trial: ...
     def __init__(
         self,
         *,
         engine_info: Global___EngineInfo | None = ...,
         step_output: Global___StepOutput | None = ...,
         engine_state: Global___EngineState | None = ...,
-        trial: Global___Trial | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_info", b"engine_info", "engine_state", b"engine_state", "message", b"message", "step_output", b"step_output", "trial", b"trial"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_info", b"engine_info", "engine_state", b"engine_state", "message", b"message", "step_output", b"step_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_info", b"engine_info", "engine_state", b"engine_state", "message", b"message", "step_output", b"step_output", "trial", b"trial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_info", b"engine_info", "engine_state", b"engine_state", "message", b"message", "step_output", b"step_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["engine_info", "step_output", "engine_state", "trial"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["engine_info", "step_output", "engine_state"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___SchedulerMessage: _TypeAlias = SchedulerMessage  # noqa: Y015
-
-@_typing.final
-class Trial(_message.Message):
-    """The suspects to submit now. All other suspects of an earlier Trial are cleared."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUESTS_FIELD_NUMBER: _builtins.int
-    WITHDRAW_FIELD_NUMBER: _builtins.int
-    ALONE_FIELD_NUMBER: _builtins.int
-    withdraw: _builtins.bool
-    """The frontend withdraws all requests, and submits nothing until the next Trial. The withdrawn
-    requests may still be running until then.
-    """
-    alone: _builtins.bool
-    """All frontends have withdrawn everything. The scheduler has no request but the one on trial."""
-    @_builtins.property
-    def requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        requests: _abc.Iterable[_builtins.int] | None = ...,
-        withdraw: _builtins.bool = ...,
-        alone: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alone", b"alone", "requests", b"requests", "withdraw", b"withdraw"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Trial: _TypeAlias = Trial  # noqa: Y015
 
 @_typing.final
 class EngineState(_message.Message):

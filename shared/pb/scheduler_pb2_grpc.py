@@ -39,6 +39,11 @@ class SchedulerServiceStub:
                 request_serializer=shared_dot_pb_dot_scheduler__pb2.FrontendMessage.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_scheduler__pb2.SchedulerMessage.FromString,
                 _registered_method=True)
+        self.ConnectAlone = channel.stream_stream(
+                '/nanovllm.scheduler.v1.SchedulerService/ConnectAlone',
+                request_serializer=shared_dot_pb_dot_scheduler__pb2.FrontendMessage.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_scheduler__pb2.SchedulerMessage.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/nanovllm.scheduler.v1.SchedulerService/GetLoad',
                 request_serializer=shared_dot_pb_dot_scheduler__pb2.GetLoadRequest.SerializeToString,
@@ -64,6 +69,15 @@ class SchedulerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ConnectAlone(self, request_iterator, context):
+        """Connects a frontend for a request that may have killed schedulers. The scheduler ends all other
+        streams with ABORTED and is at rest before it sends the EngineInfo. It accepts no other stream
+        until this one ends. It ends this one after 90 s.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
         """Reports what the engine holds now and has done since its start.
         """
@@ -84,6 +98,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Connect': grpc.stream_stream_rpc_method_handler(
                     servicer.Connect,
+                    request_deserializer=shared_dot_pb_dot_scheduler__pb2.FrontendMessage.FromString,
+                    response_serializer=shared_dot_pb_dot_scheduler__pb2.SchedulerMessage.SerializeToString,
+            ),
+            'ConnectAlone': grpc.stream_stream_rpc_method_handler(
+                    servicer.ConnectAlone,
                     request_deserializer=shared_dot_pb_dot_scheduler__pb2.FrontendMessage.FromString,
                     response_serializer=shared_dot_pb_dot_scheduler__pb2.SchedulerMessage.SerializeToString,
             ),
@@ -123,6 +142,33 @@ class SchedulerService:
             request_iterator,
             target,
             '/nanovllm.scheduler.v1.SchedulerService/Connect',
+            shared_dot_pb_dot_scheduler__pb2.FrontendMessage.SerializeToString,
+            shared_dot_pb_dot_scheduler__pb2.SchedulerMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConnectAlone(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/nanovllm.scheduler.v1.SchedulerService/ConnectAlone',
             shared_dot_pb_dot_scheduler__pb2.FrontendMessage.SerializeToString,
             shared_dot_pb_dot_scheduler__pb2.SchedulerMessage.FromString,
             options,

@@ -37,6 +37,11 @@ class SchedulerServiceStub:
     submitted on it are aborted. The status ABORTED, which gRPC itself never uses, means that the
     scheduler has not died and that the frontend should connect again.
     """
+    ConnectAlone: _grpc.StreamStreamMultiCallable[_scheduler_pb2.FrontendMessage, _scheduler_pb2.SchedulerMessage]
+    """Connects a frontend for a request that may have killed schedulers. The scheduler ends all other
+    streams with ABORTED and is at rest before it sends the EngineInfo. It accepts no other stream
+    until this one ends. It ends this one after 90 s.
+    """
     GetLoad: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]
     """Reports what the engine holds now and has done since its start."""
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchBlocksRequest, _scheduler_pb2.BlockEvents]
@@ -52,6 +57,11 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     after each engine step that has tokens for this frontend. When the stream ends, the requests
     submitted on it are aborted. The status ABORTED, which gRPC itself never uses, means that the
     scheduler has not died and that the frontend should connect again.
+    """
+    ConnectAlone: _aio.StreamStreamMultiCallable[_scheduler_pb2.FrontendMessage, _scheduler_pb2.SchedulerMessage]  # type: ignore[assignment]
+    """Connects a frontend for a request that may have killed schedulers. The scheduler ends all other
+    streams with ABORTED and is at rest before it sends the EngineInfo. It accepts no other stream
+    until this one ends. It ends this one after 90 s.
     """
     GetLoad: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetLoadRequest, _scheduler_pb2.GetLoadResponse]  # type: ignore[assignment]
     """Reports what the engine holds now and has done since its start."""
@@ -71,6 +81,17 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         after each engine step that has tokens for this frontend. When the stream ends, the requests
         submitted on it are aborted. The status ABORTED, which gRPC itself never uses, means that the
         scheduler has not died and that the frontend should connect again.
+        """
+
+    @_abc_1.abstractmethod
+    def ConnectAlone(
+        self,
+        request_iterator: _MaybeAsyncIterator[_scheduler_pb2.FrontendMessage],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.SchedulerMessage], _abc.AsyncIterator[_scheduler_pb2.SchedulerMessage]]:
+        """Connects a frontend for a request that may have killed schedulers. The scheduler ends all other
+        streams with ABORTED and is at rest before it sends the EngineInfo. It accepts no other stream
+        until this one ends. It ends this one after 90 s.
         """
 
     @_abc_1.abstractmethod

@@ -73,7 +73,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.ready.set()
         self.submits: asyncio.Queue[pb.Submit] = asyncio.Queue()
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
-        self.suspects: asyncio.Queue[pb.Suspects] = asyncio.Queue()
+        self.alone = False  # whether the latest connection was made by `ConnectAlone`
         self.block_events: asyncio.Queue[pb.BlockEvents] = asyncio.Queue()  # for the one watcher
         self._connection: Connection | None = None
         self._server: aio.Server | None = None
@@ -141,7 +141,20 @@ class FakeScheduler(SchedulerServiceServicer):
     async def Connect(  # type: ignore[override]
         self, request_iterator: AsyncIterator[pb.FrontendMessage], context: object
     ) -> AsyncIterator[pb.SchedulerMessage]:
+        async for message in self._converse(request_iterator, alone=False):
+            yield message
+
+    async def ConnectAlone(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[pb.FrontendMessage], context: object
+    ) -> AsyncIterator[pb.SchedulerMessage]:
+        async for message in self._converse(request_iterator, alone=True):
+            yield message
+
+    async def _converse(
+        self, request_iterator: AsyncIterator[pb.FrontendMessage], *, alone: bool
+    ) -> AsyncIterator[pb.SchedulerMessage]:
         await self.ready.wait()
+        self.alone = alone
         connection = self._connection = Connection()
         reader = asyncio.create_task(self._read(request_iterator, connection))
         try:
@@ -155,10 +168,6 @@ class FakeScheduler(SchedulerServiceServicer):
     def send_state(self, *, serving: bool = True, draining: bool = False) -> None:
         state = pb.EngineState(serving=serving, draining=draining)
         self.connection.outbox.put_nowait(pb.SchedulerMessage(engine_state=state))
-
-    def send_trial(self, *requests: int, withdraw: bool = False, alone: bool = False) -> None:
-        trial = pb.Trial(requests=requests, withdraw=withdraw, alone=alone)
-        self.connection.outbox.put_nowait(pb.SchedulerMessage(trial=trial))
 
     async def WatchBlocks(  # type: ignore[override]
         self, request: pb.WatchBlocksRequest, context: object
@@ -176,9 +185,6 @@ class FakeScheduler(SchedulerServiceServicer):
             if message.HasField("abort"):
                 connection.live.pop(message.abort.request, None)
                 self.aborts.put_nowait(message.abort.request)
-                continue
-            if message.HasField("suspects"):
-                self.suspects.put_nowait(message.suspects)
                 continue
             submit = message.submit
             prompt = np.frombuffer(submit.prompt_ids, "<i4").tolist()

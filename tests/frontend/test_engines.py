@@ -13,6 +13,7 @@ import pytest
 from deploy.ports import free_port
 from frontend.callers.tenants import Client
 from frontend.engines import pool
+from frontend.engines.deaths import MIN_DEATHS_BEFORE_ALONE
 from frontend.engines.pool import Engines
 from shared.errors import (
     FailedPreconditionError,
@@ -20,7 +21,6 @@ from shared.errors import (
     QueueFullError,
 )
 from shared.pb import scheduler_pb2 as pb
-from shared.suspects import MIN_LOSSES
 from tests.frontend.cluster import PROMPT, Cluster, expected, finish, request, submitted, tokens
 from tests.frontend.fake_scheduler import INFO, FakeScheduler
 from tests.waiting import until
@@ -145,14 +145,14 @@ async def test_a_scheduler_that_dies_while_it_stops_counts_against_no_stream(
     await cluster.list("a")
     stream = cluster.submit()
     (engine,) = cluster.engines._engines.values()
-    for _ in range(MIN_LOSSES):
+    for _ in range(MIN_DEATHS_BEFORE_ALONE):
         await submitted(a)
         a.send_state(draining=True)
         await until(lambda: engine.draining, "the frontend to know that it stops")
         await a.stop()
         await a.start()
     await submitted(a)
-    assert a.suspects.empty()
+    assert not a.alone
     assert await finish(a, stream) == expected()
 
 
@@ -201,23 +201,23 @@ async def test_a_stream_that_was_lost_twice_moves_in_the_end(
 async def test_a_suspect_moves_as_a_suspect(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A completion that two schedulers died with is named to the third before it is submitted."""
+    """The completions that two schedulers died with are submitted to the third one at a time."""
     monkeypatch.setattr(pool, "_PATIENCE_S", 0.2)
     a, b, c = [await cluster.add(name) for name in "abc"]
     await cluster.list("a", "b")
-    stream = cluster.submit(engine="a")
-    await submitted(a)
-    await a.stop()
-    await submitted(b)
-    await b.stop()
+    streams = [cluster.submit(engine="a") for _ in range(2)]
+    for scheduler in (a, b):
+        for _ in streams:
+            await submitted(scheduler)
+        await scheduler.stop()
     await cluster.list("c")
-    suspects = await asyncio.wait_for(c.suspects.get(), 60)
-    (suspect,) = suspects.suspects
-    assert (suspect.request, suspect.losses) == (stream.number, 2)
-    assert c.submits.empty()
-    c.send_trial(suspect.request)
-    await submitted(c)
-    assert await finish(c, stream) == expected()
+    assert (await submitted(c)).request == streams[0].number
+    await until(lambda: cluster.engine_of(streams[1]) == "c", "both to move")
+    new = cluster.submit()
+    assert (await submitted(c)).request == new.number
+    assert await finish(c, streams[0]) == expected()
+    assert (await submitted(c)).request == streams[1].number
+    assert await finish(c, streams[1]) == expected()
 
 
 @pytest.mark.parametrize("kind", ["n", "beams"])
@@ -385,4 +385,4 @@ async def test_a_suspect_is_not_tried_with_another_model(cluster: Cluster) -> No
         await tokens(stream, 2)
     cluster.submit(engine="a")
     await submitted(a)  # behind whatever was sent before
-    assert a.suspects.empty()
+    assert a.submits.empty()

@@ -222,18 +222,3 @@ async def test_a_request_is_checked_again_by_an_engine_that_returns_with_other_l
     await a.start()
     with pytest.raises(InvalidArgumentError, match="prompt: 3 tokens; the limit is 2"):
         await tokens(stream, 1)
-
-
-async def test_what_arrives_while_a_suspect_is_tried_alone_is_submitted_as_new(
-    cluster: Cluster,
-) -> None:
-    a = await cluster.add("a")
-    await cluster.list("a")
-    a.send_trial(withdraw=True)
-    await asyncio.wait_for(a.suspects.get(), 60)
-    streams = cluster.engines.submit(request(n=2))
-    a.send_trial()
-    message = await submitted(a)
-    assert (message.resubmitted, message.n) == (False, 2)
-    for stream in streams:
-        assert await finish(a, stream) == expected()

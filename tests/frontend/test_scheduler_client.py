@@ -374,25 +374,3 @@ async def test_not_ready_while_the_engine_waits_for_workers(
         scheduler.send_state(serving=serving)
         assert await connected.readiness.get() is serving
         assert await rest(submit_one(connected.client, request()))  # accepted all the same
-
-
-async def test_everything_is_withdrawn_while_another_request_is_tried(
-    connected: Connected, scheduler: FakeScheduler
-) -> None:
-    scheduler.automatic = False
-    before = submit_one(connected.client, request(max_tokens=2))
-    await scheduler.submits.get()
-    scheduler.send_trial(withdraw=True)
-    assert (await scheduler.suspects.get()).holding
-    assert await connected.readiness.get() is False
-    during = submit_one(connected.client, request(max_tokens=1))
-    gone = submit_one(connected.client, request())
-    connected.client.close(gone)
-    scheduler.send_trial()
-    assert await connected.readiness.get() is True
-    again = [await scheduler.submits.get() for _ in range(2)]
-    assert [each.request for each in again] == [before.number, during.number]
-    for _ in range(2):
-        scheduler.step()
-    assert await rest(before) == [11, 12]
-    assert await rest(during) == [11]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError
 from grpc import aio
 
 import scheduler_svc.__main__ as scheduler_main
@@ -94,7 +93,6 @@ class Stream:
         self._call: Any = target.channel.stream_stream(f"/{SERVICE}/Connect")()
         self._tally = tally
         self._sent: list[bytes] = []
-        self.holding = False  # until a suspect has been tried, which ends with a submission
         self.tokens: dict[int, list[int]] = {}
 
     async def send(self, *messages: bytes) -> None:
@@ -116,9 +114,8 @@ class Stream:
         data = await self._call.read()
         return pb.SchedulerMessage.FromString(data) if isinstance(data, bytes) else None
 
-    async def finish(self, request: int, submitted: bytes = b"") -> None:
-        """Reads on until `request` has ended, or the stream has. It is `submitted` again if it has
-        to be withdrawn while another stream's suspect is tried.
+    async def finish(self, request: int) -> None:
+        """Reads on until `request` has ended, or the stream has.
 
         Raises:
             AioRpcError: see `read`.
@@ -126,27 +123,15 @@ class Stream:
         """
         async with asyncio.timeout(DEADLINE_S):
             while (message := await self.read()) is not None and self._take(message, request):
-                if message.HasField("trial"):
-                    await self._obey(message.trial, submitted)
-
-    async def _obey(self, trial: pb.Trial, submitted: bytes) -> None:
-        self.holding = trial.withdraw or trial.alone
-        if trial.withdraw or trial.requests:
-            news = pb.Suspects(cleared=trial.requests, holding=trial.withdraw)
-            await self.send(pb.FrontendMessage(suspects=news).SerializeToString())
-        elif submitted and not trial.alone:
-            await self.send(submitted)
+                pass
 
     def _take(self, message: pb.SchedulerMessage, request: int) -> bool:
         """Applies a message. Returns whether `request` continues."""
         output = message.step_output
         numbers = np.frombuffer(output.requests, "<u8").tolist()
-        offsets = np.frombuffer(output.offsets, "<i4").tolist()
         ids = np.frombuffer(output.token_ids, "<i4").tolist()
-        for number, offset, token in zip(numbers, offsets, ids, strict=True):
-            tokens = self.tokens.setdefault(number, [])
-            if offset >= len(tokens):  # else it was withdrawn in between
-                tokens.append(token)
+        for number, token in zip(numbers, ids, strict=True):
+            self.tokens.setdefault(number, []).append(token)
         for finished in output.finished:
             self._count(finished)
         return all(finished.request != request for finished in output.finished)
@@ -199,10 +184,9 @@ async def _witness(target: Target, tally: Tally, over: asyncio.Event) -> None:
     for request in itertools.count(1):
         prompt = [request % 900, 2, 3, request % 7]
         message = submit(request, prompt)
-        if not stream.holding:
-            await stream.send(message)
+        await stream.send(message)
         try:
-            await stream.finish(request, message)
+            await stream.finish(request)
         except (aio.AioRpcError, TimeoutError) as error:
             tally.problem(f"a valid frontend's stream: {error!r}", "others")
             return
@@ -230,28 +214,17 @@ async def _converse(target: Target, tally: Tally, sent: list[bytes], *, half_clo
             tally.problem("the stream did not end, or ended without a reason", stream.shown())
         valid = submit(_SENTINEL, prompt, priority=_LAST)
         await stream.send(*sent, valid)
-        await stream.finish(_SENTINEL, valid)
+        await stream.finish(_SENTINEL)
         if half_close:
             await stream.half_close()
             await stream.finish(0)
-        wrong = stream.tokens.get(_SENTINEL) != completion(prompt, TOKENS)
-        if wrong and not any(map(_names_suspects, sent)):
+        if stream.tokens.get(_SENTINEL) != completion(prompt, TOKENS):
             tally.problem("a valid request after hostile ones got other tokens", stream.shown())
     except aio.AioRpcError as raised:
         error = raised
     except TimeoutError:
-        if not any(map(_names_suspects, sent)):
-            tally.problem("no answer", stream.shown())
+        tally.problem("no answer", stream.shown())
     stream.end(error)
-
-
-def _names_suspects(data: bytes) -> bool:
-    """Whether a message says which requests are suspects, or that nothing will be submitted: a
-    frontend that contradicts itself gets what it asked for, but only on its own stream."""
-    try:
-        return pb.FrontendMessage.FromString(data).HasField("suspects")
-    except DecodeError:
-        return False
 
 
 def _ends_the_stream(data: bytes) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from frontend.engines.messages import suspects_message
 from scheduler_svc.__main__ import serve
 from scheduler_svc.block_records import BlockRecords
 from scheduler_svc.grammar.host_link import HostLink
@@ -32,17 +31,16 @@ Row = tuple[list[int], list[float]]
 
 
 class Frontend:
-    """Speaks the frontend's side of one `Connect` stream and collects what arrives."""
+    """Speaks the frontend's side of one stream and collects what arrives."""
 
-    def __init__(self, stub: SchedulerServiceAsyncStub) -> None:
-        self._call = stub.Connect()
+    def __init__(self, stub: SchedulerServiceAsyncStub, *, alone: bool = False) -> None:
+        self._call = stub.ConnectAlone() if alone else stub.Connect()
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.started: dict[int, scheduler_pb2.Started] = {}
         self.finished: dict[int, scheduler_pb2.Finished] = {}
         self.info = scheduler_pb2.EngineInfo()
         self.states: list[bool] = []
         self.draining = False
-        self.trials: list[scheduler_pb2.Trial] = []
         # By request and position: ids and values.
         self.logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
         self.prompt_logprobs: dict[int, dict[int, Row]] = defaultdict(dict)
@@ -72,24 +70,12 @@ class Frontend:
         message = scheduler_pb2.FrontendMessage(abort=scheduler_pb2.Abort(request=request))
         await self._call.write(message)
 
-    async def tell_suspects(
-        self, losses: Mapping[int, int], cleared: Sequence[int] = (), *, holding: bool = False
-    ) -> None:
-        await self._call.write(suspects_message(losses, cleared, holding=holding))
-
-    async def next_trial(self) -> scheduler_pb2.Trial:
-        while not self.trials:
-            await self.read()
-        return self.trials.pop(0)
-
     async def read(self) -> None:
         """Takes in the next message; every token must arrive in order."""
         message = await self._call.read()
         assert isinstance(message, scheduler_pb2.SchedulerMessage), await self._call.details()
         if message.HasField("engine_state"):
             self.states.append(message.engine_state.serving)
-        if message.HasField("trial"):
-            self.trials.append(message.trial)
         output = message.step_output
         columns = (
             np.frombuffer(output.requests, "<u8").tolist(),
@@ -118,15 +104,19 @@ class Frontend:
         while not self.finished.keys() >= set(requests):
             await self.read()
 
+    async def half_close(self) -> None:
+        await self._call.done_writing()
+
     async def failure(self) -> aio.AioRpcError:
+        """Reads until the scheduler has ended the stream with an error."""
         with pytest.raises(aio.AioRpcError) as raised:
-            await self._read_states()
+            await self._read_on()
         return raised.value
 
-    async def _read_states(self) -> None:
+    async def _read_on(self) -> None:
         while True:
             message: Any = await self._call.read()
-            assert message.HasField("engine_state")
+            assert message.WhichOneof("message") in ("engine_state", "step_output")
             self.draining |= message.engine_state.draining
 
     def close(self) -> None:
@@ -139,8 +129,8 @@ class Stack:
         self.channel = aio.insecure_channel(address)
         self.stub: SchedulerServiceAsyncStub = SchedulerServiceStub(self.channel)
 
-    async def frontend(self) -> Frontend:
-        return await Frontend(self.stub).connect()
+    async def frontend(self, *, alone: bool = False) -> Frontend:
+        return await Frontend(self.stub, alone=alone).connect()
 
     async def load(self) -> scheduler_pb2.GetLoadResponse:
         return await self.stub.GetLoad(scheduler_pb2.GetLoadRequest(), wait_for_ready=True)

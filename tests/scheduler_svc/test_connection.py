@@ -43,7 +43,7 @@ async def submissions() -> AsyncIterator[pb.FrontendMessage]:
 async def test_a_frontend_that_is_cut_off_submits_nothing_more() -> None:
     engine, servicer = FakeEngine(), SchedulerServicer()
     untyped: Any = servicer
-    running = asyncio.create_task(untyped.run(engine, pb.EngineInfo()))
+    untyped.start(engine, pb.EngineInfo())
     call = asyncio.create_task(untyped.Connect(submissions(), Context()))
     while engine.events.count("submit") < 3:  # noqa: ASYNC110
         await asyncio.sleep(0)
@@ -52,4 +52,3 @@ async def test_a_frontend_that_is_cut_off_submits_nothing_more() -> None:
         await call
     aborted = engine.events.index("abort")
     assert engine.events[aborted:] == ["abort"] * 5
-    running.cancel()

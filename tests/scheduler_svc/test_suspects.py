@@ -9,8 +9,7 @@ from random import Random
 
 import pytest
 
-from scheduler_svc.suspects import Suspects
-from shared.suspects import MIN_LOSSES
+from scheduler_svc.suspects import MIN_LOSSES, Suspects
 
 
 @dataclass

@@ -11,7 +11,7 @@ from random import Random
 from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey
 from scheduler_svc.core.step import Output
 from scheduler_svc.engine import Engine
-from shared.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
+from scheduler_svc.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
 from tests.simulation.attempts import Attempt, Client
 from tests.simulation.checked_scheduler import CheckedScheduler
 from tests.simulation.knobs import Knobs

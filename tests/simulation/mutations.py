@@ -32,7 +32,7 @@ _UNIT_TESTS = {
     ],
     "cluster": [
         *("test_engines", "test_placement", "test_prefix_index", "test_recovery"),
-        "test_scheduler_client",
+        *("test_scheduler_client", "test_trials"),
     ],
 }
 _FOLDERS = {"engine": "tests/scheduler_svc", "cluster": "tests/frontend"}

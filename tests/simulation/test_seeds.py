@@ -74,13 +74,6 @@ def test_no_request_ends_because_its_scheduler_was_killed_while_it_stopped() -> 
     assert not simulate_cluster(7700306).counts["InternalError"]
 
 
-def test_a_request_ends_that_chance_killed_four_schedulers_with() -> None:
-    """They were killed within 0.75 s, the last two while it was tried alone, and none of its tokens
-    arrived in between. A request that kills leaves the same trace."""
-    summary = run_seeds("successions", range(7701445, 7701446))
-    assert not summary.failures, summary.failures[0]
-
-
 @pytest.mark.parametrize("seed", [3, 14])
 def test_a_seed_gives_the_same_steps_again(seed: int) -> None:
     first, second = simulate(seed), simulate(seed)

@@ -29,8 +29,8 @@ TRIGGER = (1500, 1501, 1500)
 # The scheduler dies while the request is read, when it is first scheduled, or with its fifth token;
 # or it is not killed, but the engine fails when the request is scheduled.
 READ, STEP, TOKEN, FAILURE = 901, 902, 903, 904
-_DEADLY_TOKEN = 5
-_TRIAL_S = 100.0
+DEADLY_TOKEN = 5
+_TRIAL_S = 60.0
 
 
 def _fail_worker() -> None:
@@ -95,7 +95,7 @@ def _patch_scheduler(module: Any) -> None:
     def faulty_apply(self: Any, step: Any, answer: Any) -> Any:
         outputs = apply(self, step, answer)
         for output in outputs:
-            if output.seq.tokens[0] == TOKEN and output.offset + 1 == _DEADLY_TOKEN:
+            if output.seq.tokens[0] == TOKEN and output.offset + 1 == DEADLY_TOKEN:
                 _die()
         return outputs
 
@@ -103,10 +103,7 @@ def _patch_scheduler(module: Any) -> None:
 
 
 def _patch_trials(module: Any) -> None:
-    """A trial ends with its result only, and frontends may take long to confirm."""
-    attempt = module.Trials._try
-    module.Trials._try = lambda self, group, _: attempt(self, group, timeout_s=_TRIAL_S)
-    module._CONFIRMATION_S = _TRIAL_S
+    module.DeathRecord.trial_s = _TRIAL_S
 
 
 def _patch_tracing(module: Any) -> None:
@@ -119,7 +116,7 @@ if "WORKER_FAULT" in os.environ:
 if "SCHEDULER_FAULT" in os.environ:
     _PATCHES["scheduler_svc.rpc.frontend_messages"] = _patch_reading
     _PATCHES["scheduler_svc.core.scheduler"] = _patch_scheduler
-    _PATCHES["scheduler_svc.rpc.trials"] = _patch_trials
+    _PATCHES["frontend.engines.deaths"] = _patch_trials
 if "EXPORT_TIMEOUT_S" in os.environ:
     _PATCHES["shared.telemetry.tracing"] = _patch_tracing
 if "USUAL_GARBAGE" in os.environ:

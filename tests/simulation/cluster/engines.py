@@ -216,17 +216,16 @@ class Process:
         self.scheduler = _Scheduler(host, self)
         self.serving = True
         self._host = host
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
 
     def start(self, info: pb.EngineInfo) -> None:
         clock = asyncio.get_running_loop().time
         engine = Engine(
             self.scheduler, self.workers, self._emit, clock, on_serving=self._on_serving
         )
-        works = self.servicer.run(engine, info), engine.run()
-        self._tasks = [asyncio.ensure_future(work) for work in works]
-        for task in self._tasks:
-            task.add_done_callback(self._ended)
+        self.servicer.start(engine, info)
+        self._task = asyncio.ensure_future(engine.run())
+        self._task.add_done_callback(self._ended)
 
     async def left(self, timeout_s: float) -> None:
         """Returns once no frontend is connected any more, or after so long. Polls."""
@@ -241,8 +240,8 @@ class Process:
         self.held |= {owner_of(seq) for seq in self.scheduler._sequences.values()}
         for call in [*self.calls]:
             call.lose()
-        for task in self._tasks:
-            task.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

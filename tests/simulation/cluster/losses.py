@@ -1,8 +1,9 @@
 """The losses that each completion was in, and whether they suffice to convict it.
 
 A completion of which schedulers or workers die cannot be told from one that was there each time
-when they died of something else. So a harmless completion may be convicted, but only by the rule of
-`shared.suspects`: it made no progress during enough losses, and was alone in enough of them.
+when they died of something else. So a harmless completion may be convicted, but only by the rules
+of `frontend.engines.deaths` and `scheduler_svc.suspects`: it made no progress during enough losses,
+and was alone in the last of them or in enough of them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, NamedTuple
 
-from frontend.engines.ledger import MIN_PROGRESS
-from shared.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
+from frontend.engines.deaths import MIN_DEATHS_BEFORE_ALONE, MIN_PROGRESS
+from scheduler_svc.suspects import MIN_LOSSES, MIN_LOSSES_ALONE
 
 if TYPE_CHECKING:
     from tests.simulation.cluster.engines import Owner
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 class _Loss(NamedTuple):
     tokens: int  # of the completion
     alone: bool
+
+
+FRONTENDS = "frontends"  # remember the deaths of schedulers
 
 
 class Losses:
@@ -33,7 +37,7 @@ class Losses:
         """Adds a loss.
 
         Args:
-            memory: what remembers it: the frontends, or a scheduler.
+            memory: what remembers it: `FRONTENDS`, or a scheduler.
             tokens: those of each completion that may count it.
             running: the completions that may be its reason.
         """
@@ -43,15 +47,20 @@ class Losses:
 
     def convict(self, owner: Owner) -> bool:
         """Whether a completion that kills would have left the same trace."""
-        return any(_convict(losses) for losses in self._losses[owner].values())
+        return any(
+            _convict_by_deaths(losses) if memory == FRONTENDS else _convict_by_workers(losses)
+            for memory, losses in self._losses[owner].items()
+        )
 
 
-def _convict(losses: list[_Loss]) -> bool:
-    count = count_alone = tokens_before = 0
+def _convict_by_deaths(losses: list[_Loss]) -> bool:
+    count, tokens_before, to_blame = 0, 0, False
     for tokens, alone in losses:
-        if tokens >= tokens_before + MIN_PROGRESS:
-            count = count_alone = 0
-        count += 1
-        count_alone += alone and tokens == tokens_before
+        to_blame = alone and tokens == tokens_before and count >= MIN_DEATHS_BEFORE_ALONE
+        count = 1 if tokens >= tokens_before + MIN_PROGRESS else count + 1
         tokens_before = tokens
-    return count >= MIN_LOSSES and count_alone >= MIN_LOSSES_ALONE
+    return to_blame
+
+
+def _convict_by_workers(losses: list[_Loss]) -> bool:
+    return len(losses) >= MIN_LOSSES and sum(each.alone for each in losses) >= MIN_LOSSES_ALONE

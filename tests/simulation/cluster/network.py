@@ -124,7 +124,7 @@ class Call:
             return
         link.calls[self] = process.calls[self] = None
         argument = requests
-        if method == "Connect":
+        if method.startswith("Connect"):
             self._sender = asyncio.ensure_future(self._send(requests))
             argument = self._received()
         handler = getattr(process.servicer, method)
@@ -177,9 +177,7 @@ class Call:
     async def _send(self, requests: AsyncIterator[pb.FrontendMessage]) -> None:
         used: set[int] = set()
         async for message in requests:
-            if message.suspects.holding:
-                used.clear()
-            elif message.HasField("submit"):
+            if message.HasField("submit"):
                 first, n = message.submit.request, message.submit.n or 1
                 assert used.isdisjoint(range(first, first + n)), "a number is used twice"
                 used.update(range(first, first + n))

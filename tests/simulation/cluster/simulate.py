@@ -8,8 +8,8 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from frontend.engines.deaths import MIN_DEATHS_BEFORE_ALONE
 from scheduler_svc.core.admission import Limits
-from shared.suspects import MIN_LOSSES_ALONE
 from tests.oracle import VOCAB_SIZE
 from tests.simulation import virtual_time
 from tests.simulation.cluster.checks import played
@@ -132,7 +132,7 @@ class Simulation:
                 assert len(taken) <= most, f"request {each.number} took down {taken}"
             if not self._kinds and len(self._plans) == 1 and each.poison in (STEP, FAILURE):
                 deaths = len(world.taken_down[each.number])
-                assert deaths <= 2 + MIN_LOSSES_ALONE, f"{deaths} schedulers died"
+                assert deaths <= MIN_DEATHS_BEFORE_ALONE + 1, f"{deaths} schedulers died"
 
     def _count(self, world: World, clients: list[Client]) -> None:
         counts = world.counts

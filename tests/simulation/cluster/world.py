@@ -22,7 +22,7 @@ from frontend.request import Request
 from shared.errors import QueueFullError
 from tests.simulation.cluster.engines import Owner, Process, Shape
 from tests.simulation.cluster.hosts import Host
-from tests.simulation.cluster.losses import Losses
+from tests.simulation.cluster.losses import FRONTENDS, Losses
 from tests.simulation.cluster.network import Dialer, Link
 from tests.simulation.cluster.requests import MAX_COMPLETIONS
 
@@ -115,7 +115,7 @@ class Frontend:
                     Owner(int(stream.request.request_id), stream.index): len(stream.tokens)
                     for stream in engine.open_streams()
                 }
-                self._world.losses.add("frontends", tokens, process.held)
+                self._world.losses.add(FRONTENDS, tokens, process.held)
 
     async def close(self) -> None:
         self._task.cancel()
