@@ -34,8 +34,13 @@ _UNIT_TESTS = {
         *("test_engines", "test_placement", "test_prefix_index", "test_recovery"),
         *("test_scheduler_client", "test_trials"),
     ],
+    "successions": ["test_connect_alone"],
 }
-_FOLDERS = {"engine": "tests/scheduler_svc", "cluster": "tests/frontend"}
+_FOLDERS = {
+    "engine": "tests/scheduler_svc",
+    "cluster": "tests/frontend",
+    "successions": "tests/scheduler_svc",
+}
 _MAX_SECONDS = 600
 
 
