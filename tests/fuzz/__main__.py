@@ -7,16 +7,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import secrets
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import structlog
 
 from frontend.event_loop import EventLoop
 from tests.fuzz.corpus import save_case
-from tests.fuzz.run import SERVICES
+from tests.fuzz.run import SERVICES, fuzz_service
 
 
 def main() -> int:
@@ -38,11 +36,10 @@ async def _fuzz(services: Sequence[str], count: int, seed: int) -> int:
     num_problems = 0
     for service in services:
         started = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="nano") as directory:
-            tallies = await SERVICES[service](Path(directory), count, seed)
+        tallies = await fuzz_service(service, count, seed)
         print(f"{service}: {time.monotonic() - started:.0f} s")
         for corpus, tally in tallies.items():
-            print(f"  {count:,} messages to {corpus}: {tally.summary()}", flush=True)
+            print(f"  {corpus}: {tally.summary()}", flush=True)
             for problem in tally.problems:
                 print(f"  {problem}")
             for what, case in tally.harmful:

@@ -1,9 +1,8 @@
-"""Hostile requests to a frontend by vLLM's engine protocol."""
+"""The frontend's interface by vLLM's engine protocol."""
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import Any
 
 from google.protobuf.message import Message
@@ -12,33 +11,21 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from frontend.api.vllm_engine.servicer import SERVICE_NAME
-from tests.fuzz.corpus import Case, load_cases
-from tests.fuzz.stack import Target
-from tests.fuzz.tally import DEADLINE_S, Tally, send
-from tests.fuzz.values import CANARY, draw_cases
+from tests.fuzz.corpus import Case
+from tests.fuzz.harness import Shares
+from tests.fuzz.tally import Tally, send
+from tests.fuzz.values import CANARY
 
 _ENDLESS = "SubscribeKvEvents"  # lasts for as long as others generate
 _ENOUGH_S = 0.5
 
 
-async def fuzz(target: Target, count: int, seed: int) -> Tally:
-    """Sends the corpus and `count` messages, two thirds of them requests to generate."""
-    few = count // 3 // len(_OTHERS)
-    shares = [(method, [example], few) for method, example in _OTHERS.items()]
-    shares.append(("Generate", _GENERATE, count - few * len(_OTHERS)))
-    cases = [*draw_cases(shares, seed), *load_cases("engine")]
-    tally = Tally()
-    async with aio.insecure_channel(target.engine) as channel:
-        await target.send_all(cases, partial(_send, channel, tally), tally)
-    return tally
-
-
-async def _send(channel: aio.Channel, tally: Tally, case: Case) -> None:
+async def send_case(channel: aio.Channel, case: Case, tally: Tally) -> None:
     """Sends a case's messages, each in a call of its own."""
     path = f"/{SERVICE_NAME}/{case.method}"
     for message in case.messages:
         try:
-            async with asyncio.timeout(_ENOUGH_S if case.method == _ENDLESS else DEADLINE_S + 1):
+            async with asyncio.timeout(_ENOUGH_S if case.method == _ENDLESS else None):
                 await send(channel, path, message, tally, case)
         except TimeoutError:
             tally.counts["left"] += 1
@@ -88,12 +75,13 @@ _OTHERS: dict[str, Message] = {
     "Abort": vllm.AbortRequest(request_ids=["a", CANARY]),
     "Embed": vllm.EmbedRequest(request_id="a", tokenized=_IDS),
     "HealthCheck": vllm.HealthCheckRequest(),
-    "FlushCache": common.FlushCacheRequest(timeout_s=0.1),
     "GetModelInfo": vllm.GetModelInfoRequest(),
     "GetServerInfo": vllm.GetServerInfoRequest(),
     "GetLoads": vllm.GetLoadsRequest(),
     "GetTokenizer": common.GetTokenizerRequest(),
-    "StartProfile": common.StartProfileRequest(output_dir=CANARY),
-    "StopProfile": common.StopProfileRequest(),
     "SubscribeKvEvents": common.SubscribeKvEventsRequest(start_sequence_number=0),
 }
+SHARES: Shares = [
+    ("Generate", _GENERATE, 2 * len(_OTHERS)),
+    *((method, [example], 1) for method, example in _OTHERS.items()),
+]

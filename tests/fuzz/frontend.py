@@ -1,42 +1,12 @@
-"""Hostile requests to a frontend's public API."""
+"""The frontend's public API."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from google.protobuf.message import Message
-from grpc import aio
-
-from frontend.api.servicer import SERVICE_NAME
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from tests.fuzz.corpus import Case, load_cases
-from tests.fuzz.stack import Target
-from tests.fuzz.tally import Tally, send
-from tests.fuzz.values import CANARY, draw_cases
-
-
-async def fuzz(target: Target, count: int, seed: int) -> Tally:
-    """Sends the corpus and `count` messages, nearly a fifth of them to the small methods."""
-    few = count // 12
-    left = count - 2 * few - count // 50
-    shares: list[tuple[str, Sequence[Message], int]] = [
-        ("Tokenize", _TOKENIZE, few),
-        ("Detokenize", [pb.DetokenizeRequest(token_ids=[1, 2, 3, 500])], few),
-        ("GetModel", [pb.GetModelRequest()], count // 50),
-        ("GenerateStream", _GENERATE, left // 2),
-        ("Generate", _GENERATE, left - left // 2),
-    ]
-    cases = [*draw_cases(shares, seed), *load_cases("frontend")]
-    tally = Tally()
-    async with aio.insecure_channel(target.stack.address) as channel:
-
-        async def send_case(case: Case) -> None:
-            for message in case.messages:
-                await send(channel, f"/{SERVICE_NAME}/{case.method}", message, tally, case)
-
-        await target.send_all(cases, send_case, tally)
-    return tally
+from tests.fuzz.harness import Shares
+from tests.fuzz.values import CANARY
 
 
 def _request(**fields: object) -> pb.GenerateRequest:
@@ -97,4 +67,11 @@ _TOKENIZE = [
     pb.TokenizeRequest(text=CANARY),
     pb.TokenizeRequest(chat=_CHAT),
     pb.TokenizeRequest(chat=_TOOLS),
+]
+SHARES: Shares = [
+    ("Tokenize", _TOKENIZE, 8),
+    ("Detokenize", [pb.DetokenizeRequest(token_ids=[1, 2, 3, 500])], 8),
+    ("GetModel", [pb.GetModelRequest()], 2),
+    ("GenerateStream", _GENERATE, 41),
+    ("Generate", _GENERATE, 41),
 ]

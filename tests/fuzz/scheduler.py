@@ -1,4 +1,4 @@
-"""Hostile frontends of a scheduler whose worker is a fake that checks every step."""
+"""The interface of a scheduler whose worker is a fake that checks every step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,17 @@ from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from shared.rpc.reading import parse_message
 from tests.fake_worker import VOCAB_SIZE, FakeWorker, completion, start_worker
 from tests.frontend.conftest import DEMO
-from tests.fuzz.corpus import Case, load_cases
+from tests.fuzz.corpus import Case
+from tests.fuzz.harness import Interface
 from tests.fuzz.scheduler_messages import EXAMPLES, TOKENS, abort, submit
 from tests.fuzz.tally import DEADLINE_S, Tally, at_rest
+from tests.fuzz.transport import transport
 from tests.fuzz.values import draw_messages
 from tests.scheduler_svc.grammar.host import TestHost
 
 SERVICE = "nanovllm.scheduler.v1.SchedulerService"
-_AT_ONCE = 4
+# How a client ends its stream: after a valid request by a half-close or by leaving, or at once.
+_WAYS = ("Connect", "Connect, leaves", "Connect, closes at once", "Connect, leaves at once")
 _SENTINEL = (1 << 40) + 1  # a request number that no hostile message is likely to have
 _LAST = (1 << 31) - 1  # priority
 _MANY_ABORTS = 3_000
@@ -56,7 +60,7 @@ class Target:
 
 
 @asynccontextmanager
-async def running_scheduler(directory: Path) -> AsyncIterator[Target]:
+async def running_scheduler(directory: Path) -> AsyncIterator[list[Interface]]:
     """Runs a scheduler on a Unix socket in `directory`."""
     worker = FakeWorker(num_blocks=64, block_size=4, max_model_len=64)
     server, worker_address = await start_worker(worker)
@@ -77,7 +81,17 @@ async def running_scheduler(directory: Path) -> AsyncIterator[Target]:
         async with aio.insecure_channel(address) as channel:
             target = Target(address, worker, channel)
             await target.load()
-            yield target
+
+            async def rest(tally: Tally) -> None:
+                await at_rest(target.load)
+                for violation in worker.violations:
+                    tally.problem(f"a step was wrong: {violation}", "everything")
+
+            honest = Witness(target).completes
+            yield [
+                Interface("scheduler", _draw, partial(_send, target), honest, rest, at_once=4),
+                transport(address, SERVICE, "GetLoad", honest, rest),
+            ]
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
@@ -151,51 +165,46 @@ class Stream:
         self._tally.text(finished.message, self.shown())
 
 
-async def fuzz(target: Target, count: int, seed: int) -> Tally:
-    """Sends the corpus, then `count` messages on many streams. A valid frontend is served
-    alongside, and must get what it gets alone; nothing may be left in the end."""
-    tally = Tally()
+class Witness:
+    """Submits valid requests, one after another, on one stream that nothing may end."""
+
+    def __init__(self, target: Target) -> None:
+        self._stream = Stream(target, Tally())
+        self._requests = itertools.count(1)
+
+    async def completes(self) -> bool:
+        """Whether the next request got the tokens that it gets alone."""
+        request = next(self._requests)
+        prompt = [request % 900, 2, 3, request % 7]
+        await self._stream.send(submit(request, prompt))
+        try:
+            await self._stream.finish(request)
+        except (aio.AioRpcError, TimeoutError):
+            return False
+        return self._stream.tokens.get(request) == completion(prompt, TOKENS)
+
+
+def _draw(count: int, seed: int) -> list[Case]:
+    """Draws cases of a few messages each, besides sequences of messages that are each valid."""
     rng = random.Random(seed)
     messages = draw_messages(pb.FrontendMessage, EXAMPLES, count, seed)
-    over = asyncio.Event()
-    witness = asyncio.create_task(_witness(target, tally, over))
-
-    async def send() -> None:
-        while messages:
-            few = [messages.pop() for _ in range(min(len(messages), rng.randint(1, 5)))]
-            await _converse(target, tally, few, half_close=rng.random() < 0.5)
-
-    for case in load_cases("scheduler"):
-        await _converse(target, tally, list(case.messages), half_close=True)
-    await asyncio.gather(*(send() for _ in range(_AT_ONCE)))
-    await _hostile_sequences(target, tally)
-    over.set()
-    await witness
-    await at_rest(target.load)
-    for violation in target.worker.violations:
-        tally.problem(f"a step was wrong: {violation}", "everything")
-    return tally
+    cases = [Case(way, tuple(each)) for each in _hostile_sequences() for way in _WAYS]
+    while messages:
+        some = tuple(messages.pop() for _ in range(min(len(messages), rng.randint(1, 5))))
+        cases.append(Case(rng.choice(_WAYS[:2]), some))
+    return cases
 
 
-async def _witness(target: Target, tally: Tally, over: asyncio.Event) -> None:
-    """Submits valid requests, one after another, on one stream that nothing may end."""
+async def _send(target: Target, case: Case, tally: Tally) -> None:
+    """Sends hostile messages on a stream, whose method says how the client ends it."""
+    if case.method in _WAYS[:2]:
+        await _converse(target, tally, list(case.messages), half_close=case.method == _WAYS[0])
+        return
     stream = Stream(target, tally)
-    await stream.read()
-    for request in itertools.count(1):
-        prompt = [request % 900, 2, 3, request % 7]
-        message = submit(request, prompt)
-        await stream.send(message)
-        try:
-            await stream.finish(request)
-        except (aio.AioRpcError, TimeoutError) as error:
-            tally.problem(f"a valid frontend's stream: {error!r}", "others")
-            return
-        if stream.tokens.get(request) != completion(prompt, TOKENS):
-            tally.problem(f"a valid request got {stream.tokens.get(request)}", "others")
-        if over.is_set():
-            break
-    await stream.half_close()
-    await stream.finish(0)
+    await stream.send(*case.messages[:100])
+    if case.method == "Connect, closes at once":
+        await stream.half_close()
+        await stream.finish(-1)
     stream.end()
 
 
@@ -212,8 +221,7 @@ async def _converse(target: Target, tally: Tally, sent: list[bytes], *, half_clo
             await stream.send(*sent[: last + 1])
             await stream.finish(_SENTINEL)
             tally.problem("the stream did not end, or ended without a reason", stream.shown())
-        valid = submit(_SENTINEL, prompt, priority=_LAST)
-        await stream.send(*sent, valid)
+        await stream.send(*sent, submit(_SENTINEL, prompt, priority=_LAST))
         await stream.finish(_SENTINEL)
         if half_close:
             await stream.half_close()
@@ -236,14 +244,14 @@ def _ends_the_stream(data: bytes) -> bool:
     return False
 
 
-async def _hostile_sequences(target: Target, tally: Tally) -> None:
-    """Sends sequences of messages that are each valid on their own."""
+def _hostile_sequences() -> list[list[bytes]]:
+    """Messages that are each valid on their own."""
     again = submit(5, [1, 2, 3])
     beams = submit(10, [1, 2], beam_width=4)
     last = submit((1 << 64) - 1, [1, 2], beam_width=4)
     regex = pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, text="[a-z]+")
     matching = submit(7, [1, 2], grammar=regex)
-    sequences = [
+    return [
         [abort(9)] * _MANY_ABORTS,
         [again] * 20,
         [again, abort(5)] * 20,
@@ -255,14 +263,3 @@ async def _hostile_sequences(target: Target, tally: Tally) -> None:
         [submit(i, [i]) for i in range(100)],
         [pb.FrontendMessage().SerializeToString()] * 100,
     ]
-    for sequence in sequences:
-        for half_close in (False, True):
-            await _converse(target, tally, sequence, half_close=half_close)
-        # End the stream at once, by a half-close and by leaving.
-        for leave in (Stream.half_close, None):
-            stream = Stream(target, tally)
-            await stream.send(*sequence[:100])
-            if leave is not None:
-                await leave(stream)
-                await stream.finish(-1)
-            stream.end()

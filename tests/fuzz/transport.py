@@ -5,74 +5,85 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 
 import grpc
 from grpc import aio
 
 from tests import http2
+from tests.fuzz.corpus import Case
+from tests.fuzz.harness import Interface
 from tests.fuzz.tally import DEADLINE_S, Tally, send
 from tests.http2 import PREFACE, connect, frame
 
+_SIZES = (0, 1 << 10, 1 << 18, 1 << 24, 1 << 26)
+_REFLECTION = (b"", b"\xff\xff", b"\x1a\x03a.b", b"\x22\x04\x0a\x00\x10\x05", b"\x3a\x00")
 _PATIENCE_S = 0.2  # for a server to answer garbage or to close, neither of which it must do
 
 
-async def fuzz(address: str, service: str, method: str, seed: int, tally: Tally) -> None:
-    """Attacks a service.
+def transport(
+    address: str,
+    service: str,
+    method: str,
+    honest: Callable[[], Awaitable[object]],
+    rest: Callable[[Tally], Awaitable[None]],
+) -> Interface:
+    """The layers below a service's messages; equal for every service.
 
     Args:
         method: a unary method of `service`, to which an empty message is harmless.
     """
-    rng = random.Random(seed)
     name = f"/{service}/{method}"
-    async with aio.insecure_channel(address) as channel:
-        await _methods(channel, service, method, tally)
-        for metadata in _metadata(rng):
-            await _send(channel, name, b"", tally, metadata=metadata)
-        await _cancel_at_once(channel, name)
-    for compression in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+
+    def draw(_: int, seed: int) -> list[Case]:
+        rng = random.Random(seed)
+        cases = [Case(f"call {path}", (b"\xff" * 9,)) for path in _paths(service, method)]
+        cases += [Case(kind, (b"",)) for kind in ("metadata", "cancel", "two messages")]
+        cases += [Case(kind, (bytes(size),)) for kind in ("gzip", "deflate") for size in _SIZES]
+        cases += [Case("reflection", (message,)) for message in _REFLECTION]
+        return [*cases, *(Case("garbage", (garbage,)) for garbage in _garbage(rng))]
+
+    async def send_case(case: Case, tally: Tally) -> None:
+        kind, _, path = case.method.partition(" ")
+        (message,) = case.messages
+        packed = {"gzip": grpc.Compression.Gzip, "deflate": grpc.Compression.Deflate}.get(kind)
         options = [("grpc.max_send_message_length", -1)]
-        async with aio.insecure_channel(
-            address, compression=compression, options=options
-        ) as channel:
-            for size in (0, 1 << 10, 1 << 18, 1 << 24, 1 << 26):
-                await _send(channel, name, bytes(size), tally)
-    thrown = [_throw(address, garbage) for garbage in _garbage(rng)]
-    tally.counts["garbage"] += len(await asyncio.gather(*thrown))
+        if kind == "garbage":
+            await _throw(address, message)
+            tally.counts["garbage"] += 1
+            return
+        async with aio.insecure_channel(address, options, compression=packed) as channel:
+            shown = f"{case.method[:80]}, {len(message)} bytes"
+            if kind == "call":
+                await send(channel, path, message, tally, shown)
+            elif kind == "metadata":
+                for metadata in _metadata(random.Random(len(name))):
+                    await send(channel, name, b"", tally, str(metadata)[:80], metadata=metadata)
+            elif kind == "cancel":
+                await _cancel_at_once(channel, name)
+            elif kind == "two":
+                with tally.call(shown):
+                    await channel.stream_unary(name)(_twice(b""), timeout=DEADLINE_S)
+            elif kind == "reflection":
+                await _reflect(channel, message, tally)
+            else:
+                await send(channel, name, message, tally, shown)
+
+    return Interface("transport", draw, send_case, honest, rest)
 
 
-async def _send(
-    channel: aio.Channel, name: str, message: bytes, tally: Tally, **options: object
-) -> None:
-    shown = f"{name[:80]}, {len(message)} bytes, {str(options)[:80]}"
-    await send(channel, name, message, tally, shown, **options)
+def _paths(service: str, method: str) -> list[str]:
+    paths = [f"/{service}/Nothing", f"/{service}/", f"/{service.lower()}/{method}", "/", "//"]
+    paths += [f"/{service}/{method}/{method}", f"/{service}/" + "x" * 5000, f"{service}/{method}"]
+    return [*paths, "/a/b", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watched"]
 
 
-async def _methods(channel: aio.Channel, service: str, method: str, tally: Tally) -> None:
-    names = [
-        f"/{service}/Nothing",
-        f"/{service}/",
-        f"/{service.lower()}/{method}",
-        "/",
-        "//",
-        "/a/b",
-    ]
-    names += [f"/{service}/{method}/{method}", f"/{service}/" + "x" * 5000, f"{service}/{method}"]
-    names += ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watched"]
-    for name in names:
-        await _send(channel, name, b"\xff" * 9, tally)
-    # More messages than a unary method takes.
-    call = channel.stream_unary(f"/{service}/{method}")(_twice(b""), timeout=DEADLINE_S)
-    with tally.call("two messages"):
-        await call
-    reflection = channel.stream_stream(
-        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-    )
-    for message in (b"", b"\xff\xff", b"\x1a\x03a.b", b"\x22\x04\x0a\x00\x10\x05", b"\x3a\x00"):
-        with tally.call(message):
-            async for answer in reflection(_twice(message), timeout=DEADLINE_S):
-                tally.text(answer.decode(errors="replace").replace(".py", ""), message)
+async def _reflect(channel: aio.Channel, message: bytes, tally: Tally) -> None:
+    call = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+    with tally.call(message):
+        async for answer in call(_twice(message), timeout=DEADLINE_S):
+            tally.text(answer.decode(errors="replace").replace(".py", ""), message)
 
 
 async def _twice(message: bytes) -> AsyncIterator[bytes]:

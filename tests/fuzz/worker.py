@@ -1,30 +1,31 @@
-"""Hostile steps for a worker with a small model."""
+"""The interface of a worker with a small model."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from grpc import aio
 
 import worker_svc.__main__ as worker_main
 from shared.pb import worker_pb2 as pb
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
-from tests.fuzz.corpus import Case, load_cases
+from tests.fuzz.corpus import Case
+from tests.fuzz.harness import Interface, Shares, drawing
 from tests.fuzz.tally import DEADLINE_S, Tally, send, wait_serving
-from tests.fuzz.values import draw_cases
+from tests.fuzz.transport import transport
 from tests.worker_svc.harness import Asked, Batch, limits, save_model, worker_settings
 
 SERVICE = worker_main.SERVICE_NAME
 _VOCAB_SIZE = 301
 _NUM_BLOCKS = 64
-_PER_EPOCH = 20  # hostile messages
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Target:
     channel: aio.Channel
     epoch: int = 0
     next_step: int = 1
+    call: Any = None  # the stream of hostile steps
 
     @property
     def stub(self) -> Any:
@@ -42,6 +44,9 @@ class Target:
 
     async def configure(self) -> None:
         """Begins a new epoch, whatever came before."""
+        if self.call is not None:
+            self.call.cancel()
+            self.call = None
         info = await self.stub.GetInfo(pb.GetInfoRequest(), timeout=DEADLINE_S)
         self.epoch, self.next_step = info.epoch + 1, 1
         request = pb.ConfigureRequest(
@@ -63,7 +68,7 @@ class Target:
 
 
 @asynccontextmanager
-async def running_worker(directory: Path) -> AsyncIterator[Target]:
+async def running_worker(directory: Path) -> AsyncIterator[list[Interface]]:
     """Runs a worker with a random model on a Unix socket in `directory`."""
     save_model(directory / "model")
     address = f"unix:{directory}/w"
@@ -80,67 +85,52 @@ async def running_worker(directory: Path) -> AsyncIterator[Target]:
     try:
         async with aio.insecure_channel(address) as channel:
             await wait_serving(channel, SERVICE)
-            yield Target(address, channel)
+            target = Target(address, channel)
+            await target.configure()
+
+            async def rest(_: Tally) -> None:
+                await target.configure()
+
+            send_case, honest = partial(_send, target), partial(_valid_step, target)
+            yield [
+                Interface("worker", drawing(_shares()), send_case, honest, rest, at_once=1),
+                transport(address, SERVICE, "GetInfo", honest, rest),
+            ]
     finally:
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
 
 
-async def fuzz(target: Target, count: int, seed: int) -> Tally:
-    """Sends `count` messages, most of them steps, and the corpus. After every few, a valid step
-    must get the same tokens as at first."""
-    tally = Tally()
-    few = count // 20
+def _shares() -> Shares:
     configure = pb.ConfigureRequest(
-        epoch=1, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=128
+        epoch=1, num_blocks=_NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=128
     )
-    shares: list[tuple[str, Sequence[Message], int]] = [
-        ("GetInfo", [pb.GetInfoRequest()], few // 4),
-        ("Configure", [configure], few),
-        ("Execute", examples(), count - few - few // 4),
+    return [
+        ("GetInfo", [pb.GetInfoRequest()], 1),
+        ("Configure", [configure], 4),
+        ("Execute", examples(), 75),
     ]
-    cases = draw_cases(shares, seed)
-    await target.configure()
-    expected = await _valid_step(target)
-    for first in range(0, count, _PER_EPOCH):
-        some = cases[first : first + _PER_EPOCH]
-        await _send(target, tally, some)
-        if await _valid_step(target) != expected:
-            tally.problem("a valid step got other tokens", some[-1])
-        await target.configure()
-    for case in load_cases("worker"):
-        await _send(target, tally, [Case(case.method, (each,)) for each in case.messages])
-        await target.configure()
-    if await _valid_step(target) != expected:
-        tally.problem("a valid step got other tokens", "everything")
-    return tally
 
 
-async def _send(target: Target, tally: Tally, cases: Sequence[Case]) -> None:
-    """Sends cases of one message; steps share a stream until one of them ends it."""
-    call = None
-    for case in cases:
-        (message,) = case.messages
+async def _send(target: Target, case: Case, tally: Tally) -> None:
+    """Sends a case's messages; steps share a stream until one of them ends it."""
+    for message in case.messages:
         if case.method != "Execute":
             if case.method == "Configure" and len(message) % 2:
                 message += pb.ConfigureRequest(epoch=target.epoch + 1).SerializeToString()
             await send(target.channel, f"/{SERVICE}/{case.method}", message, tally, case)
             if case.method == "Configure":  # it may have begun a new epoch
                 await target.configure()
-                call = None
             continue
-        call = call or target.execute()
+        target.call = target.call or target.execute()
         try:
-            if await _step(target, call, target.due(message), tally):
+            if await _step(target, target.call, target.due(message), tally):
                 tally.status(case, None)
                 continue
             tally.problem("the stream ended without a reason", case)
         except aio.AioRpcError as error:
             tally.status(case, error)
-        call = None
-    if call is not None:
-        call.cancel()
-        await target.configure()  # its accepted steps belong to the old epoch
+        target.call = None
 
 
 async def _step(target: Target, call: Any, message: bytes, tally: Tally) -> list[int] | None:
@@ -174,7 +164,8 @@ def _num_answers(target: Target, message: bytes) -> int:
 
 
 async def _valid_step(target: Target) -> list[int] | None:
-    """Returns the tokens of a valid step on a stream of its own, or None if it fails."""
+    """Returns the tokens of a valid step in an epoch of its own, or None if it fails."""
+    await target.configure()
     batch = Batch(limits(num_blocks=_NUM_BLOCKS), step_id=target.next_step - 1, epoch=target.epoch)
     request = batch.request([(0, [1, 2, 3]), (1, [7, 8])], temperatures=[0, 0.8], seeds=[0, 3])
     call = target.execute()
@@ -184,6 +175,7 @@ async def _valid_step(target: Target) -> list[int] | None:
         return None
     finally:
         call.cancel()
+        await target.configure()
 
 
 def examples() -> list[pb.StepRequest]:
