@@ -1,6 +1,8 @@
-"""`python -m bench`: measures a running server or a private stack. With `--mode` it measures the
-scheduler or the frontend alone, the cost of sampling features, latency against load, the cost of
-the HTTP gateway, or the choice among engines. See docs/results/cpu.md."""
+"""`python -m bench`: measures a running server or a private stack.
+
+With `--mode` it measures the scheduler or the frontend alone, latency against load, the cost of the
+HTTP gateway, or the choice among engines. See docs/results/cpu.md.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from importlib import import_module
 from grpc.aio import AioRpcError
 from rich.console import Console
 
-from bench.errors import BenchError
 from bench.machine import this_machine
 from bench.report import MODES
+from bench.workload import BenchError
 from nano_vllm_grpc import LLMError
 
 

@@ -11,11 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from bench.engine_stats import EngineStats
-from bench.errors import BenchError
 from bench.metrics import Trace, summarize
-from bench.stack import Received, Run
-from bench.workload import TEMPERATURE, Request
+from bench.stack import EngineStats, Received, Run
+from bench.workload import TEMPERATURE, BenchError, Request
 from nano_vllm_grpc import ModelInfo
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager

@@ -24,7 +24,7 @@ from rich.console import Console
 from bench.gpu.steps import Sequences, blocks_needed
 from bench.machine import this_machine
 from bench.report import print_table
-from bench.texts import DOCUMENTS, read_tokens
+from bench.workload import DOCUMENTS, read_tokens
 from deploy.errors import LaunchError
 from deploy.model import resolve_model
 from shared.config import SettingsError, load_settings

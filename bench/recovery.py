@@ -25,12 +25,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     add_TraceServiceServicer_to_server,
 )
 
-from bench.errors import BenchError
-from bench.kill.servers import LIMIT_S, Server, start_nano
+from bench.kill_servers import LIMIT_S, Server, start_nano
 from bench.machine import this_machine
-from bench.peers.entries import ENTRIES
-from bench.texts import read_tokens
-from bench.workload import Request, Shape, text_workload
+from bench.peers.driver import ENTRIES
+from bench.workload import BenchError, Request, Shape, read_tokens, text_workload
 from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
 from nano_vllm_grpc import LLMError
@@ -113,7 +111,7 @@ def _now_s() -> float:
 def record(model: Path, entry_name: str) -> dict[str, Any]:
     """Returns the times of tokens and spans, in seconds from the kill."""
     entry = next(each for each in ENTRIES if each.name == entry_name)
-    text = read_tokens(model).tolist()
+    text = read_tokens(model)
     shape = Shape(STREAMS, PROMPT_TOKENS, PROMPT_TOKENS, TOKENS, TOKENS)
     requests = text_workload(shape, text)
     collector = Collector()

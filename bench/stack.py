@@ -6,15 +6,13 @@ import asyncio
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
-from bench.engine_stats import EngineStats, ReadStats
-from bench.errors import BenchError
 from bench.metrics import Metrics, Trace, summarize
 from bench.workload import (
     LONG_PROMPT,
@@ -22,14 +20,76 @@ from bench.workload import (
     STREAM_PROMPT,
     STREAM_TOKENS,
     TEMPERATURE,
+    BenchError,
     Request,
     random_request,
 )
 from nano_vllm_grpc import AsyncLLM, ModelInfo, PrivateStack, SamplingParams
+from shared.config import ServiceSettings, load_settings
+from shared.pb import scheduler_pb2
+from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
 # Parameters without effect, which replace a model's own defaults. Only the temperature remains.
 PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 Received = Callable[[int], object]
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters, named as in `GetLoadResponse`."""
+
+    steps: int
+    step_sequences: int
+    step_tokens: int
+    preemptions: int
+    cached_prompt_tokens: int
+
+    @classmethod
+    def of(cls, counters: object) -> Self:
+        """Copies the counters from an object that has them as attributes."""
+        return cls(**{field.name: getattr(counters, field.name) for field in fields(cls)})
+
+    def since(self, before: EngineStats) -> EngineStats:
+        names = [field.name for field in fields(self)]
+        return EngineStats(**{n: getattr(self, n) - getattr(before, n) for n in names})
+
+    @property
+    def mean_batch(self) -> float:
+        """Sequences per step."""
+        return self.step_sequences / self.steps if self.steps else 0.0
+
+    @property
+    def mean_step_tokens(self) -> float:
+        return self.step_tokens / self.steps if self.steps else 0.0
+
+
+ReadStats = Callable[[], Coroutine[Any, Any, EngineStats | None]]
+
+
+def stats_reader(address: str, scheduler_address: str | None) -> ReadStats:
+    """Returns a function that reads the counters of the scheduler at `scheduler_address`. By
+    default that is the scheduler that `make up` started for `address` on this host. Without a
+    scheduler, the function returns None."""
+    if scheduler_address is None:
+        socket = Path(".run", address.rpartition(":")[2], "scheduler.sock")
+        if not socket.exists():
+            return _no_stats
+        scheduler_address = f"unix:{socket}"
+
+    dialer = load_settings(ServiceSettings, []).dialer
+
+    async def read() -> EngineStats:
+        async with dialer.open(scheduler_address) as channel:
+            stub = SchedulerServiceStub(channel)
+            load = await stub.GetLoad(scheduler_pb2.GetLoadRequest(), timeout=_TIMEOUT_S)
+        return EngineStats.of(load)
+
+    return read
+
+
+async def _no_stats() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -93,12 +153,12 @@ async def run_request(
     llm: AsyncLLM,
     request: Request,
     received: Received = lambda tokens: None,
-    fields: Mapping[str, Any] | None = None,
+    sampling: Mapping[str, Any] | None = None,
 ) -> Trace:
     """Runs one request; returns its times at the client.
 
     Args:
-        fields: sampling parameters that replace the workload's.
+        sampling: parameters that replace the workload's.
 
     Raises:
         BenchError: the completion ignores ends and is not as long as requested.
@@ -109,7 +169,7 @@ async def run_request(
         "ignore_eos": True,
         "seed": request.seed,
     }
-    params = replace(PLAIN, **{**workload, **(fields or {})})
+    params = replace(PLAIN, **{**workload, **(sampling or {})})
     trace = Trace(len(request.prompt), sent=time.perf_counter())
     async for chunk in llm.stream(request.prompt, params):
         if chunk.token_ids:

@@ -1,8 +1,7 @@
 """`python -m bench`: runs the workload on a running server or a private stack, and in this process.
 
-With `--mode` it measures the scheduler or the frontend alone, the cost of sampling features,
-latency against load, the cost of the HTTP gateway, or the choice among engines. See
-docs/results/cpu.md.
+With `--mode` it measures the scheduler or the frontend alone, latency against load, the cost of the
+HTTP gateway, or the choice among engines. See docs/results/cpu.md.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from typing import Any, NoReturn
 from rich.console import Console
 from tqdm import tqdm
 
-from bench.engine_stats import stats_reader
-from bench.errors import BenchError
 from bench.report import check_lengths, check_minimum, figure_rows, mode_parser, print_table
 from bench.stack import (
     Run,
@@ -29,9 +26,11 @@ from bench.stack import (
     measure_single_stream,
     private_stack,
     run_stack,
+    stats_reader,
 )
 from bench.workload import (
     TEMPERATURE,
+    BenchError,
     Request,
     Shape,
     check_fits,

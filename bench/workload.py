@@ -1,18 +1,24 @@
-"""The reference workload: random prompts and fixed output lengths, equal for every server."""
+"""The reference workload: prompts and output lengths that are equal for every server."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-
-from bench.errors import BenchError
+from pathlib import Path
+from typing import Any
 
 TEMPERATURE = 0.6
 STREAM_PROMPT, STREAM_TOKENS = 32, 128
 LONG_PROMPT = 1024
 REPEATS = 3
 _ID_RANGE = 10_000
+_ROOT = Path(__file__).parents[1]
+DOCUMENTS = (_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md")), _ROOT / "CHANGELOG.md")
+
+
+class BenchError(Exception):
+    """The benchmark cannot be run as asked; the message says which flag to change."""
 
 
 @dataclass(frozen=True)
@@ -94,3 +100,17 @@ def check_fits(requests: list[Request], max_model_len: int) -> None:
             f"the longest request needs {longest} tokens for prompt and output; the server allows "
             f"{max_model_len}; lower --max-input or --max-output, or raise MAX_MODEL_LEN"
         )
+
+
+def read_tokens(model: Path, files: Iterable[Path] = DOCUMENTS) -> list[int]:
+    """The token ids of text files, by default this project's documents, one after the other, from
+    the tokenizer of a model directory.
+
+    Raises:
+        OSError, UnicodeDecodeError: a file cannot be read.
+    """
+    from transformers import AutoTokenizer  # not in the environment of every server
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    return [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]

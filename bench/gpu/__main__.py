@@ -1,7 +1,7 @@
 """`python -m bench.gpu RUN ...` proves the worker's GPU path against references, and measures it.
 
 The runs are smoke (parts of prove and measure, in two minutes), prove, measure, sweeps, and any of
-their files by its name, such as decode or step. The exit status is 0 if everything passed, 1 if
+their files by its name, such as attention or step. The exit status is 0 if everything passed, 1 if
 something failed or was not run, and 2 if nothing could be run. See docs/deploy/gpu-and-nodes.md.
 """
 
@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench.gpu import preflight
-from bench.gpu.modules import MODEL_SHAPE, RUNS
 from bench.gpu.records import append, outcomes, read
+from bench.gpu.run import MODEL_SHAPE, RUNS, run
 
 DEFAULT_RUNS = ["prove", "measure"]
 DEFAULT_PEER = Path(".peers/nano-vllm")
@@ -64,7 +64,6 @@ def main(args: Sequence[str]) -> int:
     if obstacles:
         print("gpu-check: nothing was run, because", *obstacles, sep="\n  ", file=sys.stderr)
         return NOTHING_RUN
-    from bench.gpu.run import run  # needs pytest
     from bench.machine import this_machine  # needs psutil
 
     options.out.mkdir(parents=True, exist_ok=True)

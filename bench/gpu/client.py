@@ -20,10 +20,9 @@ from typing import Any
 
 import psutil
 
-from bench.engine_stats import stats_reader
 from bench.gpu.peer import round_of
 from bench.metrics import summarize
-from bench.stack import measure_single_stream, run_request
+from bench.stack import measure_single_stream, run_request, stats_reader
 from bench.workload import Shape, reference_workload, warm_up_request
 from nano_vllm_grpc import AsyncLLM
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bench.gpu.records import Report, append
+from bench.gpu.run import VARIABLE
 from shared.process.death_signal import end_with_parent
 from worker_svc.errors import is_device_lost
 
 if TYPE_CHECKING:
     from bench.gpu.setup import Setup
 
-VARIABLE = "GPU_CHECK"  # JSON: the records' path, and the arguments of `Setup`
 MAX_MESSAGE = 8000  # characters
 EXIT_DEVICE_LOST = 70
 

@@ -1,4 +1,4 @@
-"""A run of pytest over some files, within a time limit."""
+"""The files that prove and measure, and a run of pytest over some of them, within a time limit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
-from bench.gpu.modules import MODEL_SHAPE, ROOT, RUNS, WITH_MODEL, measures, module_name
-from bench.gpu.plugin import VARIABLE
 from bench.gpu.records import append
 
 LIMIT_S = 470.0
@@ -27,6 +23,62 @@ REHEARSED_MODEL = ("--shape", "tiny", "--set", "num_hidden_layers=1")
 # Each of these variables makes the references' float32 products less exact.
 ROUGH_PRODUCTS = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
 _POLL_S = 0.2
+VARIABLE = "GPU_CHECK"  # JSON: the records' path, and the arguments of `Setup`
+ROOT = Path(__file__).parents[2]
+MODEL_SHAPE = "qwen3-0.6b"
+
+_KERNELS = "tests/worker_svc/kernels/triton/test_"
+_MEASUREMENTS = "bench/gpu/"
+
+PROVE = (
+    f"{_KERNELS}rms_norm.py",
+    f"{_KERNELS}silu_mul.py",
+    f"{_KERNELS}embedding.py",
+    f"{_KERNELS}rope_store.py",
+    f"{_KERNELS}quantized.py",
+    f"{_KERNELS}quantized_cache.py",
+    f"{_KERNELS}sampling.py",
+    f"{_KERNELS}token_history.py",
+    f"{_KERNELS}token_masks.py",
+    f"{_KERNELS}filtering.py",
+    f"{_KERNELS}attention.py",
+    "tests/worker_svc/sampling/test_filters.py",
+    "tests/worker_svc/gpu_path/test_backends.py",
+    "tests/worker_svc/gpu_path/test_model.py",
+    "tests/worker_svc/gpu_path/test_graphs.py",
+    "tests/worker_svc/gpu_path/test_quantized_model.py",
+    "tests/worker_svc/gpu_path/test_ranks.py",
+    "tests/gpu/test_processes.py",
+    "tests/gpu/test_sanitizer.py",
+)
+# Measurements run in this order. The bandwidth comes first, because others are compared with it.
+# Measurements that only help to choose constants come last.
+SWEEPS = (f"{_MEASUREMENTS}sweeps_speed.py",)
+MEASURE = (
+    f"{_MEASUREMENTS}ceilings_speed.py",
+    f"{_MEASUREMENTS}attention_speed.py",
+    f"{_MEASUREMENTS}step_speed.py",
+    f"{_MEASUREMENTS}stack_speed.py",
+    f"{_MEASUREMENTS}products_speed.py",
+    *SWEEPS,
+)
+SMOKE = (f"{_MEASUREMENTS}smoke_speed.py", f"{_MEASUREMENTS}stack_speed.py")
+GROUPS = {"smoke": SMOKE, "prove": PROVE, "measure": MEASURE}
+
+# The files that need a model: `--model`, or one of the above shape with random weights.
+WITH_MODEL = {"smoke", "step", "stack"}
+
+
+def module_name(path: str) -> str:
+    return Path(path).stem.removeprefix("test_").removesuffix("_speed")
+
+
+RUNS = GROUPS | {module_name(path): (path,) for path in (*PROVE, *MEASURE)}
+
+
+def measures(path: str) -> bool:
+    """Whether a file measures. Such a file runs alone on the GPU; other files run side by side."""
+    return path.startswith(_MEASUREMENTS)
 
 
 def run(name: str, options: argparse.Namespace, records: Path) -> None:
@@ -47,8 +99,8 @@ def run(name: str, options: argparse.Namespace, records: Path) -> None:
                 if subprocess.run(make, cwd=ROOT, check=False).returncode:
                     append(records, test="make_model", outcome="failed")
             status = _run_pytest(group, environment(records, group, model, options), deadline)
-            if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-                for file in group:  # their tests have outcomes
+            if status in (0, 1):  # all passed, or some failed
+                for file in group:
                     append(records, test=file, outcome="ended")
 
 

@@ -1,9 +1,12 @@
-"""The device and the sizes for measurements."""
+"""The device, the clock and the sizes for measurements. Seconds are measured with CUDA events."""
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +16,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
-from bench.gpu.timing import StubTimer, Timer
+from bench.gpu.steps import QWEN_0_6B, QWEN_8B, Heads
 from bench.workload import Shape
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.choice import BACKENDS as BACKENDS
@@ -24,6 +26,77 @@ from worker_svc.errors import StartError
 from worker_svc.settings import WorkerSettings
 
 MAX_LAYERS = 64
+MAX_WAITING = 4096
+Run = Callable[[], object]
+
+ROUNDS = 7
+REPLAY_S = 0.004  # duration of a graph, which is long compared with the events' resolution
+MAX_CALLS = 400
+
+
+class Timer:
+    def __init__(self) -> None:
+        self._side = torch.cuda.Stream()  # only one, because cuBLAS keeps a workspace for each
+
+    def in_graph(self, runs: Sequence[Run]) -> float:
+        """Median seconds of one of `runs`, which do the same work on different memory. They take
+        turns in a CUDA graph. So the CPU's time does not count, as when decodes are served."""
+        side = self._side
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            runs[0]()  # compiles
+            estimate = self._elapsed(runs[-1])
+        torch.cuda.current_stream().wait_stream(side)
+        calls = min(max(math.ceil(REPLAY_S / max(estimate, 1e-6)), len(runs)), MAX_CALLS)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for call in range(calls):
+                runs[call % len(runs)]()
+        graph.replay()
+        return statistics.median(self._elapsed(graph.replay) for _ in range(ROUNDS)) / calls
+
+    def eager(self, run: Run) -> float:
+        """Median seconds of `run`, launched without a graph."""
+        run()
+        run()
+        return statistics.median(self._elapsed(run) for _ in range(ROUNDS))
+
+    def mark(self) -> Any:
+        """Marks a moment on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, earlier: Any, later: Any) -> float:
+        """Seconds from one mark to a later one; waits for the later mark."""
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) / 1000
+
+    def _elapsed(self, run: Run) -> float:
+        begin = self.mark()
+        run()
+        return self.between(begin, self.mark())
+
+
+class StubTimer(Timer):
+    """Runs everything once and measures nothing."""
+
+    def __init__(self) -> None:
+        pass  # there may be no GPU
+
+    def in_graph(self, runs: Sequence[Run]) -> float:
+        for run in runs:
+            run()
+        return 1e-3
+
+    def eager(self, run: Run) -> float:
+        return self.in_graph([run])
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, earlier: float, later: float) -> float:
+        return later - earlier
 
 
 class Product(NamedTuple):
@@ -44,7 +117,6 @@ class Sizes:
     batches: tuple[int, ...] = (1, 64, 256)
     contexts: tuple[int, ...] = (600, 4096)
     block_sizes: tuple[int, ...] = (16, 64, 256)
-    vocab_size: int = 151_936
     matmul: int = 8192
     products: tuple[Product, ...] = (
         Product("qkv", 4096, 1024),
@@ -78,9 +150,8 @@ class Sizes:
     # The reference workload.
     workload: Shape = field(default_factory=Shape)
     cache_tokens: int = 5 * 2**16  # more than the workload has in all
-    prefill_budgets: tuple[int, ...] = (4096, 16_384, 1024)  # tokens of a step, as time allows
+    max_prefill: int = 4096  # prompt tokens of a step
     swept: int = 16  # maximum number of constants of each kind
-    in_process_s: float = 130.0  # for all backends and budgets together
     rounds: int = 3  # maximum
     clients: int = 4  # number of client processes, and of frontends
     stream_repeats: int = 5
@@ -91,7 +162,7 @@ class Sizes:
 
     @property
     def max_num_batched_tokens(self) -> int:
-        return max(*self.prefill_budgets, *(rows * tokens for rows, tokens in self.prompt_steps))
+        return max(self.max_prefill, *(rows * tokens for rows, tokens in self.prompt_steps))
 
 
 _SHORT = Shape(num_seqs=3, min_input=4, max_input=9, min_output=3, max_output=6)
@@ -102,7 +173,6 @@ REHEARSAL = Sizes(
     batches=(1, 2),
     contexts=(9,),
     block_sizes=(16, 5),
-    vocab_size=301,
     matmul=16,
     products=(Product("qkv", 8, 4), Product("head", 301, 4)),
     product_tokens=(1, 3),
@@ -116,9 +186,8 @@ REHEARSAL = Sizes(
     few=1,
     workload=_SHORT,
     cache_tokens=2048,
-    prefill_budgets=(16, 64),
+    max_prefill=16,
     swept=1,
-    in_process_s=0.0,
     rounds=2,
     clients=2,
     stream_repeats=1,
@@ -195,12 +264,18 @@ class Setup:
         assert isinstance(backend, PagedBackend)
         return backend
 
-    def has_backend(self, name: str) -> bool:
-        try:
-            self.backend(name, self.sizes.heads[0][1])
-        except pytest.skip.Exception:
-            return False
-        return True
+    def serving(self) -> dict[str, Any]:
+        """The variables of `make up` for the reference workload."""
+        settings = self.settings()
+        return {
+            "device": settings.device,
+            "dtype": settings.dtype,
+            "max_num_seqs": self.sizes.workload.num_seqs,
+            "max_num_batched_tokens": self.sizes.max_prefill,
+            "max_num_prefill_tokens": self.sizes.max_prefill,
+            "max_model_len": self.sizes.max_model_len,
+            "max_waiting": MAX_WAITING,
+        }
 
     def generator(self, part: str) -> torch.Generator:
         """Returns the random generator of a part, on the device."""

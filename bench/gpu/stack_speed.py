@@ -14,32 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu.bounds import model_size, workload_bound
-from bench.gpu.ceilings import bandwidth
+from bench.gpu.ceilings_speed import bandwidth, model_size, workload_bound
 from bench.gpu.client import Job
-from bench.gpu.in_process_speed import FIGURE as IN_PROCESS
-from bench.gpu.in_process_speed import best_case
 from bench.gpu.records import Report
-from bench.gpu.serving import variables
 from bench.gpu.setup import Setup
 from nano_vllm_grpc import PrivateStack
 
 # Shares of the bounds. A single stream waits for launches, not for bytes.
 TARGET = 0.78
 SINGLE_STREAM_TARGET = 0.28
-SPLIT_TARGET = 0.97
 PEER_TARGET = 1.5
 PEER_ROUNDS = 2
 PEER_LIMIT_S = 100.0
 
 
 def measure_stack(setup: Setup, report: Report) -> None:
-    """Measures the stack with the settings that were fastest in one process."""
-    best = best_case(setup, report)
-    default = variables(setup, setup.sizes.prefill_budgets[0])
-    serving = dict(report.value(f"serving, {best}") or default)
-    if setup.rehearse:
-        serving.pop("attention", None)  # the measured backend needs a GPU
+    serving = setup.serving()
     report.detail("setting", serving)
     # The bounds are measured before the stack starts, because it shares the GPU.
     bound = workload_bound(setup, report)
@@ -53,8 +43,6 @@ def measure_stack(setup: Setup, report: Report) -> None:
             rates.append(found["output_tokens_per_s"])
     rate = statistics.median(rates)
     report.figure("stack", rate, "tokens/s", bound, TARGET)
-    if in_process := report.value(f"{IN_PROCESS}, {best}"):
-        report.figure("stack / in process", rate, "tokens/s", in_process, SPLIT_TARGET)
     single = found["single_stream_tokens_per_s"]
     report.figure("one stream", single, "tokens/s", single_bound, SINGLE_STREAM_TARGET)
 

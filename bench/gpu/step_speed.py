@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.bounds import model_size
-from bench.gpu.ceilings import bandwidth, matmul_rate
+from bench.gpu.ceilings_speed import bandwidth, matmul_rate, model_size
 from bench.gpu.records import Report
-from bench.gpu.serving import cache_blocks
 from bench.gpu.setup import Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import Step
 
 TOP_KERNELS = 12
+# The maximum share of the GPU's blocks to use; the workload may need fewer.
+CACHE_SHARE = 0.6
 # The kinds of trace events that run on the GPU. In a rehearsal, "cpu_op" counts instead.
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -46,7 +46,9 @@ class Loaded:
         self.cases = dict(self._cases())
         size = self.runner.info.block_size
         needed = [blocks_needed(contexts, size) for _, contexts in self.cases.values()]
-        self.num_blocks = max(*needed, cache_blocks(setup, self.runner.info))
+        info = self.runner.info
+        served = min(sizes.cache_tokens // size, int(info.num_blocks * CACHE_SHARE))
+        self.num_blocks = max(*needed, served)
         self.runner.configure(1, self.num_blocks)
         for cache in self.runner._model.caches:  # products of zeros take less power and are faster
             cache.normal_(generator=setup.generator("caches"))

@@ -1,15 +1,29 @@
-"""Builds steps of sequences that grow in a paged cache."""
+"""Builds steps of sequences that grow in a paged cache, for models with these heads."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from bench.workload import Shape, reference_workload
 from worker_svc.step.decode import Step
 from worker_svc.step.wire import Int32s
+
+
+class Heads(NamedTuple):
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads}x{self.head_dim}"
+
+
+QWEN_0_6B = Heads(16, 8, 128)
+QWEN_8B = Heads(32, 8, 128)
 
 
 class Sequences:

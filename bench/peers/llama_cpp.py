@@ -1,4 +1,4 @@
-"""Runs llama-server of llama.cpp, or of ik_llama.cpp, over HTTP, with a slot per request."""
+"""Runs llama-server of llama.cpp over HTTP, with a slot per request."""
 
 from __future__ import annotations
 
@@ -13,18 +13,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from bench.errors import BenchError
 from bench.metrics import Trace
-from bench.peers.driver import Server, main
-from bench.peers.entries import Entry, Job
+from bench.peers.driver import Entry, Job, Server, main
 from bench.peers.http_server import HOST, HttpServer, free_port
-from bench.workload import TEMPERATURE, Request
+from bench.workload import TEMPERATURE, BenchError, Request
 
-# Without pages for browsers. ik_llama.cpp arranges weights for its kernels only if it is asked to.
-_FLAGS = {
-    "llama_cpp": ("--no-webui",),
-    "ik_llama": ("--webui", "none", "--run-time-repack", "--log-disable"),
-}
 SLOT_TOKENS = 1280  # the long prompt, in a multiple of 256
 
 
@@ -34,7 +27,7 @@ def http_server(prefix: str, model: str, entry: Entry, slots: int) -> HttpServer
     flags = {"model": model, "host": HOST, "port": port, **settings(entry, slots)}
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return HttpServer(
-        [_binary(prefix), *_FLAGS[entry.peer], *words],
+        [_binary(prefix), "--no-webui", *words],
         port,
         "/completion",
         "n_predict",
@@ -81,9 +74,8 @@ def _complete(server: HttpServer, request: Request) -> Trace:
     counted = 0
     trace = Trace(len(request.prompt), sent=time.perf_counter())
     for event in server.events(request, **options):
-        # A token whose text ends within a character has no chunk; the next one counts it. Chunks of
-        # ik_llama.cpp have no count, only its last event does.
-        made = event.get("tokens_predicted", counted + 1)
+        # A token whose text ends within a character has no chunk; the next one counts it.
+        made = event["tokens_predicted"]
         if made > counted:
             trace.arrivals.append((time.perf_counter(), made - counted))
             counted = made

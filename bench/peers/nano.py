@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 from bench.machine import this_machine
 from bench.metrics import Trace
-from bench.peers.driver import Server, main
-from bench.peers.entries import Entry, Job
+from bench.peers.driver import Entry, Job, Server, main
 from bench.stack import run_request
 from bench.workload import Request
 from nano_vllm_grpc import AsyncLLM, PrivateStack

@@ -13,8 +13,7 @@ import openvino
 import openvino_genai
 
 from bench.metrics import Trace
-from bench.peers.driver import Server, main
-from bench.peers.entries import Job
+from bench.peers.driver import Job, Server, main
 from bench.workload import TEMPERATURE, Request
 
 CACHE_GIB = 4

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.samples import Samples
+from bench.processes import Samples
 from deploy.native.processes import stack_members
 
 _EVERY_S = 0.25

@@ -6,24 +6,33 @@ import asyncio
 import itertools
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from grpc import aio
 
-from bench.engine_stats import EngineStats, stats_reader
-from bench.errors import BenchError
 from bench.http2 import Connection
+from bench.http_mode import METHOD
+from bench.instant_worker import Sizes, running_scheduler
 from bench.load_mode import Goals, arrivals, summarize_load
 from bench.metrics import Trace, summarize
 from bench.quality import interval
-from bench.scheduler_processes import Sizes, running_scheduler
-from bench.stack import measure_single_stream, run_request, run_stack
-from bench.step_clock import StepClock
-from bench.stream_client import METHOD
-from bench.workload import Request, Shape, check_fits, reference_workload, warm_up_request
+from bench.stack import (
+    EngineStats,
+    measure_single_stream,
+    run_request,
+    run_stack,
+    stats_reader,
+)
+from bench.workload import (
+    BenchError,
+    Request,
+    Shape,
+    check_fits,
+    reference_workload,
+    warm_up_request,
+)
 from nano_vllm_grpc import AsyncLLM
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import (
@@ -153,7 +162,7 @@ async def test_stats_cover_the_run_without_its_warm_up(server: FakeServer) -> No
 async def test_a_server_that_stops_early_is_not_measured(server: FakeServer) -> None:
     async with AsyncLLM(server.address) as llm:
         with pytest.raises(BenchError, match="8 tokens instead of 9"):
-            await run_request(llm, Request([5], 9, 0), fields={"max_tokens": 8})
+            await run_request(llm, Request([5], 9, 0), sampling={"max_tokens": 8})
 
 
 async def test_prompts_of_single_streams_are_never_in_the_cache(server: FakeServer) -> None:
@@ -204,12 +213,6 @@ async def test_frames_and_reads_may_cut_messages_anywhere() -> None:
     connection.connection_lost(None)
     with pytest.raises(ConnectionError, match="closed the connection"):
         await lost
-
-
-def test_a_clock_is_read_in_another_mapping_of_its_file(tmp_path: Path) -> None:
-    ours, theirs = (StepClock(tmp_path / "clock", slots=3) for _ in range(2))
-    assert [ours.tick() for _ in range(4)] == [0, 1, 2, 0]
-    assert theirs.age_s(1, now=0.0) == ours.age_s(1, now=0.0) < 0
 
 
 async def test_the_error_of_a_failed_scheduler_has_its_log() -> None:

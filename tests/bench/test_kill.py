@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from bench.kill import __main__ as program
-from bench.kill.figures import Kill, Stream, compare, figures, pause_s, seconds_by_state, summarize
+from bench import kill as program
+from bench.kill import (
+    Kill,
+    Stream,
+    compare,
+    figures,
+    pause_s,
+    seconds_by_state,
+    summarize,
+)
 from bench.metrics import Trace
-from bench.processes import Supervised
-from bench.samples import Samples
+from bench.processes import Samples, Supervised
 from deploy.health import NOT_SERVING, SERVING, UNREACHABLE
 from tests.waiting import wait_for
 from tools.make_model import DEMO_MODEL
@@ -81,24 +88,21 @@ def test_the_figures_of_streams_that_continue_and_that_end() -> None:
         (0.6, SERVING),
         (1.0, SERVING),
     ]
-    memory = [(0.0, 10), (0.1, 12), (0.4, 30), (0.9, 11)]
 
-    found = figures([continued, ended], [[1, 2, 3, 4]] * 2, 0.25, 0.7, health, memory)
+    found = figures([continued, ended], [[1, 2, 3, 4]] * 2, 0.25, 0.7, health)
 
     assert found.pause_s == pytest.approx([0.8])
     assert (found.streams_ended, found.errors) == (1, ["reset"])
     assert (found.tokens_lost, found.tokens_doubled, found.tokens_changed) == (2, 0, 0)
     assert (found.not_serving_s, found.unreachable_s) == pytest.approx((0.1, 0.2))
-    assert (found.pss_before_mb, found.pss_peak_mb) == (12, 30)
 
 
 def test_a_summary_has_sums_medians_and_maxima() -> None:
-    ended = Kill([], ["reset"] * 2, 2, 7, 0, 0, 0.0, 4.0, 5.0, 10, 10)
-    kills = [ended, Kill([0.1, 0.3], [], 0, 0, 1, 2, 0.5, 0.0, 1.0, 10, 30)]
+    ended = Kill([], ["reset"] * 2, 2, 7, 0, 0, 0.0, 4.0, 5.0)
+    kills = [ended, Kill([0.1, 0.3], [], 0, 0, 1, 2, 0.5, 0.0, 1.0)]
     found = summarize(kills)
     assert found["pause_s"] == {"median": pytest.approx(0.2), "max": 0.3}
     assert found["first_token_s"] == {"median": 3.0, "max": 5.0}
-    assert found["pss_peak_mb"]["max"] == 30
     assert (found["streams_ended"], found["tokens_lost"]) == (2, 7)
     assert summarize([ended])["pause_s"] is None
 
@@ -147,8 +151,6 @@ def test_nothing_is_lost_when_this_server_is_killed(
         assert 0 < kind["pause_s"]["median"] <= kind["pause_s"]["max"]
         assert kind["first_token_s"]["max"] > 0
         assert kind["not_serving_s"]["max"] + kind["unreachable_s"]["max"] > 0
-        assert kind["pss_before_mb"]["max"] > 0
-        assert kind["pss_peak_mb"]["max"] > 0
     assert entry["versions"]["torch"]
     assert "--dtype=bfloat16" in entry["command"]
     assert found["machine"]["cores"] >= 1

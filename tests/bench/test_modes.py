@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import features_mode, load_mode
+from bench import load_mode
 from bench.__main__ import main
-from bench.features_mode import FEATURES
 from bench.metrics import Trace
 from bench.workload import Request
 from nano_vllm_grpc import AsyncLLM
@@ -52,18 +49,6 @@ def test_a_running_server(
     assert found["workload"]["max_input"] == 9
     assert "inter-token latency p50" in capsys.readouterr().out
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_features(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features_mode, "private_stack", lambda *_: nullcontext(server))
-    found = bench(tmp_path, "--mode features --streams 4 --tokens 3 --pairs 2")
-    assert [cost["feature"] for cost in found["costs"]] == list(FEATURES)
-    # Half and half to warm up, then twice all plain, all with the feature, and half and half.
-    asked = [each.sampling for each in server.service.requests]
-    runs = [asked[i : i + 4] for i in range(0, len(asked), 4)]
-    with_grammar = [sum(each.HasField("structured_output") for each in run) for run in runs[-7:]]
-    assert with_grammar == [2, 0, 4, 2, 0, 4, 2]
-    assert Counter(map(len, runs)) == {4: 7 * len(FEATURES)}
 
 
 def test_load(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,12 +126,10 @@ def test_scheduler(tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_frontend(tmp_path: Path) -> None:
-    found = bench(tmp_path, "--mode frontend --calls 6 --tokens 10 --rate 600")
-    paced, flat_out = found["runs"]
-    assert (paced["tokens"], flat_out["tokens"]) == (60, 240)
-    assert paced["tokens_per_chunk"] >= 1
-    assert 0 <= paced["latency_p50_s"] <= paced["latency_p99_s"]
-    assert found["tokens_per_s"] == flat_out["tokens_per_s"] > 0
+    found = bench(tmp_path, "--mode frontend --calls 6 --tokens 40")
+    assert found["tokens"] == 240
+    assert found["tokens_per_chunk"] >= 1
+    assert found["tokens_per_s"] > 0
 
 
 @pytest.mark.system

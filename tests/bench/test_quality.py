@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.quality import main
-from bench.texts import read_tokens
+from bench.workload import read_tokens
 from tools.make_model import DEMO_MODEL
 
 TEXT = "Two hens and three cats walk to the old mill, and 12 + 34 is 46. " * 4

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from bench.gpu.heads import Heads
+from bench.gpu.steps import Heads
 
 ON_GPU = os.environ.get("TEST_DEVICE") == "cuda"
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")

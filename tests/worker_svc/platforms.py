@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu.heads import Heads
+from bench.gpu.steps import Heads
 from tests.worker_svc.device import DEVICE, ON_GPU
 from tests.worker_svc.harness import worker_settings
 from worker_svc.attention.base import AttentionShape, KvDtype

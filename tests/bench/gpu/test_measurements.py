@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import decode_speed, prompt_speed, stack_speed
+from bench.gpu import attention_speed, ceilings_speed, stack_speed
 from bench.gpu import run as run_module
-from bench.gpu.bounds import ModelSize, bound
-from bench.gpu.heads import QWEN_0_6B, Heads
-from bench.gpu.modules import MEASURE, RUNS
+from bench.gpu.ceilings_speed import ModelSize, bound
 from bench.gpu.records import Report, outcomes, read
-from bench.gpu.setup import REHEARSAL, Setup
-from bench.gpu.steps import snapshot
+from bench.gpu.run import MEASURE, RUNS
+from bench.gpu.setup import Setup
+from bench.gpu.steps import QWEN_0_6B, Heads, snapshot
 from bench.workload import Shape, reference_workload
 from tools.make_model import make_model
 
@@ -61,33 +60,21 @@ def test_measurements_run(
         "step, 3 mixed: back to back",
         "step, 2 + 6 of a prompt: its kernels",
         "step, 1 x 6 tokens: launches",
-        "in process, triton, 64 prompt tokens",
-        "in process",
-        "penalize, batch 2",
-        "top_k 20, top_p 0.95, batch 2",
     }
     details = {each["name"]: each["value"] for each in read(records) if "name" in each}
     assert set(details["ways to move bytes, GB/s"]) > {"copy, in a graph", "copy, on the stream"}
-    kinds = details["triton, 16 prompt tokens, round 1"]["kinds"]
-    assert sum(kind["rows"] for kind in kinds.values()) >= sum(each.output_len for each in SMALL)
-    wanted = {"steps", "rows", "tokens", "launch_cpu_s", "gpu_s"}
-    assert all(wanted <= kind.keys() for kind in kinds.values())
-    assert details["serving, triton, 16 prompt tokens"]["attention"] == "triton"
     assert [how for test, how in found.items() if "fa3" in test]
     with gzip.open(tmp_path / "trace.json.gz", "rt") as trace:
         assert json.load(trace)["traceEvents"]
 
 
-SMALL = reference_workload(REHEARSAL.workload, 100)
-
-
 def test_rates_are_of_the_bytes_and_operations(tiny_model: Path) -> None:
     heads = Heads(4, 2, 16)
-    load = decode_speed.make_load(Setup(tiny_model, 1, rehearse=True), "triton", heads, [20, 7])
+    load = attention_speed.make_load(Setup(tiny_model, 1, rehearse=True), "triton", heads, [20, 7])
     size = (20 + 7) * 2 * 2 * 16 * 4  # tokens, keys and values, KV heads, head_dim, bytes
     assert load.rate(lambda cache: None) == pytest.approx(size / 1e-3 / 1e9)
     pairs = 7 + 8 + 9  # seen by the last three of nine
-    assert prompt_speed.attention_flops(heads, 3, 9) == 2 * 2 * 4 * 16 * pairs
+    assert ceilings_speed.attention_flops(heads, 3, 9) == 2 * 2 * 4 * 16 * pairs
 
 
 def test_the_bound_of_the_workload() -> None:
@@ -128,11 +115,9 @@ def test_the_smoke_runs_without_unused_packages(tmp_path: Path) -> None:
         timeout=550,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    *_, stack, share, stream, verdict, _ = done.stdout.splitlines()
-    assert [line[:10] for line in (stack, share, stream)] == [
-        *("stack     ", "stack / in", "one stream")
-    ]
-    assert verdict == "smoke: 14 passed, 3 skipped; a rehearsal: no figure means anything"
+    *_, stack, stream, verdict, _ = done.stdout.splitlines()
+    assert [line[:10] for line in (stack, stream)] == ["stack     ", "one stream"]
+    assert verdict == "smoke: 13 passed, 3 skipped; a rehearsal: no figure means anything"
     about, *records = read(tmp_path / "out" / "smoke.jsonl")
     assert about["rehearsal"] is True
     skipped = [each["message"] for each in records if each.get("outcome") == "skipped"]

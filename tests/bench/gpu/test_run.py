@@ -17,9 +17,8 @@ import pytest
 from bench.gpu import __main__ as program
 from bench.gpu import preflight
 from bench.gpu import run as run_module
-from bench.gpu.modules import MEASURE, PROVE, ROOT, RUNS, SMOKE
 from bench.gpu.records import Report, outcomes, read
-from bench.gpu.run import environment
+from bench.gpu.run import MEASURE, PROVE, ROOT, RUNS, SMOKE, environment
 from tests.waiting import WAIT_S, wait_for
 
 ROUGH = """
@@ -168,7 +167,7 @@ def processes_of(text: str) -> list[int]:
 STOPPED = """
 import sys
 from bench.gpu import __main__ as program
-from bench.gpu.modules import RUNS
+from bench.gpu.run import RUNS
 RUNS["some"] = RUNS["other"] = (sys.argv[1] + "/test_stuck.py",)
 sys.exit(program.main(["some", "other", "--rehearse", "--out", sys.argv[1]]))
 """
@@ -195,11 +194,11 @@ def test_a_signal_ends_all_processes_and_keeps_the_results(tmp_path: Path) -> No
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     options = program.parse_args([])
     assert (options.runs, options.out) == (["prove", "measure"], Path("gpu-check"))
-    runs = ["smoke", "decode", "step", "sweeps", "prove", "stack"]
+    runs = ["smoke", "attention", "step", "sweeps", "prove", "stack"]
     assert program.parse_args([*runs, "--out", "a"]).runs == runs
     with pytest.raises(SystemExit):
         program.parse_args(["prof"])
-    assert "prof: unknown run; the runs are smoke, prove, measure, sweeps, rms_norm" in (
+    assert "prof: unknown run; the runs are smoke, prove, measure, rms_norm" in (
         capsys.readouterr().err
     )
 

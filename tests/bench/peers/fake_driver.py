@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from bench.peers.entries import Job
+
 from bench.metrics import Trace
 from bench.peers.driver import Server, main
-from bench.peers.entries import Job
 from bench.workload import Request
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.heads import QWEN_0_6B, Heads
+from bench.gpu.steps import QWEN_0_6B, Heads
 from tests.worker_svc.device import by_device
 from tests.worker_svc.harness import Asked, Batch, limits, worker_settings
 from tests.worker_svc.platforms import GpuPlatform

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
+from bench.gpu.steps import QWEN_0_6B, QWEN_8B, Heads
 from tests.worker_svc.device import DEVICE, ODD, ON_GPU, by_device, cpu_only, generator, gpu_only
 from tests.worker_svc.harness import Batch, limits, worker_settings
 from tests.worker_svc.kernels.triton.caches import dequantized, store_reference

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.heads import QWEN_0_6B, QWEN_8B, Heads
+from bench.gpu.steps import QWEN_0_6B, QWEN_8B, Heads
 from tests.worker_svc.device import ODD, by_device, generator
 from tests.worker_svc.kernels.triton.caches import large_cache
 from tests.worker_svc.kernels.triton.precision import (

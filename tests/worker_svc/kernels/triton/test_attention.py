@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu.heads import QWEN_0_6B, Heads
+from bench.gpu.steps import QWEN_0_6B, Heads
 from tests.worker_svc.device import ROWS, by_device
 from tests.worker_svc.kernels.triton.attention_cases import (
     LONGEST,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.gpu.heads import QWEN_0_6B, Heads
+from bench.gpu.steps import QWEN_0_6B, Heads
 from tests.worker_svc.device import DEVICE, by_device
 from tests.worker_svc.kernels.triton import test_rope_store as storing
 from tests.worker_svc.kernels.triton.attention_cases import Batch, assert_close, random_batch

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu.heads import QWEN_0_6B, QWEN_8B
+from bench.gpu.steps import QWEN_0_6B, QWEN_8B
 from tests.worker_svc.device import DEVICE, ODD, TOKENS, by_device
 from tests.worker_svc.kernels.triton.caches import large_cache, rope_store_reference
 from tests.worker_svc.kernels.triton.precision import DTYPES, assert_rounded_once, poisoned_memory

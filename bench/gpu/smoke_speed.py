@@ -1,4 +1,5 @@
-"""The parts of the smoke run that need the model, which check its results and measure its speed."""
+"""The first parts of the smoke run: first the GPU and its software without a model, then a model.
+The first tests help to understand why a later one fails."""
 
 from __future__ import annotations
 
@@ -8,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu import in_process_speed, step_speed
-from bench.gpu.bounds import workload_bound
-from bench.gpu.decode_speed import report_rate
+from bench.gpu import step_speed
+from bench.gpu.attention_speed import report_rate
+from bench.gpu.ceilings_speed import bandwidth
 from bench.gpu.records import Report
-from bench.gpu.serving import variables
 from bench.gpu.setup import Setup
 from bench.gpu.step_speed import Loaded
 from bench.gpu.steps import Sequences
@@ -25,6 +25,27 @@ PROMPTS = 8
 TOLERANCE = 0.05
 
 pytestmark = pytest.mark.timeout(120)  # the first part compiles
+
+
+def measure_copy(setup: Setup, report: Report) -> None:
+    """Copies 1 GiB without Triton and without code of the worker."""
+    report.note(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {setup.device}")
+    source = torch.ones(setup.sizes.copied_bytes // 4, device=setup.device)
+    target = torch.empty_like(source)
+    seconds = setup.timer.eager(lambda: target.copy_(source))
+    assert torch.equal(source, target)
+    report.figure("copy", 2e-9 * setup.sizes.copied_bytes / seconds, "GB/s")
+
+
+def measure_imports() -> None:
+    import worker_svc.devices.cuda  # noqa: F401
+
+    assert callable(torch.nn.functional.scaled_mm)
+
+
+def measure_bandwidth(setup: Setup, report: Report) -> None:
+    """Runs a first Triton kernel."""
+    bandwidth(setup, report)
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +93,6 @@ def measure_attention(setup: Setup, report: Report) -> None:
     label, heads = setup.sizes.heads[0]
     for rows in setup.sizes.batches:
         report_rate(setup, report, label, heads, [setup.sizes.contexts[0]] * rows)
-
-
-def measure_in_process(setup: Setup, report: Report, loaded: Loaded) -> None:
-    """Runs the reference workload once, with the settings that the stack gets later."""
-    name, budget = loaded.runner.info.attention_backend, setup.sizes.prefill_budgets[0]
-    log = in_process_speed.StepLog(loaded.runner, setup.timer)
-    size = loaded.runner.info.block_size
-    served = {"attention": name, "kv_blocks": loaded.num_blocks, "block_size": size}
-    serving = variables(setup, budget) | served
-    run = in_process_speed.run_round(setup, log, serving)
-    case = in_process_speed.case_name(name, budget)
-    rate, bound = run.metrics.output_tokens_per_s, workload_bound(setup, report)
-    report.figure(f"{in_process_speed.FIGURE}, {case}", rate, "tokens/s", bound)
-    report.detail(case, run.figures() | {"kinds": log.kinds()})
-    report.detail(f"serving, {case}", serving)
 
 
 def greedy(setup: Setup, loaded: Loaded) -> tuple[list[Int32s], list[Int32s]]:

