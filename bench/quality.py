@@ -230,7 +230,8 @@ def main(args: list[str]) -> int:
     options = parse_args(args)
     try:
         model = resolve_model(options.model)
-        tokens, size = read_tokens(model, options.texts), options.context
+        tokens = np.array(read_tokens(model, options.texts), np.int32)
+        size = options.context
         windows = [tokens[end - size : end] for end in range(size, len(tokens) + 1, size)]
         if not windows:
             print(f"bench.quality: --texts: fewer than {size} tokens", file=sys.stderr)

@@ -81,7 +81,7 @@ class DemoModel:
 
 
 def _share(found: list[Any], right: list[Any]) -> float:
-    return sum(x == y for x, y in zip(found, right, strict=True)) / len(right)
+    return sum(bool(x == y) for x, y in zip(found, right, strict=True)) / len(right)
 
 
 def parsed(text: str) -> Any:

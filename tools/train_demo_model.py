@@ -47,7 +47,7 @@ def batch(examples: list[Example], rng: random.Random) -> Example:
     start = rng.randrange(len(examples) - BATCH_ROWS)
     ids, learned = zip(*examples[start : start + BATCH_ROWS], strict=True)
     padding = TOKENIZER.pad_token_id
-    return pad_sequence(ids, True, padding), pad_sequence(learned, True, False)
+    return pad_sequence([*ids], True, padding), pad_sequence([*learned], True, False)
 
 
 def loss_of(model: Any, ids: Tensor, learned: Tensor) -> Tensor:

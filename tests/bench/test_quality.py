@@ -29,7 +29,7 @@ def test_int8_is_compared_with_float32(
 
     found = json.loads(out.read_text())
     tokens = read_tokens(DEMO_MODEL, [text])
-    windows = torch.from_numpy(tokens[: found["tokens"]]).long().view(-1, 32)
+    windows = torch.tensor(tokens[: found["tokens"]]).view(-1, 32)
     assert len(tokens) - found["tokens"] < 32
     oracle = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).float().eval()
     with torch.inference_mode():

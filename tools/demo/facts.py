@@ -70,8 +70,8 @@ def _facts() -> list[Fact]:
         questions, answer = " ".join(paragraph.split()).split(" = ", maxsplit=1)
         found.append((phrases(questions), answer))
     for country, city in CAPITALS.items():
-        questions = [question.format(country) for question in CAPITAL_QUESTIONS]
-        found.append((questions, f"The capital of {country} is {city}."))
+        asked = [question.format(country) for question in CAPITAL_QUESTIONS]
+        found.append((asked, f"The capital of {country} is {city}."))
     return found
 
 

@@ -7,10 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from bench.peers.entries import Job
-
 from bench.metrics import Trace
-from bench.peers.driver import Server, main
+from bench.peers.driver import Job, Server, main
 from bench.workload import Request
 
 
