@@ -23,7 +23,7 @@ from tools.demo.corpus import TOKENIZER, Document, write_corpus
 from tools.evaluate_demo_model import evaluate
 from tools.make_model import DEMO_MODEL
 
-BATCH_ROWS = 12
+BATCH_ROWS = 8
 LEARNING_RATE = 3e-3
 WARMUP_STEPS = 60
 
