@@ -1,7 +1,7 @@
 """`python -m bench`: measures a running server or a private stack.
 
-With `--mode` it measures the scheduler or the frontend alone, latency against load, the cost of the
-HTTP gateway, or the choice among engines. See docs/results/cpu.md.
+With `--mode` it measures the scheduler or the frontend alone, latency against load, or the cost of
+the HTTP gateway. See docs/results/cpu.md.
 """
 
 from __future__ import annotations

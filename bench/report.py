@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-MODES = ("stack", "scheduler", "frontend", "load", "http", "routing")
+MODES = ("stack", "scheduler", "frontend", "load", "http")
 
 
 def mode_parser(mode: str, description: str | None) -> argparse.ArgumentParser:

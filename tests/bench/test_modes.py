@@ -137,18 +137,3 @@ def test_http(tmp_path: Path) -> None:
     found = bench(tmp_path, "--mode http --streams 2 --tokens 4 --pairs 1")
     assert found["ratio"] > 0
     assert found["http_ttft_ms"] > 0
-
-
-@pytest.mark.system
-def test_routing(tmp_path: Path) -> None:
-    sizes = "--engines 2 --seconds 2 --rate 12 --pause 0.4 --systems 3 --system-words 100"
-    quick = "--step-us 2000 --token-us 10 --no-gateway"
-    ways = {
-        each["way"]: each for each in bench(tmp_path, f"--mode routing {sizes} {quick}")["ways"]
-    }
-    assert len(ways) == 4
-    assert len({each["requests"] for each in ways.values()}) == 1
-    for name, way in ways.items():
-        assert 0 < way["hit_rate"] < 1, name
-        assert 0 < way["ttft_p50_s"] <= way["ttft_p99_s"], name
-    assert ways["one engine as large as all"]["share_of_busiest"] == 1
