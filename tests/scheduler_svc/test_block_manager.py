@@ -72,3 +72,38 @@ def test_the_least_recently_released_prefix_is_evicted_first_from_its_end() -> N
     blocks.free(probe_new)
     assert blocks.allocate_prompt(probe_old)
     assert probe_old.num_computed_tokens == 4
+
+
+def forked(blocks: BlockManager, parent: Sequence, number: int) -> Sequence:
+    """A child of all the parent's tokens, of which the last is computed again."""
+    child = make(number, parent.tokens.tolist())
+    assert blocks.fork(parent, child)
+    return child
+
+
+@pytest.mark.parametrize("sent", [False, True])
+@pytest.mark.parametrize("ended", [0, 1, 2])
+def test_a_copy_of_a_block_whose_own_copy_is_lost_is_made_from_its_source(
+    sent: bool, ended: int
+) -> None:
+    blocks = BlockManager(8, BLOCK)
+    seqs = [make(0, list(range(6)))]
+    blocks.allocate_prompt(seqs[0])
+    seqs[0].begin_at(6)
+    source = seqs[0].block_table[1]
+    for number in (1, 2, 3):
+        seqs.append(forked(blocks, seqs[-1], number))
+        if number < 3 or sent:
+            blocks.take_copies()
+    blocks.copy_again()
+    for seq in seqs[:ended]:
+        blocks.free(seq)
+    seqs = seqs[ended:]
+    blocks.check_integrity(seqs)
+    copies = blocks.take_copies()
+    assert copies == [(source, seq.block_table[1]) for seq in seqs if seq.key.number]
+    blocks.copied(copies)
+    blocks.check_integrity(seqs)
+    for seq in seqs:
+        blocks.free(seq)
+    assert blocks.num_free_blocks == 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Status
 from scheduler_svc.core.step import Step
 from tests.oracle import completion
 from tests.scheduler_svc.schedulers import answered, generated, make, make_scheduler, run, sample
@@ -60,6 +61,31 @@ def test_a_token_that_is_not_known_is_sampled_again() -> None:
     scheduler.apply(step, sample(step))
     run(scheduler, ahead=1)
     assert generated(seq) == completion([1, 2, 3], 3)
+
+
+@pytest.mark.parametrize("lost", ["with the prompt", "with the copies", "with both"])
+def test_followers_are_forked_once_and_their_copies_made_again(lost: str) -> None:
+    scheduler = make_scheduler()
+    prompt = list(range(6))
+    scheduler.add(make(1, prompt, 4), n=3)
+    seqs = list(scheduler._sequences.values())
+    if lost != "with the copies":
+        planned(scheduler)
+        rewind(scheduler)
+        assert [seq.status for seq in seqs] == [Status.RUNNING] + [Status.FOLLOWING] * 2
+    answered(scheduler)
+    if lost != "with the prompt":
+        copies = planned(scheduler).copies
+        assert len(copies) == 2
+        scheduler.abort((0, 2))
+        rewind(scheduler)
+        step = planned(scheduler)
+        assert step.copies == copies[1:]
+        assert rows_of(step) == [(1, 6, 1, True), (3, 5, 1, True)]
+        scheduler.apply(step, sample(step))
+        del seqs[1]
+    run(scheduler)
+    assert all(generated(seq) == completion(prompt, 4) for seq in seqs)
 
 
 def test_a_cache_that_is_lost_after_all_is_computed_again() -> None:

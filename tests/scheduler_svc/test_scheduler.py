@@ -46,6 +46,13 @@ def test_an_invalid_request_is_rejected(prompt: list[int], max_tokens: int, word
     assert word in output.message
 
 
+def test_a_full_queue_refuses_and_loses_nothing() -> None:
+    scheduler = make_scheduler(max_waiting=3)
+    refused = [scheduler.add(make(n, [n], 2)) for n in range(5)]
+    assert [end and end.cause for end in refused] == [None] * 3 + [FinishCause.QUEUE_FULL] * 2
+    assert {o.seq.key.number for o in run(scheduler) if o.finished} == {0, 1, 2}
+
+
 def test_a_preempted_sequence_counts_its_prompt_once() -> None:
     scheduler = make_scheduler(num_blocks=4)
     for number in (1, 2):
