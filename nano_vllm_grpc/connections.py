@@ -75,7 +75,7 @@ class Connections:
         tls: ClientTls | None,
         token: str | None,
     ) -> None:
-        self._targets = [address for address in addresses for _ in range(per_address)]
+        self._targets = [address for _ in range(per_address) for address in addresses]
         self._tls = tls
         self._token = token
         self._connections: list[Connection] | None = None

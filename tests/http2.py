@@ -17,7 +17,6 @@ _NAMES |= {PING: "PING", GOAWAY: "GOAWAY", WINDOW_UPDATE: "WINDOW_UPDATE"}
 ACK = END_STREAM = 1
 END_HEADERS = 4
 INITIAL_WINDOW_SIZE = 4  # a setting
-LARGEST_WINDOW = (1 << 31) - 1
 FIRST_WINDOW = (1 << 16) - 1
 MAX_FRAME = 1 << 14  # bytes of payload, unless the peer allows more
 CANCEL = struct.pack(">I", 8)  # the payload of a reset

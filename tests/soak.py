@@ -40,7 +40,6 @@ def _commands() -> dict[str, tuple[str, ...]]:
             for service in services
         },
         "attacks": ("tests.abuse", "--check", "2"),
-        "attacks on a stack without tokens": ("tests.abuse", "--check", "2", "--anonymous"),
         "chaos": chaos,
         "chaos, two engines": (*chaos, "--engines", "2", "--tp", "1"),
         "random cases": (

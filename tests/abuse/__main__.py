@@ -20,7 +20,6 @@ def main() -> int:
     parser.add_argument("--attack", nargs="+", choices=[*ATTACKS], help="all by default")
     parser.add_argument("--seconds", type=float, default=1.5, help="of each window")
     parser.add_argument("--rounds", type=int, default=3, help="of each attack")
-    parser.add_argument("--anonymous", action="store_true", help="the stack asks for no tokens")
     parser.add_argument(
         "--check",
         type=float,
@@ -47,7 +46,6 @@ def main() -> int:
             chosen,
             args.seconds,
             args.rounds,
-            anonymous=args.anonymous,
             report_attack=on_attack,
             out=args.out,
         )

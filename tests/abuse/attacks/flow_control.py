@@ -58,49 +58,11 @@ async def shut_windows(target: Target) -> None:
 
 
 @attack()
-async def unread_sockets(target: Target) -> None:
-    """Long completions with the largest window, on sockets that are never read."""
-    await target.hold_connections(
-        4, partial(_start, target), window=http2.LARGEST_WINDOW, reads=False
-    )
-
-
-@attack()
-async def tiny_windows(target: Target) -> None:
-    """Long completions read byte by byte: a frame of 9 bytes and more for each byte of window."""
-
-    async def start(connection: RawConnection) -> None:
-        streams = await _start(target, connection)
-        one = struct.pack(">I", 1)
-        updates = [http2.frame(http2.WINDOW_UPDATE, one, stream=stream) for stream in streams]
-        while target.left_s > 0 and not connection.closed:
-            await connection.send(*updates * 8)
-            target.gains.sent["window updates"] += len(updates) * 8
-            await asyncio.sleep(0.005)
-
-    await target.hold_connections(4, start, window=1)
-
-
-@attack()
-async def half_sent(target: Target) -> None:
-    """4,000 streams on one connection, each with half a message, and never the rest."""
-
-    async def start(connection: RawConnection) -> None:
-        half = http2.message(bytes(2_000))[:1_000]
-        for _ in range(4_000):
-            stream, headers = connection.call(_GENERATE, target.metadata)
-            await connection.send(headers, http2.frame(http2.DATA, half, stream=stream))
-            target.gains.sent["streams"] += 1
-
-    await target.hold_connections(1, start)
-
-
-@attack()
 async def slow_messages(target: Target) -> None:
-    """Messages that claim to be 60 MiB on 64 streams, each sent a few KiB at a time."""
+    """Messages that claim to be 4 MiB on 64 streams, each sent a few KiB at a time."""
 
     async def start(connection: RawConnection) -> None:
-        claim = struct.pack(">BI", 0, 60 << 20)
+        claim = struct.pack(">BI", 0, 4 << 20)
         streams = []
         for _ in range(64):
             stream, headers = connection.call(_GENERATE, target.metadata)

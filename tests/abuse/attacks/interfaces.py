@@ -7,7 +7,6 @@ import itertools
 import json
 from typing import Any
 
-from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from frontend.api.vllm_engine.servicer import SERVICE_NAME
@@ -68,19 +67,6 @@ async def http_half_sent(target: Target) -> None:
 
 
 @attack(interface="http")
-async def http_connections(target: Target) -> None:
-    """1,500 connections to the gateway that never say a word, each a descriptor."""
-    await target.hold_connections(1_500, **_RAW)
-
-
-@attack(interface="http")
-async def http_abandoned(target: Target) -> None:
-    """Streams over HTTP that are dropped at their first event, 32 at a time."""
-    request = _post(target, "/v1/completions", _LONG)
-    await target.flood(lambda: _ask(target, request, b"data: "), 32)
-
-
-@attack(interface="http")
 async def http_large_bodies(target: Target) -> None:
     """Bodies of 4 MiB over HTTP: one long text, many messages, many lists; 4 at once."""
     message = {"role": "user", "content": "a"}
@@ -97,28 +83,6 @@ async def http_large_bodies(target: Target) -> None:
     await target.flood(lambda: _ask(target, next(requests)), 4)
 
 
-@attack(interface="http")
-async def http_kept_items(target: Target) -> None:
-    """Conversations over HTTP, each with an item of 4 MiB for the gateway to keep; 4 at once."""
-    text = {"type": "message", "role": "user", "content": "word " * (_LIMIT // 5 - 100)}
-    new = _post(target, "/v1/conversations", {})
-
-    async def keep() -> None:
-        answer = await _ask(target, new)
-        name = json.loads(answer.rpartition(b"\r\n\r\n")[2])["id"]
-        await _ask(target, _post(target, f"/v1/conversations/{name}/items", {"items": [text]}))
-
-    await target.flood(keep, 4)
-
-
-@attack(interface="http")
-async def http_stalled_bodies(target: Target) -> None:
-    """4,200 requests over HTTP whose bodies never come, more than the gateway has places for, each
-    sent again when it is refused."""
-    request = _post(target, "/v1/completions", _LONG, 1 << 20)
-    await target.flood(lambda: _ask(target, request), 4_200)
-
-
 @attack(interface="dashboard")
 async def dashboard_polls(target: Target) -> None:
     """The dashboard and its chat, opened again and again, 64 at a time; each is left at once."""
@@ -126,35 +90,6 @@ async def dashboard_polls(target: Target) -> None:
     chat = _post(target, "/chat", {"messages": _MESSAGES})
     requests = itertools.cycle([watch, chat])
     await target.flood(lambda: _ask(target, next(requests)), 64)
-
-
-@attack(interface="events")
-async def cache_watchers(target: Target) -> None:
-    """A prefix cache of 20,000 tokens, watched and left after a whole snapshot, 64 at a time."""
-    path = f"/{SERVICE_NAME}/SubscribeKvEvents"
-    request = common.SubscribeKvEventsRequest().SerializeToString()
-    async with target.channel() as channel:
-        watch: Any = channel.unary_stream(
-            path, response_deserializer=common.KvEventBatch.FromString
-        )
-
-        async def read_snapshot() -> None:
-            call = watch(request)
-            try:
-                with target.counted():
-                    async for batch in call:
-                        target.gains.answers["parts"] += 1
-                        if batch.snapshot.index == batch.snapshot.count - 1:
-                            break
-            finally:
-                call.cancel()
-
-        for number in range(10):
-            long = vllm.TokenizedInput(input_ids=[3 + number] * 2_000)
-            prompt = vllm.GenerateRequest(request_id=f"long {number}", tokenized=long)
-            prompt.sampling_params.max_tokens = 1
-            await target.ask(channel, f"/{SERVICE_NAME}/Generate", prompt.SerializeToString())
-        await target.flood(read_snapshot, 64)
 
 
 @attack(interface="engine")
@@ -186,19 +121,3 @@ async def foreign_aborts(target: Target) -> None:
     abort = vllm.AbortRequest(request_ids=names).SerializeToString()
     async with target.channel() as channel:
         await target.flood(lambda: target.ask(channel, f"/{SERVICE_NAME}/Abort", abort), 16)
-
-
-@attack(interface="engine")
-async def tokenizer_files(target: Target) -> None:
-    """Downloads of the tokenizer's files by the engine protocol, 32 at a time."""
-    async with target.channel() as channel:
-
-        async def send() -> None:
-            call: Any = channel.unary_stream(f"/{SERVICE_NAME}/GetTokenizer")(
-                b"", metadata=target.metadata
-            )
-            with target.counted():
-                async for chunk in call:
-                    target.gains.answers["bytes"] += len(chunk)
-
-        await target.flood(send, 32)

@@ -10,13 +10,13 @@ from typing import Any
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from tests.abuse.attack import SERVICE, Target, attack
 
-_CALLS_PER_CONNECTION = 1024  # the most that a server takes
-_FIRST = -(1 << 31)  # the priority that is admitted before all others
+_CALLS_PER_CONNECTION = 128  # the most that a server takes
+_CALLS = 512  # of a client
 
 
-def _request(prompt: list[int], priority: int = 0, **sampling: Any) -> pb.GenerateRequest:
+def _request(prompt: list[int], **sampling: Any) -> pb.GenerateRequest:
     params = pb.SamplingParams(**{"ignore_eos": True, "temperature": 1, **sampling})
-    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), priority=priority, sampling=params)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling=params)
 
 
 async def _flood(target: Target, requests: list[pb.GenerateRequest], at_once: int) -> None:
@@ -38,17 +38,9 @@ def _prompts(length: int, count: int) -> list[list[int]]:
 
 
 @attack()
-async def first_priority(target: Target) -> None:
-    """Short requests of the first priority there is, and of that which a token may have first, 400
-    at once: all others wait behind them."""
-    requests = [_request(p, _FIRST, max_tokens=16) for p in _prompts(32, 32)]
-    await _flood(target, requests + [_request(p, 0, max_tokens=16) for p in _prompts(32, 32)], 400)
-
-
-@attack()
 async def full_queue(target: Target) -> None:
-    """3,500 requests of one client at once, for a queue that holds 4,096 of all clients'."""
-    await _flood(target, [_request(p, max_tokens=128) for p in _prompts(16, 64)], 3_500)
+    """As many requests at once as one client may have."""
+    await _flood(target, [_request(p, max_tokens=128) for p in _prompts(16, 64)], _CALLS)
 
 
 @attack()
@@ -77,13 +69,3 @@ async def cancel_storm(target: Target) -> None:
             target.gains.answers["cancelled"] += 1
 
         await target.flood(send, 64)
-
-
-@attack()
-async def wide_beams(target: Target) -> None:
-    """Beam searches of the largest width with 64 tokens that end one: candidates by the thousand,
-    each a copy of its tokens."""
-    length = min(2_000, await target.max_model_len() // 2)
-    ends = list(range(200, 264))
-    sampling = {"beam_width": 16, "stop_token_ids": ends, "temperature": 0, "max_tokens": 500}
-    await _flood(target, [_request(p, **sampling) for p in _prompts(length, 8)], 8)
