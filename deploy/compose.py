@@ -40,15 +40,11 @@ from worker_svc.settings import NO_DRAFT_MODEL
 
 DOCKER = Path(__file__).parents[1] / "docker"
 SCHEDULER_PORT, WORKER_PORT = 50052, 50053  # within the stack's private network
-_INSIDE = "/etc/nano/{}"  # path of a setting's file in a container
 _USUAL_HTTP_PORTS = {50051: 8000}  # by the stack's port
 # A setting without a fixed value in a compose file.
 _PASSED = re.compile(rf"^ +{PREFIX}(\w+):(?: \$.*| +#.*)?$", re.MULTILINE)
 # Settings that `up` itself applies, or that containers have anyway.
-_APPLIED = {
-    *("MODEL", "HOST", "PORT", "HTTP_PORT", "AUTH_TOKENS_FILE", "TLS_CERT", "TLS_KEY"),
-    *("TLS_CLIENT_CA", "CLIENT_CERT", "CLIENT_KEY", "ALLOW_PLAINTEXT", "ALLOW_PUBLIC_PLAINTEXT"),
-}
+_APPLIED = {"MODEL", "HOST", "PORT", "HTTP_PORT", "ALLOW_PLAINTEXT", "ALLOW_PUBLIC_PLAINTEXT"}
 _POLL_S = 1.0
 
 
@@ -64,7 +60,7 @@ def up(environment: Environment, layout: Layout) -> int:
         raise LaunchError("SPECULATION: RUNTIME=docker has no draft model; use ngram or none")
     if ignored := ignored_settings(environment, layout):
         raise LaunchError(f"{', '.join(ignored)}: RUNTIME=docker has no such setting")
-    variables = compose_variables(settings, layout)
+    variables = compose_variables(settings, layout) | file_variables(settings)
     # HOST is checked by now; the network inside is private to the stack.
     stack_settings(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
     device = environment.get(PREFIX + "DEVICE")
@@ -188,64 +184,41 @@ def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
     services: dict[str, object] = {}
     for index in range(1, engines * tp):
         engine, rank = divmod(index, tp)
-        services[f"worker-{index}"] = {
-            "extends": {"file": str(DOCKER / "worker.yaml"), "service": profile},
-            "command": [
-                *("--rank", str(rank)),
-                *(_rank_flags(engine, index, tp) if engine else ()),
-            ],
-            "profiles": [profile],
+        flags = {
+            "rank": rank,
+            "index": index,
+            "worker-addresses": _worker_addresses(engine, tp),
+            "master-addr": f"worker-{engine * tp}",
+            "engine-name": engine,
         }
+        extended = _extend("worker.yaml", profile, flags)
+        services[f"worker-{index}"] = extended | {"profiles": [profile]}
     for engine in range(1, engines):
-        services[_scheduler(engine)] = {
-            "extends": {"file": str(DOCKER / "compose.yaml"), "service": "scheduler"},
-            "command": [
-                *("--scheduler-address", f"{_scheduler(engine)}:{SCHEDULER_PORT}"),
-                *("--worker-addresses", _worker_addresses(engine, tp)),
-                *("--engine-name", str(engine)),
-            ],
+        flags = {
+            "scheduler-address": f"{_scheduler(engine)}:{SCHEDULER_PORT}",
+            "worker-addresses": _worker_addresses(engine, tp),
+            "engine-name": engine,
         }
+        services[_scheduler(engine)] = _extend("compose.yaml", "scheduler", flags)
     return services
 
 
-def file_services(settings: StackSettings) -> dict[str, object]:
-    """Returns Compose services that mount the token and certificate files into frontends and
-    gateway. The gateway's own frontend has no TLS, because only the gateway calls it."""
-    names = ["auth_tokens_file", "tls_cert", "tls_key", "tls_client_ca"]
-    given = {name: value for name in names if (value := getattr(settings, name))}
-    if not given:
-        return {}
+def _extend(file: str, service: str, flags: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "extends": {"file": str(DOCKER / file), "service": service},
+        "command": [word for name, value in flags.items() for word in (f"--{name}", str(value))],
+    }
+
+
+def file_variables(settings: StackSettings) -> dict[str, str]:
+    """Returns the variables that mount the token and certificate files into containers."""
     tls = public_tls(settings)
-    probe = (
-        {"TLS_CA": _INSIDE.format("tls_cert"), "TLS_SERVER_NAME": tls.server_name} if tls else {}
-    )
-    if settings.tls_client_ca:
-        probe |= {
-            "CLIENT_CERT": _INSIDE.format("tls_cert"),
-            "CLIENT_KEY": _INSIDE.format("tls_key"),
-        }
-
-    services: dict[str, object] = {}
-    for service, wanted in (("frontend", names), ("http", names[:1]), ("gateway", names[:3])):
-        inside = {name: _INSIDE.format(name) for name in wanted if name in given}
-        variables = {name.upper(): path for name, path in inside.items()}
-        variables |= probe if service == "frontend" else {}
-        services[service] = {
-            "environment": {f"{PREFIX}{name}": value for name, value in variables.items()},
-            "volumes": [
-                f"{Path(given[name]).resolve()}:{path}:ro" for name, path in inside.items()
-            ],
-        }
-    return services
-
-
-def _rank_flags(engine: int, index: int, tp: int) -> list[str]:
-    return [
-        *("--index", str(index)),
-        *("--worker-addresses", _worker_addresses(engine, tp)),
-        *("--master-addr", f"worker-{engine * tp}"),
-        *("--engine-name", str(engine)),
-    ]
+    variables = {"TLS_SERVER_NAME": tls.server_name} if tls else {}
+    for name in ("auth_tokens_file", "tls_cert", "tls_key", "tls_client_ca"):
+        if path := getattr(settings, name):
+            variables[f"{PREFIX}{name.upper()}"] = str(Path(path).resolve())
+            variables[f"{name.upper()}_INSIDE"] = f"/etc/nano/{name}"
+    return variables
 
 
 def _scheduler(engine: int) -> str:
@@ -269,7 +242,7 @@ def service_names(service: str | None) -> list[str]:
 def _write_ranks(settings: StackSettings, layout: Layout, profile: str) -> None:
     path = _ranks_file(settings.port)
     make_directory(path.parent)
-    services = rank_services(settings.tp, layout.engines, profile) | file_services(settings)
+    services = rank_services(settings.tp, layout.engines, profile)
     replace_file(path, json.dumps({"services": services}, indent=1))
 
 

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -25,13 +26,14 @@ import jsonschema
 import pytest
 import yaml
 
-from deploy.compose import compose_variables, file_services, rank_services
+from deploy.compose import compose_variables, file_variables, rank_services
 from deploy.gateway import GatewaySettings
 from deploy.plan import Layout, StackSettings
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.channels import stays_on_host
+from nano_vllm_grpc.tls import ClientTls
 from scheduler_svc.settings import SchedulerSettings
-from shared.config import ServiceSettings, load_settings
+from shared.config import CLIENT_NAMES, ServiceSettings, load_settings
 from tests.certificates import Authority
 from worker_svc.settings import WorkerSettings
 
@@ -162,7 +164,7 @@ def test_containers_may_write_only_to_tmp_and_have_no_privileges(name: str) -> N
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"cap_add", "privileged", "user"} & service.keys()
     for volume in service["volumes"]:
-        assert volume.endswith((":/model:ro", ":/tmp/cache"))
+        assert re.search(r":(/model:ro|/tmp/cache|/etc/nano/\w+:ro)$", volume)
 
 
 def test_caches_are_in_the_volume_of_the_workers() -> None:
@@ -230,7 +232,8 @@ def test_builds_find_their_files_and_arguments() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_services_know_their_settings_and_are_probed_by_a_command_in_the_image(name: str) -> None:
     known = {f"NANO_{field.upper()}" for field in SETTINGS[name].model_fields}
-    assert set(services()[name]["environment"]) <= known
+    probe = {f"NANO_{each.upper()}" for each in CLIENT_NAMES}
+    assert set(services()[name]["environment"]) <= known | probe
     passed = {
         variable
         for service in services().values()
@@ -262,29 +265,37 @@ def test_the_gateway_finds_its_frontend_in_its_own_network() -> None:
     assert "NANO_GATEWAY_ADDRESSES" not in services()["frontend"]["environment"]
 
 
+def filled_in(text: str, variables: Mapping[str, str]) -> str:
+    """`text` of a compose file, with the values of its variables."""
+    return re.sub(r"\$\{(\w+):-(.*?)\}", lambda found: variables.get(found[1]) or found[2], text)
+
+
 def test_files_of_tokens_and_certificates_get_into_the_containers(
-    tmp_path: Path, authority: Authority
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not file_services(StackSettings())
+    assert not file_variables(StackSettings())
     shown = authority.issue("docker", "DNS:stack.example")
     tokens = tmp_path / "tokens"
     tokens.write_text("a-token-of-sixteen\n")
     settings = StackSettings(auth_tokens_file=str(tokens), tls_cert=shown.cert, tls_key=shown.key)
-    composed: Any = {"services": file_services(settings)}
-    jsonschema.validate(composed, SCHEMA)
-    for name, service in composed["services"].items():
-        mounts = dict(volume.split(":")[1::-1] for volume in service["volumes"])
-        with pytest.MonkeyPatch.context() as patched:
-            for variable, value in (
-                services()[name]["environment"] | service["environment"]
-            ).items():
-                if value is not None:
-                    patched.setenv(variable, str(value))
-            read = load_settings(SETTINGS[name], [])
+    variables = file_variables(settings)
+    for name in ("frontend", "http", "gateway"):
+        service = services()[name]
+        volumes = [filled_in(volume, variables) for volume in service["volumes"]]
+        mounts = dict(volume.split(":")[1::-1] for volume in volumes)
+        environment = {
+            variable: filled_in(str(value), variables)
+            for variable, value in service["environment"].items()
+            if value is not None
+        }
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        read = load_settings(SETTINGS[name], [])
         assert mounts[read.auth_tokens_file] == str(tokens)
         assert mounts.get(read.tls_cert) == (None if name == "http" else shown.cert)
-    probe = composed["services"]["frontend"]["environment"]
-    assert probe["NANO_TLS_SERVER_NAME"] == "stack.example"
+        assert not read.tls_client_ca
+        tls = ClientTls.from_environment(environment)
+        assert (tls.server_name if tls else "") == ("stack.example" if name == "frontend" else "")
 
 
 @pytest.mark.parametrize(("status", "health"), [(200, "SERVING"), (503, "NOT_SERVING")])
