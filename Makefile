@@ -19,7 +19,7 @@ quote = '$(subst ','\'',$(1))'
 flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z-) $(call quote,$($(name)))))
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
-KNOWN := $(STACK) PYTHON PIP_ARGS ARGS SERVICE ENGINE HANDOVER_TIMEOUT_S GATEWAY_ADDRESSES IN OUT MODE \
+KNOWN := $(STACK) PYTHON PIP_ARGS ARGS SERVICE ENGINE HANDOVER_TIMEOUT_S GATEWAY_ADDRESSES IN OUT MODE STEPS \
 	GPU_PYTHON BUILDER BASE SEEDS SEED FAULTS ATTACK CHECK \
 	MEMORY_LIMIT WORKER_MEMORY_LIMIT TMP_SIZE SHM_SIZE
 # A word of a value may look like a variable, but make has none of that name.

@@ -84,7 +84,7 @@ class WorkerServiceServicer:
 
     def Profile(self, request, context):
         """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
-        FAILED_PRECONDITION while another call records. A cancelled call records no more.
+        FAILED_PRECONDITION while another call records. Nothing is recorded after the end of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

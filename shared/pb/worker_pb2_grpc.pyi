@@ -43,7 +43,7 @@ class WorkerServiceStub:
     """
     Profile: _grpc.UnaryStreamMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileResponse]
     """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
-    FAILED_PRECONDITION while another call records. A cancelled call records no more.
+    FAILED_PRECONDITION while another call records. Nothing is recorded after the end of the call.
     """
 
 @_typing.type_check_only
@@ -61,7 +61,7 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """
     Profile: _aio.UnaryStreamMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileResponse]  # type: ignore[assignment]
     """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
-    FAILED_PRECONDITION while another call records. A cancelled call records no more.
+    FAILED_PRECONDITION while another call records. Nothing is recorded after the end of the call.
     """
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -100,7 +100,7 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ProfileResponse], _abc.AsyncIterator[_worker_pb2.ProfileResponse]]:
         """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
-        FAILED_PRECONDITION while another call records. A cancelled call records no more.
+        FAILED_PRECONDITION while another call records. Nothing is recorded after the end of the call.
         """
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -283,7 +283,7 @@ async def test_methods_for_operators_are_unimplemented(engine: Any) -> None:
     for call in calls:
         code, details = await rejection(call)
         assert code is grpc.StatusCode.UNIMPLEMENTED
-        assert details == "use the command line: nano-vllm-grpc restart or profile"
+        assert details == "use the command line instead: nano-vllm-grpc down and up, or profile"
 
 
 @pytest.mark.parametrize("settings", [{"engine_host": "0.0.0.0"}], indirect=True)

@@ -209,7 +209,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def _operate(self, request: Any, context: Context) -> NoReturn:
-        raise UnimplementedError("use the command line: nano-vllm-grpc restart or profile")
+        raise UnimplementedError(
+            "use the command line instead: nano-vllm-grpc down and up, or profile"
+        )
 
     FlushCache = StartProfile = StopProfile = _operate
 
