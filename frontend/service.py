@@ -15,12 +15,14 @@ from frontend.callers.tenants import Tokens
 from frontend.engines.pool import Engines
 from frontend.metrics import RequestMetrics
 from frontend.settings import FrontendSettings
-from frontend.text.model_files import ModelFilesError, read_model_facts
+from frontend.text.model_files import ModelFacts, ModelFilesError, read_model_facts
 from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared.rpc.server import Server
 from shared.telemetry.tracing import open_tracing
+
+_TOKENIZER_THREADS = 2
 
 
 def public_server(
@@ -88,15 +90,7 @@ async def serve(
         OSError: the address cannot be bound.
     """
     directory = Path(settings.model)
-    facts = read_model_facts(directory, settings.served_model_name)
-    tokenizer = Tokenizer(directory, settings.tokenizer_threads)
-    if 2 * len(tokenizer.vocabulary.tokens) < facts.vocab_size:
-        # transformers makes a tokenizer of no files, too.
-        raise ModelFilesError(
-            f"{directory}: the tokenizer has {len(tokenizer.vocabulary.tokens)} tokens, but the "
-            f"model has {facts.vocab_size}; copy or download its files again"
-        )
-    facts = facts.ending_with(tokenizer.eos_token_ids)
+    facts, tokenizer = _read_model(directory, settings.served_model_name)
     engine_server: Server | None = None
     opened = False
 
@@ -145,3 +139,18 @@ async def serve(
     except* OSError as errors:
         raise errors.exceptions[0] from None  # the engine protocol's address
     tokenizer.close()
+
+
+def _read_model(directory: Path, name: str) -> tuple[ModelFacts, Tokenizer]:
+    """
+    Raises:
+        ModelFilesError: a file cannot be used, or is missing.
+    """
+    facts, tokenizer = read_model_facts(directory, name), Tokenizer(directory, _TOKENIZER_THREADS)
+    if 2 * len(tokenizer.vocabulary.tokens) < facts.vocab_size:
+        # transformers makes a tokenizer of no files, too.
+        raise ModelFilesError(
+            f"{directory}: the tokenizer has {len(tokenizer.vocabulary.tokens)} tokens, but the "
+            f"model has {facts.vocab_size}; copy or download its files again"
+        )
+    return facts.ending_with(tokenizer.eos_token_ids), tokenizer

@@ -82,7 +82,6 @@ class FrontendSettings(PublicSettings):
         description="schedulers of several engines: host:port, unix:path, dns:host:port (all "
         "addresses of a name), or file:path (an address per line)",
     )
-    tokenizer_threads: int = Field(2, gt=0, description="threads that tokenize prompts")
     index: int = Field(
         0, ge=0, description="number of this frontend among those that share the port"
     )

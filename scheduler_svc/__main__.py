@@ -33,6 +33,8 @@ from shared.telemetry.tracing import open_tracing
 
 log = structlog.get_logger(__name__)
 
+_MAX_JSON_WHITESPACE = 20  # otherwise a model may write spaces until its last token
+
 
 async def serve(
     settings: SchedulerSettings,
@@ -160,7 +162,7 @@ def main() -> int:
         run_host,
         link,
         Path(settings.model),
-        max_json_whitespace=settings.max_json_whitespace or None,
+        max_json_whitespace=_MAX_JSON_WHITESPACE,
     )
     return run_service(
         "scheduler",

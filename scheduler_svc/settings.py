@@ -51,9 +51,6 @@ class SchedulerSettings(ServiceSettings):
     kv_blocks: AutoInt = Field(
         "auto", description="blocks of the KV cache (auto: as the workers report)"
     )
-    max_json_whitespace: int = Field(
-        20, ge=0, description="maximum run of spaces in JSON of structured output (0: no limit)"
-    )
     speculation: str = Field(
         "auto",
         description="source of drafts: none, ngram (auto), or on a CPU a draft model's directory",

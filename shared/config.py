@@ -42,9 +42,6 @@ class ServiceSettings(SecuritySettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of the lines that are logged"
     )
-    log_format: Literal["auto", "console", "json"] = Field(
-        "auto", description="format of log lines (auto: console on a terminal, else json)"
-    )
     drain_timeout_s: float = Field(
         10.0, ge=0, description="seconds that calls in progress have to end when a process stops"
     )
@@ -83,11 +80,11 @@ _NAMES_OF_SERVICES = """
     allow_public_plaintext attention auth_tokens_file block_size device
     draft_quantization dtype enforce_eager engine_name engines_on_host gateway_addresses
     gateway_policy host http_port index
-    kv_blocks kv_dtype master_addr master_port max_json_whitespace max_model_len
+    kv_blocks kv_dtype master_addr master_port max_model_len
     max_num_batched_tokens max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting
     max_waiting_tokens memory_utilization model port
     quantization rank report_cached_tokens scheduler_address scheduler_addresses
-    served_model_name speculation sync threads tls_cert tls_client_ca tls_key tokenizer_threads tp
+    served_model_name speculation sync threads tls_cert tls_client_ca tls_key tp
     ui_port worker_addresses
 """
 KNOWN_NAMES = frozenset((*ServiceSettings.model_fields, *_NAMES_OF_SERVICES.split()))

@@ -21,9 +21,7 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
     line says how many were dropped. Callers bind request and step ids with
     `structlog.contextvars`. Prompts and completions are never logged.
     """
-    console = settings.log_format == "console" or (
-        settings.log_format == "auto" and sys.stderr is not None and sys.stderr.isatty()
-    )
+    console = sys.stderr is not None and sys.stderr.isatty()
     # Tracebacks omit local variables, because they may hold prompts.
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)

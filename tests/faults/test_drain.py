@@ -33,7 +33,7 @@ async def frontend(
     """Runs a frontend that is connected to `scheduler`."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "frontend", "--model", str(DEMO), "--port", str(port)),
-        *("--scheduler-address", scheduler.address, "--log-format", "json"),
+        *("--scheduler-address", scheduler.address),
         *("--drain-timeout-s", str(drain_timeout_s)),
         stderr=asyncio.subprocess.PIPE,
     )

@@ -34,7 +34,7 @@ async def test_processes_share_a_port_without_torch_and_stop_when_told(
 ) -> None:
     port = free_port()
     flags = ["--model", str(demo), "--port", str(port)]
-    flags += ["--scheduler-address", scheduler.address, "--log-format", "json"]
+    flags += ["--scheduler-address", scheduler.address]
     processes = [await start(*flags) for _ in range(2)]
     for process in processes:
         assert process.stderr is not None
@@ -53,7 +53,7 @@ async def test_processes_share_a_port_without_torch_and_stop_when_told(
 
 
 async def test_a_known_reason_not_to_start_is_one_line_and_status_2(tmp_path: Path) -> None:
-    process = await start("--model", str(tmp_path / "nowhere"), "--log-format", "json")
+    process = await start("--model", str(tmp_path / "nowhere"))
     _, errors = await process.communicate()
     assert process.returncode == 2
     (line,) = errors.decode().splitlines()
@@ -64,7 +64,7 @@ async def test_a_known_reason_not_to_start_is_one_line_and_status_2(tmp_path: Pa
 async def test_a_model_without_its_tokenizer_is_not_served(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, tmp_path)
-    process = await start("--model", str(tmp_path), "--log-format", "json")
+    process = await start("--model", str(tmp_path))
     _, errors = await process.communicate()
     assert process.returncode == 2
     reason = json.loads(errors.decode().splitlines()[-1])["reason"]

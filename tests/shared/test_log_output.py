@@ -22,7 +22,7 @@ import structlog
 from frontend.settings import FrontendSettings
 from shared.config import load_settings
 from shared.telemetry.logging import configure_logging
-configure_logging(load_settings(FrontendSettings, ["--log-format", "json"]), "test")
+configure_logging(load_settings(FrontendSettings, []), "test")
 for number in range(1000):
     structlog.get_logger().info("event", number=number)
 warnings.warn("heed")

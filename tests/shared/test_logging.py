@@ -26,12 +26,12 @@ def fail() -> None:
     raise ValueError("why")
 
 
-@pytest.mark.parametrize("log_format", ["console", "json"])
+@pytest.mark.parametrize("terminal", [False, True])
 def test_tracebacks_hold_no_local_variables(
-    log_format: str, capfd: pytest.CaptureFixture[str]
+    terminal: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = load_settings(FrontendSettings, ["--log-format", log_format])
-    configure_logging(settings, "test")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    configure_logging(load_settings(FrontendSettings, []), "test")
     try:
         fail()
     except ValueError as error:
@@ -40,6 +40,7 @@ def test_tracebacks_hold_no_local_variables(
     assert "ValueError" in line
     assert "why" in line
     assert "a secret" not in line
+    assert line.startswith("{") != terminal
 
 
 def test_json_lines_hold_what_is_bound(capfd: pytest.CaptureFixture[str]) -> None:

@@ -282,7 +282,7 @@ def test_a_known_reason_not_to_start_is_one_line(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("Qwen3ForCausalLM", "GPT2LMHeadModel"))
     process = subprocess.run(
-        command(tmp_path, "--worker-addresses", f"unix:{tmp_path}/w.sock", "--log-format", "json"),
+        command(tmp_path, "--worker-addresses", f"unix:{tmp_path}/w.sock"),
         capture_output=True,
         text=True,
         timeout=WAIT_S,
