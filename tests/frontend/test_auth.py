@@ -199,5 +199,3 @@ async def test_metadata_has_a_limit() -> None:
         code = await status(address, (("x", "a" * 20_000),))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert await status(address) is grpc.StatusCode.OK
-
-
