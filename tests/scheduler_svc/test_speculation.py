@@ -98,7 +98,7 @@ def test_as_many_rows_are_drafted_as_cost_nothing(slower: bool) -> None:
     """If steps of one row get slower, nothing says that larger ones are as fast as before."""
     speculation, seq = taught(lambda rows: 0.01 if rows <= 4 else 0.01 * rows), decoding(CYCLE * 4)
     for _ in range(200 if slower else 0):
-        speculation.step_answered(plain_step(seq), StepTiming(0.1, 0.0, 0.0))
+        speculation.step_times.step_answered(plain_step(seq), StepTiming(0.1, 0.0, 0.0))
     for i in range(40):
         extend(seq, CYCLE[i % 4])
         drafts = speculation.choose([seq], 100)
