@@ -96,7 +96,7 @@ def _products(owner: object) -> Iterator[tuple[int, str]]:
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, ColumnParallelLinear | RowParallelLinear):
                 if isinstance(each._weight, PanelWeight):
-                    yield addressof(each._weight.struct(each._bias, each._weight.piece)), name
+                    yield addressof(each._weight.struct(each._bias, each._weight.segment)), name
             elif type(each).__module__.startswith("worker_svc.models."):
                 yield from _products(each)
 

@@ -10,23 +10,25 @@ import torch
 
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu.program import tracing
-from worker_svc.kernels.cpu.weights import PIECE
+from worker_svc.kernels.cpu.weights import SEGMENT
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
 from worker_svc.weights.quantization.formats import QuantizedWeight, quantize_rows
 
 
-def rounded(x: torch.Tensor, exchange: Exchange | None = None, piece: int = PIECE) -> torch.Tensor:
-    """x [T, in], as a CPU multiplies it: in 8 bits, each `piece` of all ranks' inputs with a scale.
-    The result is float64."""
+def rounded(
+    x: torch.Tensor, exchange: Exchange | None = None, segment: int = SEGMENT
+) -> torch.Tensor:
+    """x [T, in], as a CPU multiplies it: in 8 bits, each `segment` of all ranks' inputs with a
+    scale of its own. The result is float64."""
     rows, columns = x.shape
     first = exchange.first if exchange else 0
-    whole = torch.zeros(rows, -(-(exchange.columns if exchange else columns) // piece) * piece)
+    whole = torch.zeros(rows, -(-(exchange.columns if exchange else columns) // segment) * segment)
     whole[:, first : first + columns] = x
-    pieces = whole.view(-1, piece)
-    maxima = pieces.abs().amax(dim=1)
+    segments = whole.view(-1, segment)
+    maxima = segments.abs().amax(dim=1)
     if exchange:
         maxima = exchange.maximum(maxima)
-    codes, scales = quantize_rows(pieces, maxima)
+    codes, scales = quantize_rows(segments, maxima)
     values = (codes.double() * scales.double()[:, None]).view(rows, -1)
     return values[:, first : first + columns]
 

@@ -56,7 +56,7 @@ def embed(
         table, size = vector(weight.weight), weight.weight.shape[1]
     else:
         assert isinstance(weight, PanelWeight)  # no other weight of a device is looked up
-        codes, size = addressof(weight.struct(None, weight.piece)), weight.in_features
+        codes, size = addressof(weight.struct(None, weight.segment)), weight.in_features
     if trace := tracing():
         return trace.embed(table, codes, size, start, count)
     out = torch.empty(len(input_ids), size)

@@ -253,13 +253,13 @@ class Trace:
         exchange: Exchange | None,
     ) -> torch.Tensor:
         read = self.rows(x)
-        piece, exchange = weight.split(exchange)
-        pieces = -(-weight.in_features // piece)
+        segment, exchange = weight.split(exchange)
+        segments = -(-weight.in_features // segment)
         packed = PackedRows(
-            weight, bias, piece,
+            weight, bias, segment,
             self._memory(4 * weight.stride, read.per_sequence),
-            self._memory(4 * pieces, read.per_sequence),
-            self._memory(4 * pieces, read.per_sequence),
+            self._memory(4 * segments, read.per_sequence),
+            self._memory(4 * segments, read.per_sequence),
         )  # fmt: skip
         producer = self._producers.pop(read, None)
         if exchange is not None:
@@ -286,7 +286,7 @@ class Trace:
     def _pack(self, packed: PackedRows, read: Rows, exchange: Exchange | None) -> None:
         magnitudes = tops = None
         if exchange:
-            shared = packed.weight.shared_piece(exchange, packed.piece)
+            shared = packed.weight.shared_segment(exchange, packed.segment)
             stride = -(-exchange.columns // shared)
             magnitudes = self._memory(_FLOAT32 * stride, read.per_sequence, columns=stride)
             tops = Tops(None, stride, exchange.first, shared)
@@ -305,7 +305,7 @@ class Trace:
 
     def _maxima(self, read: Rows, magnitudes: Rows, tops: Any) -> None:
         def bind() -> Any:
-            places = tops.stride, tops.first_input, tops.piece
+            places = tops.stride, tops.first_input, tops.segment
             return MaximaArgs(
                 self._count(read), read.columns, read.address, magnitudes.address, *places
             )

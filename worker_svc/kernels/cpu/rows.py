@@ -22,11 +22,11 @@ class Panels(Protocol):
     out_features: int
     stride: int
 
-    def struct(self, bias: torch.Tensor | None, piece: int) -> Any: ...
+    def struct(self, bias: torch.Tensor | None, segment: int) -> Any: ...
 
     def split(self, exchange: Exchange | None) -> tuple[int, Exchange | None]: ...
 
-    def shared_piece(self, exchange: Exchange, piece: int) -> int: ...
+    def shared_segment(self, exchange: Exchange, segment: int) -> int: ...
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class PackedRows:
 
     weight: Panels
     bias: torch.Tensor | None
-    piece: int
+    segment: int
     words: Rows
     sums: Rows
     scales: Rows
@@ -83,7 +83,7 @@ class PackedRows:
     @property
     def struct(self) -> int:
         """The address of the weight."""
-        return addressof(self.weight.struct(self.bias, self.piece))
+        return addressof(self.weight.struct(self.bias, self.segment))
 
     def target(self) -> Any:
         return PackTo(self.struct, self.packed())

@@ -57,7 +57,7 @@ Step = structure(
     ("block_table table_offsets temperatures uniforms", POINTER),
 )
 Weight = structure(
-    "Weight", ("kind inputs outputs groups piece", INT), ("codes scales zeros bias", POINTER)
+    "Weight", ("kind inputs outputs groups segment", INT), ("codes scales zeros bias", POINTER)
 )
 Packed = structure("Packed", ("words sums scales", POINTER), ("stride", INT))
 PackTo = structure("PackTo", ("weight", POINTER), ("out", Packed))
@@ -83,13 +83,13 @@ ProductArgs = structure(
 SiluArgs = structure(
     "SiluArgs", ("rows", POINTER), ("size", INT), ("gate_up out", POINTER), ("pack", PackTo)
 )
-Tops = structure("Tops", ("data", POINTER), ("stride first_input piece", INT))
+Tops = structure("Tops", ("data", POINTER), ("stride first_input segment", INT))
 MaximaArgs = structure(
     "MaximaArgs",
     ("rows", POINTER),
     ("size", INT),
     ("x out", POINTER),
-    ("stride first_input piece", INT),
+    ("stride first_input segment", INT),
 )
 RopeStoreArgs = structure(
     "RopeStoreArgs",

@@ -32,7 +32,7 @@ from worker_svc.weights.quantization.formats import QuantizedWeight
 PANEL = 2 * LANES
 # The inputs of a row that share a scale once they are rounded to 8 bits. With a scale per row, as
 # most servers have it, SmolLM2's perplexity grew by 3.7% (docs/results/quality.md).
-PIECE = 64
+SEGMENT = 64
 _INPUTS = {Kind.INT8: 4, Kind.INT4: 8, Kind.INT6: 16}  # of a step
 KINDS = {
     torch.float32: Kind.FLOAT32,
@@ -62,31 +62,33 @@ class PanelWeight:
         self.groups = self._scales.shape[1] if len(self._scales) else 1
         self.kind = KINDS[self._codes.dtype]
         self.quantizes = self.kind in _INPUTS
-        self.piece = PIECE if self.groups == 1 else gcd(PIECE, self.in_features // self.groups)
+        self.segment = (
+            SEGMENT if self.groups == 1 else gcd(SEGMENT, self.in_features // self.groups)
+        )
         self._structs: dict[tuple[int, int], tuple[Any, torch.Tensor | None]] = {}
-        self.stride = int(library().nano_stride(byref(self.struct(None, self.piece))))
+        self.stride = int(library().nano_stride(byref(self.struct(None, self.segment))))
 
-    def struct(self, bias: torch.Tensor | None, piece: int) -> Any:
+    def struct(self, bias: torch.Tensor | None, segment: int) -> Any:
         """The `Weight` for the library. It lives as long as this object."""
-        key = 0 if bias is None else bias.data_ptr(), piece
+        key = 0 if bias is None else bias.data_ptr(), segment
         if key not in self._structs:
             bias = None if bias is None else bias.float()
             addresses = [
                 each.data_ptr() if each is not None and each.numel() else None
                 for each in (self._codes, self._scales, self._zeros, bias)
             ]
-            sizes = self.in_features, self.out_features, self.groups, piece
+            sizes = self.in_features, self.out_features, self.groups, segment
             self._structs[key] = Weight(self.kind, *sizes, *addresses), bias
         return self._structs[key][0]
 
     def split(self, exchange: Exchange | None) -> tuple[int, Exchange | None]:
-        """The inputs of a piece, and `exchange` if other ranks have a part of some piece."""
-        if exchange is None or not self.quantizes or self.in_features % PIECE == 0:
-            return self.piece, None
-        piece = gcd(self.piece, self.in_features)
-        if piece % _INPUTS[self.kind] == 0:
-            return piece, exchange
-        # Pieces would cut steps of the loop, so all inputs of a row share a magnitude.
+        """The inputs of a segment, and `exchange` if other ranks have a part of some segment."""
+        if exchange is None or not self.quantizes or self.in_features % SEGMENT == 0:
+            return self.segment, None
+        segment = gcd(self.segment, self.in_features)
+        if segment % _INPUTS[self.kind] == 0:
+            return segment, exchange
+        # Segments would cut steps of the loop, so all inputs of a row share a magnitude.
         return self.in_features, exchange
 
     def matmul(
@@ -95,12 +97,12 @@ class PanelWeight:
         if trace := tracing():
             return trace.product(self, x, bias, exchange)
         x = x.float().contiguous()
-        rows, (piece, exchange) = len(x), self.split(exchange)
+        rows, (segment, exchange) = len(x), self.split(exchange)
         step = Step(tokens=rows)
         count = addressof(step)  # its first field
         tops = None
         if exchange:
-            shared = self.shared_piece(exchange, piece)
+            shared = self.shared_segment(exchange, segment)
             stride = -(-exchange.columns // shared)
             magnitudes = torch.empty(rows, stride)
             args = MaximaArgs(
@@ -114,22 +116,22 @@ class PanelWeight:
             )
             run_phase(Phase.MAXIMA, args, step)
             tops = Tops(exchange.maximum(magnitudes).data_ptr(), stride, exchange.first, shared)
-        pieces = -(-self.in_features // piece)
+        segments = -(-self.in_features // segment)
         out = torch.empty(rows, self.out_features)
         words = torch.empty(rows, self.stride, dtype=torch.int32)
-        sums = torch.empty(rows, pieces, dtype=torch.int32)
-        scales = torch.empty(rows, pieces)
+        sums = torch.empty(rows, segments, dtype=torch.int32)
+        scales = torch.empty(rows, segments)
         packed = Packed(words.data_ptr(), sums.data_ptr(), scales.data_ptr(), self.stride)
-        weight = addressof(self.struct(bias, piece))
+        weight = addressof(self.struct(bias, segment))
         pack = PackArgs(weight, count, x.data_ptr(), addressof(tops) if tops else None, packed)
         product = ProductArgs(weight, count, packed, out.data_ptr(), None)
         ops = (Op * 2)(Op(Phase.PACK, addressof(pack)), Op(Phase.PRODUCT, addressof(product)))
         run(ops, step)
         return out
 
-    def shared_piece(self, exchange: Exchange, piece: int) -> int:
+    def shared_segment(self, exchange: Exchange, segment: int) -> int:
         """The inputs of all ranks that share a magnitude."""
-        return exchange.columns if piece == self.in_features else self.piece
+        return exchange.columns if segment == self.in_features else self.segment
 
     def state(self) -> dict[str, torch.Tensor]:
         return self._state

@@ -14,7 +14,7 @@ from tests.worker_svc.quantization.exact import rounded
 from worker_svc.errors import ModelError
 from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.ops import OneDnnWeight, embed, pack, unpack
-from worker_svc.kernels.cpu.weights import PIECE, PanelWeight, pack_floats, pack_quantized
+from worker_svc.kernels.cpu.weights import SEGMENT, PanelWeight, pack_floats, pack_quantized
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight, quantize_rows
 
@@ -54,7 +54,7 @@ def check_quantized() -> None:
             x[1:2] = 1
             seen = x.double()
             if fmt != "fp8":
-                seen = rounded(x, piece=packed.piece)
+                seen = rounded(x, segment=packed.segment)
             elif cpu_features.has("avx512bf16"):
                 seen = x.bfloat16().double()
             expected = seen @ dequantized.double().T + bias
@@ -152,11 +152,11 @@ def test_ranks_share_magnitudes(share: int, fmt: Format) -> None:
     """Two halves of the columns, quantized by what both exchange, add up to the whole."""
     weight = random_weight(fmt, 40, 2 * share)
     x = torch.randn(9, 2 * share, generator=torch.Generator().manual_seed(1))
-    if (fmt, share) == ("int4", 180):  # pieces would cut steps of 8 inputs
+    if (fmt, share) == ("int4", 180):  # segments would cut steps of 8 inputs
         maxima = x.abs().amax(dim=1, keepdim=True)
     else:
-        padding = 0, -2 * share % PIECE
-        maxima = torch.nn.functional.pad(x, padding).view(9, -1, PIECE).abs().amax(dim=2)
+        padding = 0, -2 * share % SEGMENT
+        maxima = torch.nn.functional.pad(x, padding).view(9, -1, SEGMENT).abs().amax(dim=2)
 
     def maximum(mine: torch.Tensor) -> torch.Tensor:
         assert (mine <= maxima).all()

@@ -29,7 +29,7 @@ inline I32s pack_codes(const float* x, int64_t count, float factor, int8_t* code
     return sums;
 }
 
-// What the sums of a piece begin with, from the sums of its codes.
+// What the sums of a segment begin with, from the sums of its codes.
 template <class K>
 int32_t start_of(const Weight& weight, I32s sums) {
     if (weight.zeros) return sum(sums);
@@ -69,26 +69,26 @@ int64_t bytes_of_panel(const Weight& weight) {
 
 int64_t stride_of(int64_t words) { return (ceil_div(words, LANES) | 1) * LANES; }
 
-int64_t pieces_of(const Weight& weight) { return ceil_div(weight.in, weight.piece); }
+int64_t segments_of(const Weight& weight) { return ceil_div(weight.in, weight.segment); }
 
 template <class K>
 static void pack_integers(const Weight& weight, const float* x, const Tops* tops, int64_t row,
                           const Packed& out) {
-    const int64_t pieces = pieces_of(weight), words = words_of(weight);
+    const int64_t segments = segments_of(weight), words = words_of(weight);
     uint32_t* packed = out.words + row * out.stride;
     packed[words - 1] = 0;  // the last inputs of a step may be missing
     if (K::WORDS > 1) packed[words - 2] = 0;
-    for (int64_t piece = 0; piece < pieces; piece++) {
-        const int64_t first = piece * weight.piece;
-        const int64_t size = std::min(weight.piece, weight.in - first);
+    for (int64_t segment = 0; segment < segments; segment++) {
+        const int64_t first = segment * weight.segment;
+        const int64_t size = std::min(weight.segment, weight.in - first);
         float top;
         if (tops)
-            top = tops->data[row * tops->stride + (tops->first_input + first) / tops->piece];
+            top = tops->data[row * tops->stride + (tops->first_input + first) / tops->segment];
         else
             top = largest_magnitude(x + first, size);
         const float factor = top > 0 ? 127.0f / top : 0.0f;
         auto* codes = reinterpret_cast<int8_t*>(packed) + first;
-        const int64_t place = row * pieces + piece;
+        const int64_t place = row * segments + segment;
         out.scales[place] = top / 127.0f;
         out.sums[place] = start_of<K>(weight, pack_codes(x + first, size, factor, codes));
     }

@@ -12,7 +12,7 @@ namespace nano {
 // A larger one multiplies them one after the other.
 //
 // Of 32 registers, 24 hold the sums of floats, or 12 those of integers, beside which 12 hold the sums
-// of pieces in float32. Of 16 shorter registers, 12 hold sums, or 8 those of both halves. More rows of
+// of segments in float32. Of 16 shorter registers, 12 hold sums, or 8 those of both halves. More rows of
 // bytes are faster, although registers must be spilled (measured on Zen 3 and 4).
 #if defined(__AVX512F__)
 constexpr int FLOAT_ROWS = 12, WIDE_ROWS = 12, BYTE_ROWS = 6;
@@ -22,7 +22,7 @@ constexpr int FLOAT_ROWS = 6, WIDE_ROWS = 2, BYTE_ROWS = 4;
 constexpr int FLOAT_ROWS = 2, WIDE_ROWS = 2, BYTE_ROWS = 4;
 #endif
 constexpr int WORD_ROWS = 6;
-constexpr int PIECE = 64;  // as in weights.py; other pieces take a more general loop
+constexpr int SEGMENT = 64;  // as in weights.py; other segments take a more general loop
 
 // The kinds of weights: the bytes of a step, the words of x that it takes, and how it multiplies.
 
@@ -76,7 +76,7 @@ struct Int6 : Int8 {
     static I32s add(I32s total, U32s w, U32s x) { return add_small_codes(total, w, x); }
 };
 
-// Adds up the products of a piece in words. None overflows: with the sum that a piece begins with,
+// Adds up the products of a segment in words. None overflows: with the sum that a segment begins with,
 // it is a sum of 32 products of a code − 8 and a code of x.
 struct Int4InWords : Int4 {
     static constexpr int MAX_ROWS = WORD_ROWS, MAX_WIDE_ROWS = WIDE_ROWS;
@@ -85,7 +85,7 @@ struct Int4InWords : Int4 {
 };
 
 inline bool adds_in_words(const Weight& weight) {
-    return ADDS_TO_WORDS && weight.kind == Kind::INT4 && !weight.zeros && weight.piece <= PIECE;
+    return ADDS_TO_WORDS && weight.kind == Kind::INT4 && !weight.zeros && weight.segment <= SEGMENT;
 }
 
 // Calls `call` with the type of a weight's kind.

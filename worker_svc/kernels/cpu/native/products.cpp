@@ -19,13 +19,13 @@ struct Block {
     const int32_t* zeros;   // [groups, PANEL], or null
     const float* bias;      // [PANEL], or null
     int64_t groups, steps;  // steps per group
-    int64_t pieces, piece_steps;  // of all groups; steps per piece
+    int64_t segments, segment_steps;  // of all groups; steps per segment
     int64_t stride;         // of x
     int64_t out_stride, columns;
     // Of a tile:
     const uint32_t* x = nullptr;       // of the first row
-    const int32_t* sums = nullptr;     // [rows, pieces]
-    const float* x_scales = nullptr;   // [rows, pieces]
+    const int32_t* sums = nullptr;     // [rows, segments]
+    const float* x_scales = nullptr;   // [rows, segments]
     float* out = nullptr;
     const char* ahead = nullptr;  // memory to fetch meanwhile, `pace` bytes per step
     int64_t pace = 0;
@@ -82,12 +82,13 @@ inline void multiply_floats(const Block& block, F32s (&totals)[ROWS][HALVES]) {
     }
 }
 
-// `PLAIN`: there is one group, without zeros, and all pieces have `PIECE` inputs.
+// `PLAIN`: there is one group, without zeros, and all segments have `SEGMENT` inputs.
 template <class K, int START, bool PLAIN, int ROWS, int HALVES>
-inline void multiply_pieces(const Block& block, F32s (&totals)[ROWS][HALVES]) {
+inline void multiply_segments(const Block& block, F32s (&totals)[ROWS][HALVES]) {
     const int64_t steps = block.groups * block.steps;
     int64_t group = 0, group_end = block.steps;
-    for (int64_t piece = 0, first = 0; piece < block.pieces; piece++, first += block.piece_steps) {
+    int64_t first = 0;
+    for (int64_t segment = 0; segment < block.segments; segment++, first += block.segment_steps) {
         if (!PLAIN && first >= group_end) {
             group++;
             group_end += block.steps;
@@ -97,7 +98,7 @@ inline void multiply_pieces(const Block& block, F32s (&totals)[ROWS][HALVES]) {
         for (int row = 0; row < ROWS; row++)
 #pragma GCC unroll 16
             for (int half = 0; half < HALVES; half++)
-                sums[row][half] = splat(block.sums[row * block.pieces + piece]);
+                sums[row][half] = splat(block.sums[row * block.segments + segment]);
         if (!PLAIN && block.zeros)
 #pragma GCC unroll 16
             for (int half = 0; half < HALVES; half++) {
@@ -106,14 +107,14 @@ inline void multiply_pieces(const Block& block, F32s (&totals)[ROWS][HALVES]) {
                 for (int row = 0; row < ROWS; row++) sums[row][half] *= -zero;
             }
         if constexpr (PLAIN) {
-            constexpr std::integral_constant<int64_t, PIECE / K::INPUTS> ALL;
+            constexpr std::integral_constant<int64_t, SEGMENT / K::INPUTS> ALL;
             add_steps<K, START>(block, first, ALL, sums);
         } else {
-            add_steps<K, START>(block, first, std::min(block.piece_steps, steps - first), sums);
+            add_steps<K, START>(block, first, std::min(block.segment_steps, steps - first), sums);
         }
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
-            const F32s x_scale = splat(block.x_scales[row * block.pieces + piece]);
+            const F32s x_scale = splat(block.x_scales[row * block.segments + segment]);
 #pragma GCC unroll 16
             for (int half = 0; half < HALVES; half++) {
                 F32s factor = x_scale;
@@ -130,10 +131,10 @@ template <class K, int START, int ROWS, int HALVES>
 inline void multiply_integers(const Block& block, F32s (&totals)[ROWS][HALVES]) {
     constexpr bool MAY_BE_PLAIN = std::is_same_v<K, Int8>;  // others rarely have one group
     if (MAY_BE_PLAIN && block.groups == 1 && !block.zeros &&
-        block.piece_steps * K::INPUTS == PIECE && block.steps % block.piece_steps == 0)
-        multiply_pieces<K, START, MAY_BE_PLAIN>(block, totals);
+        block.segment_steps * K::INPUTS == SEGMENT && block.steps % block.segment_steps == 0)
+        multiply_segments<K, START, MAY_BE_PLAIN>(block, totals);
     else
-        multiply_pieces<K, START, false>(block, totals);
+        multiply_segments<K, START, false>(block, totals);
     if (block.groups == 1)
 #pragma GCC unroll 16
         for (int half = 0; half < HALVES; half++)
@@ -196,8 +197,8 @@ void multiply_panel(const Weight& weight, int64_t panel, int64_t first, int64_t 
         .bias = of_panel,
         .groups = weight.groups,
         .steps = steps,
-        .pieces = pieces_of(weight),
-        .piece_steps = ceil_div(weight.piece, K::INPUTS),
+        .segments = segments_of(weight),
+        .segment_steps = ceil_div(weight.segment, K::INPUTS),
         .stride = args.x.stride,
         .out_stride = weight.out,
         .columns = columns,
@@ -209,8 +210,8 @@ void multiply_panel(const Weight& weight, int64_t panel, int64_t first, int64_t 
         const int64_t row = first + (end - first) * tile / tiles;
         const int64_t next_row = first + (end - first) * (tile + 1) / tiles;
         block.x = args.x.words + row * args.x.stride;
-        block.sums = args.x.sums + row * block.pieces;
-        block.x_scales = args.x.scales + row * block.pieces;
+        block.sums = args.x.sums + row * block.segments;
+        block.x_scales = args.x.scales + row * block.segments;
         block.out = args.out + row * weight.out + column;
         block.ahead = ahead + tile * panel_steps * block.pace;
         multiply_rows<K>(next_row - row, block);

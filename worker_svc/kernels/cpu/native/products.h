@@ -29,9 +29,9 @@ struct Weight {
     Kind kind;
     int64_t in, out;
     int64_t groups;        // of inputs, each with scales of its own; 1 if there are no scales
-    // Integers multiply rows whose `piece` inputs have a scale of their own. A piece is within a
+    // Integers multiply rows whose `segment` inputs have a scale of their own. A segment is within a
     // group; the last one may be shorter if there is one group.
-    int64_t piece;
+    int64_t segment;
     const char* codes;     // [panels, groups, steps of a group, ...]
     const float* scales;   // [panels, groups, PANEL], or null
     const int32_t* zeros;  // [panels, groups, PANEL], the codes of zero, or null: 128 of INT8,
@@ -42,20 +42,21 @@ struct Weight {
 // Rows as the loops of a kind of weight read them.
 struct Packed {
     uint32_t* words;  // [T, stride]
-    // [T, pieces], of integers: the sums of a piece's codes, times −zero if that is the same for all.
+    // [T, segments], of integers: the sums of a segment's codes, times −zero if that is the same for
+    // all.
     // If the products are added up in words, those of the two words of each lane.
     int32_t* sums;
-    float* scales;    // [T, pieces]
+    float* scales;    // [T, segments]
     int64_t stride;
 };
 
-// The magnitudes that become code 127, if other ranks have a part of a piece. Source [T, pieces of
-// all ranks].
+// The magnitudes that become code 127, if other ranks have a part of a segment. Source [T, segments
+// of all ranks].
 struct Tops {
     const float* data;
-    int64_t stride;       // pieces of all ranks
+    int64_t stride;       // segments of all ranks
     int64_t first_input;  // of this rank
-    int64_t piece;        // inputs that share a magnitude
+    int64_t segment;        // inputs that share a magnitude
 };
 
 int64_t words_of(const Weight& weight);  // 32-bit words of a row of x
@@ -66,9 +67,9 @@ float largest_magnitude(const float* x, int64_t in);
 // different rows would otherwise compete for the same places of the CPU's cache.
 int64_t stride_of(int64_t words);
 
-int64_t pieces_of(const Weight& weight);
+int64_t segments_of(const Weight& weight);
 
-// Packs a row x [in]. A piece's largest magnitude becomes code 127, unless there are `tops`.
+// Packs a row x [in]. A segment's largest magnitude becomes code 127, unless there are `tops`.
 void pack_row(const Weight& weight, const float* x, const Tops* tops, int64_t row,
               const Packed& out);
 

@@ -115,9 +115,9 @@ void maxima(const MaximaArgs& args, Member& member) {
         float* out = args.out + row * args.stride;
         std::memset(out, 0, args.stride * sizeof(float));
         for (int64_t k = 0; k < size;) {
-            const int64_t piece = (args.first_input + k) / args.piece;
-            const int64_t end = std::min(size, (piece + 1) * args.piece - args.first_input);
-            out[piece] = largest_magnitude(args.x + row * size + k, end - k);
+            const int64_t segment = (args.first_input + k) / args.segment;
+            const int64_t end = std::min(size, (segment + 1) * args.segment - args.first_input);
+            out[segment] = largest_magnitude(args.x + row * size + k, end - k);
             k = end;
         }
     });

@@ -52,14 +52,14 @@ struct SiluArgs {
 };
 void silu(const SiluArgs& args, Member& member);
 
-// The largest magnitudes of this rank's part of each piece of rows x [T, size]; 0 of pieces that it
+// The largest magnitudes of this rank's part of each segment of rows x [T, size]; 0 of segments that it
 // has no part of.
 struct MaximaArgs {
     const int64_t* rows;
     int64_t size;
     const float* x;
     float* out;  // [T, stride]
-    int64_t stride, first_input, piece;  // as in `Tops`
+    int64_t stride, first_input, segment;  // as in `Tops`
 };
 void maxima(const MaximaArgs& args, Member& member);
 
