@@ -106,7 +106,7 @@ class TracedPhase:
 
 
 @dataclass(eq=False)
-class Cut:
+class HostCall:
     """Work of Python between phases, on rows of a step."""
 
     call: Callable[..., torch.Tensor]
@@ -142,7 +142,7 @@ class Trace:
 
     def __init__(self) -> None:
         self.step = Step()
-        self.parts: list[TracedPhase | Cut] = []
+        self.parts: list[TracedPhase | HostCall] = []
         self.memory: list[Rows] = []  # in the order in which they are first written
         self.caches: dict[int, Any] = {}  # by layer
         self.products: list[PackedRows] = []
@@ -291,7 +291,7 @@ class Trace:
             magnitudes = self._memory(_FLOAT32 * stride, read.per_sequence, columns=stride)
             tops = Tops(None, stride, exchange.first, shared)
             self._maxima(read, magnitudes, tops)
-            self._cut(exchange.maximum, magnitudes, magnitudes)
+            self._add_host_call(exchange.maximum, magnitudes, magnitudes)
 
         def bind() -> Any:
             if tops is not None and magnitudes:
@@ -347,7 +347,7 @@ class Trace:
     ) -> torch.Tensor:
         """Has Python change rows in place between two native calls."""
         rows = self.rows(x)
-        self._cut(call, rows, rows)
+        self._add_host_call(call, rows, rows)
         return x
 
     def call(
@@ -356,12 +356,12 @@ class Trace:
         """Has Python compute new rows between two native calls."""
         read = self.rows(x)
         out, tensor = self._new(columns, read.per_sequence)
-        self._cut(call, read, out)
+        self._add_host_call(call, read, out)
         return tensor
 
-    def _cut(self, call: Callable[..., torch.Tensor], read: Rows, written: Rows) -> None:
+    def _add_host_call(self, call: Callable[..., torch.Tensor], read: Rows, written: Rows) -> None:
         self._use(read, written)
-        self.parts.append(Cut(call, read, written))
+        self.parts.append(HostCall(call, read, written))
 
 
 def rope_store_args(

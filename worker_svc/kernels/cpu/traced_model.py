@@ -15,7 +15,7 @@ from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu.program import (
     SEQUENCES,
     TOKENS,
-    Cut,
+    HostCall,
     Trace,
     fill_step,
     new_trace,
@@ -40,7 +40,7 @@ class Program:
         self._trace, self._result, self._cache_of = trace, result, cache_of
         self._capacity = 0  # tokens
         self._first_cache: Callable[[], torch.Tensor | None] = lambda: None
-        self._segments: list[Any] = []  # arrays of `Op`, and cuts
+        self._parts: list[Any] = []  # arrays of `Op`, and host calls
         self._arguments: list[Any] = []  # of the phases, kept alive
 
     def run(
@@ -71,21 +71,21 @@ class Program:
         if step.tokens > self._capacity or self._first_cache() is not caches[0]:
             # A power of two, because making all arguments takes milliseconds.
             self._bind(max(1 << (step.tokens - 1).bit_length(), self._capacity), caches)
-        for segment in self._segments:
-            if isinstance(segment, Cut):
-                self._run_cut(segment)
+        for part in self._parts:
+            if isinstance(part, HostCall):
+                self._run_host_call(part)
             else:
-                run(segment, step)
+                run(part, step)
         return self._result.tensor(self._count(self._result))
 
     def _count(self, rows: Rows) -> int:
         step = self._trace.step
         return int(step.sequences if rows.per_sequence else step.tokens)
 
-    def _run_cut(self, cut: Cut) -> None:
-        count = self._count(cut.reads)
-        result = cut.call(cut.reads.tensor(count))
-        written = cut.writes.tensor(count)
+    def _run_host_call(self, host_call: HostCall) -> None:
+        count = self._count(host_call.reads)
+        result = host_call.call(host_call.reads.tensor(count))
+        written = host_call.writes.tensor(count)
         if result.data_ptr() != written.data_ptr():
             written.copy_(result)
 
@@ -96,10 +96,10 @@ class Program:
         # Weak, because a runner frees its caches before it allocates others.
         self._capacity, self._first_cache = capacity, weakref.ref(caches[0])
         self._trace.caches = dict(enumerate(map(self._cache_of, caches)))
-        self._segments, self._arguments = [], []
-        for is_cut, parts in groupby(self._trace.parts, lambda part: isinstance(part, Cut)):
+        self._parts, self._arguments = [], []
+        for on_host, parts in groupby(self._trace.parts, lambda part: isinstance(part, HostCall)):
             of_run = list(parts)
-            self._segments += of_run if is_cut else [self._ops(of_run)]
+            self._parts += of_run if on_host else [self._ops(of_run)]
 
     def _ops(self, phases: Sequence[Any]) -> Any:
         bound = [(each.phase, each.bind()) for each in phases]

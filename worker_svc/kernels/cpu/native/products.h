@@ -56,7 +56,7 @@ struct Tops {
     const float* data;
     int64_t stride;       // segments of all ranks
     int64_t first_input;  // of this rank
-    int64_t segment;        // inputs that share a magnitude
+    int64_t segment;      // inputs that share a magnitude
 };
 
 int64_t words_of(const Weight& weight);  // 32-bit words of a row of x
