@@ -14,7 +14,7 @@ import pytest
 from shared.pb.worker_pb2 import ProfileRequest
 from tests.waiting import until
 from tests.worker_svc.harness import Batch
-from tests.worker_svc.test_server import INVALID, PRECONDITION, Worker, rejected, running, tokens
+from tests.worker_svc.serving import INVALID, PRECONDITION, Worker, rejected, running, tokens
 from worker_svc.profiling import profiler
 from worker_svc.profiling.profiler import PIECE_STEPS
 

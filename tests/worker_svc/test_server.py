@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,83 +12,30 @@ import numpy as np
 import pytest
 import torch
 from grpc import aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from numpy.typing import NDArray
 
-from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, StepResponse
-from shared.pb.worker_pb2_grpc import WorkerServiceStub, add_WorkerServiceServicer_to_server
-from shared.rpc.server import Server
+from shared.pb.worker_pb2 import GetInfoRequest, StepRequest
 from tests.waiting import until
-from tests.worker_svc.harness import (
-    Asked,
-    Batch,
-    i4,
-    limits,
-    sampling_features,
-    worker_settings,
+from tests.worker_svc.harness import Asked, Batch, i4, limits, sampling_features, worker_settings
+from tests.worker_svc.serving import (
+    INTERNAL,
+    INVALID,
+    NUM_BLOCKS,
+    PRECONDITION,
+    UNAVAILABLE,
+    Device,
+    Gate,
+    Worker,
+    end_of,
+    fail_at,
+    rejected,
+    running,
+    tokens,
 )
 from worker_svc import server as worker_server
 from worker_svc.errors import CaptureError, StartError
 from worker_svc.execution import Launch
 from worker_svc.model_runner import ModelRunner
-from worker_svc.server import WorkerService
-from worker_svc.step.decode import DRAFTED, Step
-from worker_svc.step.wire import Int32s
-from worker_svc.step_result import PendingStep
-
-NUM_BLOCKS = 64
-INVALID = grpc.StatusCode.INVALID_ARGUMENT
-PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
-INTERNAL, UNAVAILABLE = grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE
-
-
-@dataclass
-class Worker:
-    """A worker in this process and a client of it."""
-
-    stub: WorkerServiceStub
-    health: health_pb2_grpc.HealthStub
-    server: Server
-    service: WorkerService
-
-    async def configure(self, epoch: int, **overrides: int) -> Batch:
-        values = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 8, "max_num_batched_tokens": 128}
-        await self.stub.Configure(ConfigureRequest(epoch=epoch, **{**values, **overrides}))
-        return Batch(limits(num_blocks=NUM_BLOCKS), epoch=epoch)
-
-    async def execute(self, *requests: StepRequest) -> Any:
-        """A stream on which these steps have been sent."""
-        call = self.stub.Execute()
-        for request in requests:
-            await call.write(request)
-        return call
-
-    async def check_next_epoch(self, epoch: int) -> None:
-        """Checks that a step of a new epoch is answered."""
-        batch = await self.configure(epoch)
-        call = await self.execute(batch.request([(0, [1])]))
-        assert (await call.read()).step_id == 1
-        call.cancel()
-
-    async def is_serving(self) -> bool:
-        answer = await self.health.Check(health_pb2.HealthCheckRequest())
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-@asynccontextmanager
-async def running(model: Path, tmp_path: Path, **overrides: Any) -> AsyncIterator[Worker]:
-    settings = worker_settings(model, max_num_seqs=8, max_num_batched_tokens=128, **overrides)
-    server = Server(settings, "nanovllm.worker.v1.WorkerService")
-    service = WorkerService(settings)
-    add_WorkerServiceServicer_to_server(service, server.grpc)
-    address = f"unix:{tmp_path}/w.sock"
-    await server.start(address)
-    async with aio.insecure_channel(address) as channel:
-        yield Worker(
-            WorkerServiceStub(channel), health_pb2_grpc.HealthStub(channel), server, service
-        )
-    await server.grpc.stop(0)
-    service.close()
+from worker_svc.step.decode import DRAFTED
 
 
 @pytest.fixture
@@ -103,99 +46,12 @@ async def worker(tiny_dir: Path, tmp_path: Path) -> AsyncIterator[Worker]:
         yield started
 
 
-class Gate:
-    """Replaces `ModelRunner.launch`: holds steps until `open` and tells when the first has
-    begun."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open = threading.Event()
-        self.begun = threading.Event()
-        self.step_ids: list[int] = []
-        launch = ModelRunner.launch
-
-        def held(runner: ModelRunner, step: Step) -> PendingStep:
-            self.step_ids.append(step.step_id)
-            self.begun.set()
-            assert self.open.wait(30)
-            return launch(runner, step)
-
-        monkeypatch.setattr(ModelRunner, "launch", held)
-
-
-@dataclass
-class DeviceArrays:
-    """The results of a step on a device that works until it is told to be done."""
-
-    token_ids: Int32s
-    done: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
-
-    def ready(self) -> bool:
-        return self.done.is_set()
-
-    def wait(self) -> tuple[list[NDArray[Any]], float]:
-        assert self.done.wait(30)
-        if self.error:
-            raise self.error
-        return [self.token_ids], 0.25
-
-    def finish(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.done.set()
-
-
-class Device:
-    """Replaces `ModelRunner.launch` with one that returns at once, as on a GPU."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps: queue.Queue[DeviceArrays] = queue.Queue()
-        launch = ModelRunner.launch
-
-        def launched(runner: ModelRunner, step: Step) -> PendingStep:
-            pending = launch(runner, step)
-            arrays = DeviceArrays(pending.wait().token_ids)
-            self.steps.put(arrays)
-            return PendingStep(pending.samples, [], arrays)
-
-        monkeypatch.setattr(ModelRunner, "launch", launched)
-
-    async def next_step(self) -> DeviceArrays:
-        return await asyncio.to_thread(self.steps.get, timeout=30)
-
-
-def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, error: Exception) -> None:
-    """Has a method of `ModelRunner` fail."""
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(ModelRunner, method, fail)
-
-
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The statuses with which the process would have ended."""
     statuses: list[int] = []
     monkeypatch.setattr(worker_server.os, "_exit", statuses.append)
     return statuses
-
-
-def tokens(response: StepResponse) -> list[int]:
-    return list(np.frombuffer(response.token_ids, "<i4").tolist())
-
-
-async def rejected(call: Awaitable[Any], code: grpc.StatusCode) -> str:
-    """The details of the status that ends `call`, which must have this code."""
-    with pytest.raises(aio.AioRpcError) as error:
-        await call
-    assert error.value.code() == code
-    return str(error.value.details())
-
-
-async def end_of(call: Any) -> None:
-    """Reads a stream to its end."""
-    while await call.read() is not aio.EOF:
-        pass
 
 
 async def test_steps_are_answered_in_order(worker: Worker, tiny_dir: Path) -> None:
@@ -240,13 +96,6 @@ async def test_drafted_tokens_are_in_the_answers(tiny_dir: Path, tmp_path: Path)
         response = await call.read()
         assert np.frombuffer(response.draft_ids, "<i4").tolist() == tokens(response)[:2]
         call.cancel()
-
-
-async def test_drafted_tokens_need_a_draft_model(worker: Worker) -> None:
-    assert not (await worker.stub.GetInfo(GetInfoRequest())).drafts
-    batch = await worker.configure(1)
-    call = await worker.execute(batch.request([(0, [1]), (0, [DRAFTED])]))
-    assert "no draft model" in await rejected(end_of(call), INVALID)
 
 
 async def test_a_run_has_the_tokens_of_its_steps_one_by_one(worker: Worker) -> None:
@@ -319,21 +168,6 @@ async def test_info_and_health_follow_the_load(tiny_dir: Path, tmp_path: Path) -
     assert info.model_fingerprint
     assert info.incarnation
     assert info.epoch == 0
-
-
-async def test_answers_while_a_step_runs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-    batch = await worker.configure(1)
-    call = await worker.execute(batch.request([(0, [1, 2])]))
-    assert await asyncio.to_thread(gate.begun.wait, 30)
-
-    assert await worker.is_serving()
-    assert (await worker.stub.GetInfo(GetInfoRequest())).world_size == 1
-    assert not gate.open.is_set()
-
-    gate.open.set()
-    assert (await call.read()).step_id == 1
-    call.cancel()
 
 
 async def test_the_next_step_is_launched_before_this_one_is_done(
@@ -444,6 +278,7 @@ async def test_a_capture_that_fails_later_is_left_to_a_successor(
     [
         ({"input_ids": i4([301])}, INVALID, "input_ids: 301"),
         ({"input_ids": b"abc"}, INVALID, "input_ids: 3 bytes"),
+        ({"input_ids": i4([DRAFTED])}, INVALID, "input_ids: a drafted token, but there is no"),
         (
             {"features": sampling_features({0: Asked(top_p=1.5)}, 301)},
             INVALID,
@@ -536,7 +371,7 @@ async def test_a_new_worker_joins_at_a_high_epoch_that_leaves_higher_ones(worker
 
 
 async def test_steps_far_ahead_stay_unread(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream thus has bounded memory, however fast they are sent."""
+    """A stream thus has bounded memory, however fast they are sent. Other calls are answered."""
     gate = Gate(monkeypatch)
     batch = await worker.configure(1)
     call = await worker.execute()
@@ -551,6 +386,8 @@ async def test_steps_far_ahead_stay_unread(worker: Worker, monkeypatch: pytest.M
     assert await asyncio.to_thread(gate.begun.wait, 30)
     _, blocked = await asyncio.wait([writing], timeout=2)
     assert blocked
+    assert await worker.is_serving()
+    assert (await worker.stub.GetInfo(GetInfoRequest())).world_size == 1
     gate.open.set()
     assert [(await call.read()).step_id for _ in range(30)] == list(range(1, 31))
     await writing
