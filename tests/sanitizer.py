@@ -3,6 +3,7 @@ ids and raises if a step would corrupt a real cache or read a corrupt one.
 
 Like a key and a value, the content of a slot depends on all tokens up to its position: it is the
 state of `tests.oracle` there. A wrong slot, position, table or prefix is caught when attended to.
+Columns that contradict each other or a limit are those that a worker rejects.
 
 Pure: no asyncio, no gRPC.
 """
@@ -11,16 +12,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 
-from scheduler_svc.core.guesses.guess import DRAFTED
+from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.pb import worker_pb2
 from tests.oracle import EMPTY, VOCAB_SIZE, draft, extend
 from tests.sanitizer_features import Features, Owner, SanitizerError, fail
 from tests.step_columns import Ints, StepColumns, describe, ints, steps_of
+from worker_svc.step.decode import DRAFTED, Step, StepLimits, decode_step
 
 __all__ = ["Beside", "Limits", "Owner", "Sanitizer", "SanitizerError"]
 
@@ -59,11 +61,18 @@ class Sanitizer:
 
     def __init__(self, limits: Limits, num_blocks: int, block_size: int, epoch: int) -> None:
         slots = num_blocks * block_size
-        self._limits = limits
+        self._limits = StepLimits(
+            VOCAB_SIZE,
+            num_blocks,
+            block_size,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            limits.max_model_len,
+            drafts=True,
+        )
         self._block_size = block_size
-        self._num_blocks = num_blocks
         self._epoch = epoch
-        self._step_id = 0
+        self._last: Step | None = None  # of this epoch
         self._last_tokens: list[int] = []
         # Per slot: its content, -1 until written, ...
         self._tokens = np.full(slots, -1, np.int64)
@@ -92,7 +101,7 @@ class Sanitizer:
     @property
     def step_id(self) -> int:
         """The last step of this epoch, 0 before the first."""
-        return self._step_id
+        return self._last.step_id if self._last else 0
 
     def keep(self, epoch: int, answered: int, rng: Random) -> None:
         """Begins a new epoch after the workers were lost, with the cache that they leave.
@@ -101,7 +110,7 @@ class Sanitizer:
             answered: the last step that all ranks have answered. Later steps have made a random
                 part of their writes and copies. No step may rely on any of these.
         """
-        assert self._step_id - answered <= _MAX_IN_FLIGHT, "steps are not known any more"
+        assert self.step_id - answered <= _MAX_IN_FLIGHT, "steps are not known any more"
         lost = [change for change in self._changes if change.step_id > answered]
         for change in reversed(lost):
             undone = np.array([rng.random() < 0.5 for _ in change.slots], bool)
@@ -110,7 +119,7 @@ class Sanitizer:
         for change in lost:
             self._unanswered[change.slots] = 1
         self._changes.clear()
-        self._epoch, self._step_id, self._last_tokens = epoch, 0, []
+        self._epoch, self._last = epoch, None
         for column in (self._computed, self._written, self._attended):
             column[:] = 0
 
@@ -121,7 +130,8 @@ class Sanitizer:
             for column, before in zip(self._columns, change.content, strict=True):
                 column[change.slots] = before
             self._changes.remove(change)
-        self._last_tokens = []
+        if self._last:
+            self._last = replace(self._last, samples=np.zeros_like(self._last.samples))
 
     def run_all(
         self, request: worker_pb2.StepRequest, beside: Beside | None = None
@@ -138,16 +148,22 @@ class Sanitizer:
             SanitizerError: the step is wrong; the message shows it.
         """
         try:
-            return self._run(StepColumns(request, self._block_size), beside)
-        except SanitizerError as error:
+            return self._run(request, beside)
+        except (SanitizerError, InvalidArgumentError, FailedPreconditionError) as error:
             shown = describe(request, [o.name for o in beside.owners] if beside else None)
             raise SanitizerError(f"{error}\n{shown}") from None
 
-    def _run(self, step: StepColumns, beside: Beside | None) -> worker_pb2.StepResponse:
-        self._check_order(step.request)
-        self._check_limits(step)
-        self._check_columns(step)
-        features = Features(step)
+    def _run(
+        self, request: worker_pb2.StepRequest, beside: Beside | None
+    ) -> worker_pb2.StepResponse:
+        if request.epoch != self._epoch:
+            fail(f"epoch: {request.epoch}, expected {self._epoch}")
+        decoded = self._last = decode_step(request, self._limits, self._last)
+        step = StepColumns(request, self._block_size)
+        step.find_slots()
+        if len(np.unique(step.slots)) != len(step.slots):
+            fail("a slot is written twice")
+        features = Features(step, decoded)
         self._copy(step, beside)
         if beside is not None:
             self._check_writes(step, beside)
@@ -162,55 +178,11 @@ class Sanitizer:
         self._last_tokens = ints(answer.token_ids).tolist()
         return answer
 
-    def _check_order(self, request: worker_pb2.StepRequest) -> None:
-        expected = (self._epoch, self._step_id + 1)
-        if (request.epoch, request.step_id) != expected:
-            fail(f"epoch and step {(request.epoch, request.step_id)}, expected {expected}")
-        self._step_id += 1
-
-    def _check_limits(self, step: StepColumns) -> None:
-        rows = len(step.query_lens)
-        if not 0 < rows <= self._limits.max_num_seqs:
-            fail(f"{rows} rows, at most {self._limits.max_num_seqs} are allowed")
-        if step.query_lens.min() <= 0:
-            fail("an empty row")
-        tokens = int(step.query_lens.sum())
-        if tokens > self._limits.max_num_batched_tokens:
-            fail(f"{tokens} tokens, at most {self._limits.max_num_batched_tokens} are allowed")
-        if step.context_lens.max() > self._limits.max_model_len:
-            fail(f"a context longer than the model's {self._limits.max_model_len}")
-
-    def _check_columns(self, step: StepColumns) -> None:
-        """Redundant columns must agree, and every slot be written once."""
-        tokens = int(step.query_lens.sum())
-        if not len(step.input_ids) == len(step.positions) == len(step.slots) == tokens:
-            fail("columns of different lengths")
-        blocks = -(-step.context_lens // self._block_size)
-        if len(step.offsets) != len(blocks) + 1 or (np.diff(step.offsets) != blocks).any():
-            fail("block tables do not fit the context lengths")
-        if step.offsets[0] != 0 or step.offsets[-1] != len(step.table):
-            fail("block table offsets do not span the block tables")
-        if not ((step.table >= 0) & (step.table < self._num_blocks)).all():
-            fail("a block that does not exist")
-        if (step.positions != step.expected_positions()).any():
-            fail("positions are not contiguous up to the context length")
-        step.find_slots()
-        if (step.slots != step.written_slots).any():
-            fail("slots are not where the block table says")
-        if len(np.unique(step.slots)) != len(step.slots):
-            fail("a slot is written twice")
-
     def _copy(self, step: StepColumns, beside: Beside | None) -> None:
         """Makes all copies at once, before anything is written."""
         if not len(step.copies):
             return
         blocks = step.copies
-        if not ((blocks >= 0) & (blocks < self._num_blocks)).all():
-            fail("copies a block that does not exist")
-        if len(np.unique(blocks[:, 1])) != len(blocks):
-            fail("copies to a block twice")
-        if np.isin(blocks[:, 1], blocks[:, 0]).any():
-            fail("copies to a block that is copied")
         sources, slots = (
             (blocks[:, i, None] * self._block_size + np.arange(self._block_size)).ravel()
             for i in range(2)
@@ -272,14 +244,7 @@ class Sanitizer:
         """Replaces references to the previous step's rows with the tokens sampled there."""
         ids: list[int] = input_ids.tolist()
         for place in np.flatnonzero((input_ids < 0) & (input_ids != DRAFTED)).tolist():
-            row = -1 - ids[place]
-            if row >= len(self._last_tokens):
-                fail(f"refers to row {row}, which the previous step did not have")
-            if self._last_tokens[row] < 0:
-                fail(f"refers to row {row}, which sampled nothing in the previous step")
-            ids[place] = self._last_tokens[row]
-        if max(ids) >= VOCAB_SIZE:
-            fail("a token outside the vocabulary")
+            ids[place] = self._last_tokens[-1 - ids[place]]
         return ids
 
     def _check_attended(self, step: StepColumns) -> None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scheduler_svc.core.sampling import SamplingParams
 from shared.pb import worker_pb2
 from tests.oracle import VOCAB_SIZE, logprobs, sample
-from tests.step_columns import Ints, StepColumns, ints
+from tests.step_columns import Ints, StepColumns
+from worker_svc.step.decode import Step
+from worker_svc.step.features import Features as SamplingFeatures
+from worker_svc.step.features import PromptTargets
 
-_MASK_WORDS = -(-VOCAB_SIZE // 32)
 _NEVER = -math.inf
 
 
@@ -58,15 +58,13 @@ class Asked:
 class Features:
     """The features of a step, by row."""
 
-    def __init__(self, step: StepColumns) -> None:
-        """Reads the columns.
-
-        Raises:
-            SanitizerError: two columns contradict each other, or a value is out of range.
-        """
+    def __init__(self, step: StepColumns, decoded: Step) -> None:
         self._step = step
-        self.sampling = self._read_sampling(step.request.features)
-        self.targets = self._read_targets(step.request.prompt_logprobs)
+        self.sampling = _asked(decoded.features) if decoded.features else {}
+        self.targets = _targets(decoded.prompt_targets) if decoded.prompt_targets else {}
+        for row, (_, tokens) in self.targets.items():
+            if not tokens:
+                fail(f"row {row} has no targets")
 
     def check_owners(self, owners: Seq[Owner]) -> None:
         """Each row must ask for exactly what its sequence wants."""
@@ -124,94 +122,28 @@ class Features:
             logprob_values=np.array([v for _, vs in found for v in vs], "<f4").tobytes(),
         )
 
-    def _read_sampling(self, features: worker_pb2.SamplingFeatures) -> dict[int, Asked]:
-        rows = self._rows(features.rows, "features")
-        if self._step.request.HasField("features") != bool(rows):
-            fail("features without rows")
-        if not all(self._step.samples[rows]):
-            fail("features of a row that samples nothing")
-        numbers = [
-            _column(column, dtype, len(rows), name).tolist()
-            for column, dtype, name in (
-                (features.top_k, "<i4", "top_k"),
-                (features.top_p, "<f4", "top_p"),
-                (features.min_p, "<f4", "min_p"),
-                (features.repetition_penalties, "<f4", "repetition_penalties"),
-                (features.presence_penalties, "<f4", "presence_penalties"),
-                (features.frequency_penalties, "<f4", "frequency_penalties"),
-            )
-        ]
-        prompt_lens = _column(features.prompt_lens, "<i4", len(rows), "prompt_lens").tolist()
-        nums = _column(features.num_logprobs, "<i4", len(rows), "num_logprobs").tolist()
-        biases = self._read_biases(features, len(rows))
-        masks = self._read_masks(features, len(rows))
-        asked = {}
-        for i, row in enumerate(rows):
-            top_k, top_p, min_p, repetition, *others = values = tuple(c[i] for c in numbers)
-            if not (top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
-                fail(f"filters of row {row}")
-            if not (repetition > 0 and all(map(math.isfinite, (repetition, *others)))):
-                fail(f"penalties of row {row}")
-            if not 0 < prompt_lens[i] <= self._step.context_lens[row]:
-                fail(f"prompt_lens of row {row}")
-            if not -1 <= nums[i] <= VOCAB_SIZE:
-                fail(f"num_logprobs of row {row}")
-            asked[row] = Asked(values, prompt_lens[i], nums[i], biases[i], masks.get(i))
-        return asked
 
-    def _read_biases(
-        self, features: worker_pb2.SamplingFeatures, num_rows: int
-    ) -> list[dict[int, float]]:
-        ids = ints(features.bias_ids).tolist()
-        values = _column(features.bias_values, "<f4", len(ids), "bias_values").tolist()
-        offsets = _offsets(features.bias_offsets, num_rows, len(ids), "bias_offsets")
-        if not all(0 <= token < VOCAB_SIZE for token in ids):
-            fail("a bias outside the vocabulary")
-        if not all(value < math.inf for value in values):
-            fail("a bias that is not a number or infinite")
-        biases: list[dict[int, float]] = []
-        for start, end in itertools.pairwise(offsets):
-            bias: dict[int, float] = {}
-            for token, value in zip(ids[start:end], values[start:end], strict=True):
-                bias[token] = bias.get(token, 0.0) + value
-            biases.append(bias)
-        return biases
+def _asked(features: SamplingFeatures) -> dict[int, Asked]:
+    numbers = zip(*(column.tolist() for column in features.numbers.values()), strict=True)
+    masks = dict(zip(features.masked.tolist(), features.masks, strict=True))
+    asked = {}
+    for i, (row, values) in enumerate(zip(features.rows.tolist(), numbers, strict=True)):
+        of_row = slice(*features.bias_offsets[i : i + 2])
+        bias: dict[int, float] = {}
+        for token, value in zip(
+            features.bias_ids[of_row].tolist(), features.bias_values[of_row].tolist(), strict=True
+        ):
+            bias[token] = bias.get(token, 0.0) + value
+        mask = masks[i].tobytes() if i in masks else None
+        lens = int(features.prompt_lens[i]), int(features.num_logprobs[i])
+        asked[row] = Asked(values, *lens, bias, mask)
+    return asked
 
-    def _read_masks(self, features: worker_pb2.SamplingFeatures, num_rows: int) -> dict[int, bytes]:
-        masked = ints(features.masked).tolist()
-        if masked != sorted(set(masked)) or not all(0 <= i < num_rows for i in masked):
-            fail("masked rows are not ascending, or do not exist")
-        size = 4 * _MASK_WORDS
-        if len(features.masks) != len(masked) * size:
-            fail("masks of another size")
-        return {i: features.masks[n * size : (n + 1) * size] for n, i in enumerate(masked)}
 
-    def _read_targets(
-        self, prompts: worker_pb2.PromptLogprobs
-    ) -> dict[int, tuple[int | None, list[int]]]:
-        rows = self._rows(prompts.rows, "prompt_logprobs")
-        if self._step.request.HasField("prompt_logprobs") != bool(rows):
-            fail("prompt_logprobs without rows")
-        nums = _column(prompts.num_logprobs, "<i4", len(rows), "num_logprobs").tolist()
-        tokens = ints(prompts.targets).tolist()
-        offsets = _offsets(prompts.target_offsets, len(rows), len(tokens), "target_offsets")
-        if not all(0 <= token < VOCAB_SIZE for token in tokens):
-            fail("a target outside the vocabulary")
-        targets: dict[int, tuple[int | None, list[int]]] = {}
-        for i, row in enumerate(rows):
-            targets[row] = (nums[i], tokens[offsets[i] : offsets[i + 1]])
-            if not 0 < len(targets[row][1]) <= self._step.query_lens[row]:
-                fail(f"row {row} has {len(targets[row][1])} targets")
-            if not 0 <= nums[i] <= VOCAB_SIZE:
-                fail(f"num_logprobs of row {row}")
-        return targets
-
-    def _rows(self, column: bytes, name: str) -> list[int]:
-        rows: list[int] = ints(column).tolist()
-        num_rows = len(self._step.query_lens)
-        if rows != sorted(set(rows)) or not all(0 <= row < num_rows for row in rows):
-            fail(f"rows of {name} are not ascending, or do not exist")
-        return rows
+def _targets(prompts: PromptTargets) -> dict[int, tuple[int | None, list[int]]]:
+    parts = np.split(prompts.targets, prompts.offsets[1:-1])
+    columns = zip(prompts.rows.tolist(), prompts.num_logprobs.tolist(), parts, strict=True)
+    return {row: (k, tokens.tolist()) for row, k, tokens in columns}
 
 
 def wanted(owner: Owner, context_len: int, masked: bool) -> Asked | None:
@@ -240,21 +172,3 @@ def wanted(owner: Owner, context_len: int, masked: bool) -> Asked | None:
 
 def fail(message: str) -> NoReturn:
     raise SanitizerError(message)
-
-
-def _column(column: bytes, dtype: str, length: int, name: str) -> NDArray[np.generic]:
-    found: NDArray[np.generic] = np.frombuffer(column, dtype)
-    if len(found) != length:
-        fail(f"{name}: {len(found)} entries for {length}")
-    return found
-
-
-def _offsets(column: bytes, num_rows: int, length: int, name: str) -> list[int]:
-    offsets: list[int] = ints(column).tolist()
-    if num_rows == 0 and not offsets:
-        return [0]
-    if len(offsets) != num_rows + 1 or offsets[0] != 0 or offsets[-1] != length:
-        fail(f"{name}: {offsets} for {num_rows} rows and {length} entries")
-    if offsets != sorted(offsets):
-        fail(f"{name} are not ascending")
-    return offsets

@@ -29,10 +29,6 @@ class StepColumns:
         self.seeds = np.frombuffer(request.seeds, "<u8")
         self.copies = ints(request.copies).reshape(-1, 2)  # from block, to block
 
-    def expected_positions(self) -> Ints:
-        starts = self.context_lens - self.query_lens
-        return _ranges(starts, self.query_lens)
-
     def find_slots(self) -> None:
         """Finds the slots of the rows' contexts, concatenated, and of the tokens to be written."""
         self.attended_positions = _ranges(np.zeros_like(self.context_lens), self.context_lens)
