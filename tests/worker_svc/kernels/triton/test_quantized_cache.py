@@ -1,4 +1,4 @@
-"""Caches in 8 bits: what is stored, and what attention makes of it."""
+"""What is stored in caches in 8 bits. gpu_path/test_backends has what attention makes of it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ import torch
 from bench.gpu.steps import QWEN_0_6B, Heads
 from tests.worker_svc.device import DEVICE, by_device
 from tests.worker_svc.kernels.triton import test_rope_store as storing
-from tests.worker_svc.kernels.triton.attention_cases import Batch, assert_close, random_batch
-from tests.worker_svc.kernels.triton.caches import (
-    dequantized,
-    rope_store_reference,
-    store_reference,
-)
+from tests.worker_svc.kernels.triton.attention_cases import assert_close
+from tests.worker_svc.kernels.triton.caches import dequantized, rope_store_reference
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.triton_backend import TritonBackend
-from worker_svc.kernels.triton.paged_attention import converts_e4m3
 from worker_svc.kernels.triton.rope_store import rope_store
 
 KINDS = {"int8": torch.int8, "fp8": torch.uint8}
@@ -35,38 +30,6 @@ def cache_of(kind: str, heads: Heads, block_size: int, blocks: int) -> torch.Ten
     assert cache.dtype == KINDS[kind]
     assert cache.nbytes == shape.cache_bytes_per_token * blocks * block_size
     return cache.fill_(-1)  # the bits of NaN in float32 and in FP8
-
-
-def in_8_bits(batch: Batch, kind: str) -> Batch:
-    plain = batch.cache
-    heads = Heads(batch.q.shape[1], *plain.shape[3:])
-    cache = cache_of(kind, heads, plain.shape[2], plain.shape[1])
-    k, v = plain.flatten(1, 2)
-    slots = torch.arange(len(k), dtype=torch.int32, device=DEVICE)
-    store_reference(k, v, torch.where(k[:, 0, 0].isnan(), -1, slots), cache)
-    return replace(batch, cache=cache)
-
-
-@pytest.mark.parametrize(("heads", "block_size"), SHAPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention(kind: str, heads: Heads, block_size: int) -> None:
-    """Decodes, split and not, and chunks of prompts give what they would with a float32 cache of
-    the same numbers."""
-    contexts = by_device(cpu=[1, 17, 70], gpu=[1, 64, 65, 1000, 4000])
-    for queries in ([1] * len(contexts), [-(-context // 2) for context in contexts]):
-        shape = {**heads._asdict(), "block_size": block_size}
-        batch = in_8_bits(random_batch(queries, contexts, seed=block_size, **shape), kind)
-        exact = replace(batch, cache=dequantized(batch.cache)).reference()
-        caches = [batch.cache]
-        if kind == "fp8" and converts_e4m3():
-            caches.append(batch.cache.view(torch.float8_e4m3fn))
-        for cache in caches:
-            batch = replace(batch, cache=cache)
-            if max(queries) > 1:
-                assert_close(batch.prompted(range(len(queries))), exact)
-                continue
-            for splits in (1, 3):
-                assert_close(batch.decoded(range(len(queries)), splits), exact)
 
 
 @pytest.mark.parametrize(("heads", "block_size"), SHAPES, ids=str)

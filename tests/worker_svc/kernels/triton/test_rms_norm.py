@@ -11,8 +11,6 @@ from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
 SIZES = by_device(cpu=[64, 100, 1024, 2560, 8192], gpu=WIDTHS)
 EPS = 1e-3  # large enough to show
 
-rows = pytest.mark.parametrize("tokens", by_device(cpu=[5], gpu=TOKENS))
-
 
 def random(tokens: int, size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Strided rows of unlike magnitude, NaN between them."""
@@ -23,29 +21,17 @@ def random(tokens: int, size: int, dtype: torch.dtype, seed: int) -> torch.Tenso
     return x.to(DEVICE)[:, :size]
 
 
-@rows
+@pytest.mark.parametrize("tokens", by_device(cpu=[5], gpu=TOKENS))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_norm(size: int, dtype: torch.dtype, tokens: int) -> None:
-    x, weight = random(tokens, size, dtype, seed=0), random(1, size, dtype, seed=1)[0]
+def test_norms(size: int, dtype: torch.dtype, tokens: int) -> None:
+    """The norm of a sum is that before it was rounded, and nothing beside the rows is written."""
+    x, residual, weights = (random(tokens, size, dtype, seed) for seed in range(3))
+    weight, total = weights[-1], x.float() + residual.float()
     with poisoned_memory():
-        out = rms_norm(x, weight, EPS)
-    assert out.dtype == dtype
-    assert_rounded_once(out, F.rms_norm(x.float(), (size,), weight.float(), EPS))
-
-
-@rows
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES)
-def test_add_and_norm(size: int, dtype: torch.dtype, tokens: int) -> None:
-    """The norm is of the sum before it was rounded, and nothing beside the rows is written."""
-    x, residual, weight = (random(tokens, size, dtype, seed) for seed in range(3))
-    weight = weight[-1]
-    exact = x.float() + residual.float()
-    expected = F.rms_norm(exact, (size,), weight.float(), EPS)
-    with poisoned_memory():
-        out = add_rms_norm(x, residual, weight, EPS)
-    assert out.dtype == dtype
-    assert_rounded_once(out, expected)
-    assert_rounded_once(residual, exact)
+        outs = rms_norm(x, weight, EPS), add_rms_norm(x, residual, weight, EPS)
+    for out, exact in zip(outs, (x.float(), total), strict=True):
+        assert out.dtype == dtype
+        assert_rounded_once(out, F.rms_norm(exact, (size,), weight.float(), EPS))
+    assert_rounded_once(residual, total)
     assert residual.as_strided((tokens, 16), (size + 16, 1), size).isnan().all()
