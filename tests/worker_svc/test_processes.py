@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import socket
@@ -10,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +22,33 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 from deploy.health import CHANNEL_OPTIONS, SERVING, check_health
 from deploy.ports import free_port
-from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
+from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.waiting import WAIT_S, wait_for
-from tests.worker_svc.harness import Asked, Batch, limits, save_model
+from tests.worker_svc.harness import Asked, Batch, limits, save_model, worker_settings
 from worker_svc.distributed import JOIN_TIMEOUT, TensorParallel
 from worker_svc.errors import SupersededError
+from worker_svc.model_runner import ModelRunner
+from worker_svc.step.decode import decode_step
+from worker_svc.step_result import StepResult
 
 # Several loading ranks share the cores with other tests.
 pytestmark = pytest.mark.timeout(400)
 
 NUM_BLOCKS = 64
 VOCAB = 301  # of the models and limits in harness.py
-ALL, FIRST = slice(None), slice(3)  # steps of a workload
 
 Workload = Callable[[int], list[Any]]  # of an epoch
 
 
-def address_of_another_interface() -> str:
-    """The first address of an interface that is not loopback."""
+def address_of_an_interface() -> str:
+    """The first address of an interface that is not loopback, if there is one."""
     for interface, addresses in psutil.net_if_addrs().items():
         ipv4 = [each.address for each in addresses if each.family == socket.AF_INET]
         up = psutil.net_if_stats()[interface].isup
         if up and ipv4 and not ipv4[0].startswith("127."):
             return ipv4[0]
-    pytest.skip("this host has loopback only")
+    return "127.0.0.1"
 
 
 def command(model: Path, *args: str) -> list[str]:
@@ -58,12 +59,11 @@ def command(model: Path, *args: str) -> list[str]:
 class Ranks:
     """The ranks of one model, each a process that has loaded."""
 
-    def __init__(
-        self, model: Path, tp: int, directory: Path, master_addr: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, model: Path, tp: int, directory: Path) -> None:
         addresses = [f"unix:{directory}/{rank}.sock" for rank in range(tp)]
-        args = ["--tp", str(tp), "--master-addr", master_addr, "--master-port", str(free_port())]
-        args += ["--worker-addresses", ",".join(addresses)]
+        self.master_addr = address_of_an_interface()
+        args = ["--tp", str(tp), "--master-addr", self.master_addr]
+        args += ["--master-port", str(free_port()), "--worker-addresses", ",".join(addresses)]
         self.model = model
         self._channels = ExitStack()
         self._epochs = itertools.count(1)
@@ -90,10 +90,8 @@ class Ranks:
         for future in [stub.Configure.future(request) for stub in self.stubs]:
             future.result(timeout=timeout_s)
 
-    def execute(self, workload: Workload, steps: slice = ALL) -> list[StepResponse]:
-        """Runs a workload's steps in this epoch -> rank 0's answers; those of the others must hold
-        nothing."""
-        requests = workload(self.epoch)[steps]
+    def execute(self, requests: list[StepRequest]) -> list[StepResponse]:
+        """Runs steps in this epoch -> rank 0's answers; those of the others must hold nothing."""
 
         def execute(stub: WorkerServiceStub) -> list[StepResponse]:
             return list(stub.Execute(iter(requests), timeout=WAIT_S))
@@ -103,11 +101,6 @@ class Ranks:
         for answer in (answer for other in others for answer in other):
             assert answer.token_ids == answer.logprob_ids == answer.logprob_values == b""
         return first
-
-    def run(self, steps: slice = ALL) -> list[list[int]]:
-        """Runs steps of the plain workload -> the tokens."""
-        answers = self.execute(workload, steps)
-        return [np.frombuffer(answer.token_ids, "<i4").tolist() for answer in answers]
 
     def listening(self, rank: int) -> set[str]:
         """The IP addresses at which the processes of a rank take connections."""
@@ -124,16 +117,6 @@ class Ranks:
         for process in self.processes:
             process.terminate()
         assert all(process.wait(WAIT_S) == 0 for process in self.processes)
-
-
-@contextmanager
-def ranks(model: Path, tp: int, directory: Path, master_addr: str = "127.0.0.1") -> Iterator[Ranks]:
-    directory.mkdir()
-    started = Ranks(model, tp, directory, master_addr)
-    try:
-        yield started
-    finally:
-        started.close()
 
 
 def workload(epoch: int) -> list[Any]:
@@ -185,64 +168,57 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with each of `MODELS`."""
-    directory = tmp_path_factory.mktemp("models")
-    for name, shape in MODELS.items():
-        save_model(directory / name, **shape)
-    return directory
-
-
-Answers = tuple[list[list[int]], list[StepResponse]]
-
-
-def answers(several: Ranks) -> Answers:
-    """Answers to both workloads, each in an epoch of its own."""
-    several.configure()
-    plain = several.run()
-    several.configure()
-    return plain, several.execute(workload_of_features)
-
-
-@pytest.fixture(scope="module")
-def of_one_rank(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
-    """Returns the answers of one rank with a model."""
-
-    @functools.cache
-    def of_model(name: str) -> Answers:
-        with ranks(models / name, 1, tmp_path_factory.mktemp("one") / "1") as one:
-            return answers(one)
-
-    return of_model
+def answers_of_one(model: Path, requests: list[StepRequest]) -> list[StepResult]:
+    runner, step = ModelRunner(worker_settings(model, device="cpu")), None
+    runner.configure(1, NUM_BLOCKS)
+    found = []
+    for request in requests:
+        step = decode_step(request, limits(num_blocks=NUM_BLOCKS), step)
+        found.append(runner.launch(step).wait())
+    return found
 
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3", 2), ("qwen3", 4), ("qwen2", 2), ("llama", 3)],
+    params=[("qwen3", 4), ("qwen2", 2), ("llama", 3)],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def several(
-    models: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Ranks]:
-    name, tp = request.param
-    with ranks(models / name, tp, tmp_path_factory.mktemp("several") / "n") as started:
+    (name, tp), directory = request.param, tmp_path_factory.mktemp("several")
+    save_model(directory / "model", **MODELS[name])
+    started = Ranks(directory / "model", tp, directory)
+    try:
         yield started
+    finally:
+        started.close()
 
 
-def test_ranks_give_the_tokens_of_one(
-    several: Ranks, of_one_rank: Callable[[str], Answers]
-) -> None:
-    expected_plain, expected_of_features = of_one_rank(several.model.name)
-    plain, of_features = answers(several)
-    assert plain == expected_plain
-    for ours, theirs in zip(of_features, expected_of_features, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        values = [np.frombuffer(each.logprob_values, "<f4") for each in (ours, theirs)]
-        assert len(values[0]) == len(np.frombuffer(ours.logprob_ids, "<i4"))
-        np.testing.assert_allclose(values[0], values[1], atol=1e-4)
+@pytest.mark.parametrize("workload", [workload, workload_of_features])
+def test_ranks_give_the_tokens_of_one(several: Ranks, workload: Workload) -> None:
+    several.configure()
+    ours = several.execute(workload(several.epoch))
+    theirs = answers_of_one(several.model, workload(1))
+    for answer, expected in zip(ours, theirs, strict=True):
+        assert np.frombuffer(answer.token_ids, "<i4").tolist() == expected.token_ids.tolist()
+        ids, values = (
+            np.frombuffer(column, dtype)
+            for column, dtype in ((answer.logprob_ids, "<i4"), (answer.logprob_values, "<f4"))
+        )
+        assert len(ids) == len(values)
+        np.testing.assert_allclose(values, expected.logprob_values, atol=1e-4)
         # Less likely ones may swap places: sums over ranks round differently.
-        assert ours.logprob_ids[:24] == theirs.logprob_ids[:24]
+        assert ids[:6].tolist() == expected.logprob_ids[:6].tolist()
+
+
+def test_ranks_listen_only_where_they_meet(several: Ranks) -> None:
+    if several.master_addr == "127.0.0.1":
+        pytest.skip("this host has loopback only")
+    several.configure()
+    assert several.execute(workload(several.epoch)[:3])
+    for rank in range(len(several.stubs)):
+        assert several.listening(rank) == {several.master_addr}
 
 
 def test_a_newer_epoch_ends_the_wait_for_other_ranks(several: Ranks) -> None:
@@ -254,7 +230,7 @@ def test_a_newer_epoch_ends_the_wait_for_other_ranks(several: Ranks) -> None:
             pass  # calls may overtake each other
     several.configure(timeout_s=JOIN_TIMEOUT.total_seconds() / 2)
     assert alone.exception().code() == grpc.StatusCode.UNAVAILABLE
-    assert several.run(FIRST)
+    assert several.execute(workload(several.epoch)[:3])
 
 
 def test_a_newer_epoch_ends_the_wait_for_the_store_of_rank_0(
@@ -267,14 +243,6 @@ def test_a_newer_epoch_ends_the_wait_for_the_store_of_rank_0(
         TensorParallel(1, 2).join(
             1, torch.device("cpu"), "127.0.0.1", free_port(), lambda: next(asked) == 2
         )
-
-
-def test_ranks_listen_only_where_they_meet(models: Path, tmp_path: Path) -> None:
-    address = address_of_another_interface()
-    with ranks(models / "qwen3", 2, tmp_path / "2", address) as two:
-        two.configure()
-        assert two.run(FIRST)
-        assert [two.listening(rank) for rank in (0, 1)] == [{address}, {address}]
 
 
 def test_a_known_reason_not_to_start_is_one_line(tmp_path: Path) -> None:

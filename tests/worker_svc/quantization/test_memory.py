@@ -88,7 +88,7 @@ print(packed, resident("VmHWM") - before)
 @pytest.mark.parametrize(
     "format",
     # Not quantized, while loading, and before.
-    ["none", "int8", "int4", "W8A8", "GPTQ 4"],
+    ["none", "int4", "W8A8", "GPTQ 4"],
 )
 def test_peak_of_loading(tmp_path: Path, format: str) -> None:
     for name, shape in (("small", SHAPE), ("large", LARGE)):
