@@ -113,16 +113,16 @@ def test_names_a_field_of_the_wrong_type(tmp_path: Path) -> None:
         load_model_config(write_config(tmp_path, hidden_size="64"))
 
 
-def test_names_an_unreadable_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"cannot read .*config\.json"):
-        load_model_config(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["[]", '"config"', "null"])
-def test_names_a_file_of_something_else(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", r"cannot read .*config\.json"),
+        *((text, r"config\.json: not a JSON object") for text in ("[]", '"config"', "null")),
+    ],
+)
+def test_names_a_file_of_something_else(text: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=r"config\.json: not a JSON object"):
+    with pytest.raises(ModelError, match=reason):
         load_model_config(tmp_path)
 
 

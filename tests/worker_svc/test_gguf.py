@@ -23,6 +23,8 @@ from worker_svc.weights.files import WeightReader, weight_files
 from worker_svc.weights.gguf_file import GgufTensor, read_gguf
 from worker_svc.weights.gguf_types import READABLE
 
+pytestmark = pytest.mark.usefixtures("cache_home")
+
 # Sizes that blocks of 32 divide.
 SHAPE = {"intermediate_size": 96, "head_dim": 32, "vocab_size": 301}
 CASES: dict[str, tuple[type[PreTrainedModel], Type, dict[str, Any]]] = {
@@ -50,11 +52,6 @@ def greedy(path: Path, text: list[int], count: int, **settings: Any) -> list[int
     while len(tokens) < count:
         tokens.append(int(runner.run(batch.step([(0, [-1])]))[0]))
     return tokens
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(("family", "kind", "shape"), CASES.values(), ids=CASES)

@@ -129,16 +129,6 @@ def test_what_root_has_compiled_is_loaded_by_other_users(
 
 
 @needs_compiler
-@pytest.mark.parametrize("content", [b"", b"what a full disk left"])
-def test_a_broken_library_is_replaced(places: tuple[Path, Path], content: bytes) -> None:
-    _, cache = places
-    (path,) = build.build(cache, [build.choose_variant()])
-    path.write_bytes(content)
-    assert start() == [UNUSABLE, *COMPILES]
-    assert start() == []
-
-
-@needs_compiler
 @damages
 @pytest.mark.parametrize("prebuilt", [True, False])
 def test_a_damaged_library_is_compiled_again_where_it_was(
@@ -206,11 +196,8 @@ def test_each_library_is_loaded_as_itself(places: tuple[Path, Path], tmp_path: P
 
 
 @needs_compiler
-def test_no_home(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home(name: str) -> Path:
-        raise FileNotFoundError("no home directory")
-
-    monkeypatch.setattr(library, "cache_folder", no_home)
+@pytest.mark.usefixtures("places", "no_home")
+def test_without_a_home_nothing_is_kept() -> None:
     assert start() == [NOT_KEPT, *COMPILES]
 
 
