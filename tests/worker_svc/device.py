@@ -45,3 +45,7 @@ def of_cpu(module: str, function: str | None = None) -> list[Any]:
         return []
     found = import_module(f"worker_svc.kernels.{module}")
     return [getattr(found, function) if function else found]
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.worker_svc.harness import Batch, limits, worker_settings
+from tests.worker_svc.harness import Batch, batch_for, worker_settings
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import DRAFTED
 
@@ -23,19 +23,6 @@ def make_runner(model: Path, draft: Path | None = None, **settings: Any) -> Mode
     return runner
 
 
-def make_batch(runner: ModelRunner) -> Batch:
-    info = runner.info
-    return Batch(
-        limits(
-            vocab_size=info.vocab_size,
-            num_blocks=NUM_BLOCKS,
-            block_size=info.block_size,
-            max_model_len=info.max_model_len,
-            drafts=runner.drafts,
-        )
-    )
-
-
 class Speculation:
     """Runs steps in which some sequences have drafted tokens, and accepts those that are right.
 
@@ -49,7 +36,7 @@ class Speculation:
         temperature: float = 0.0,
         batch: Batch | None = None,
     ) -> None:
-        self.batch = batch or make_batch(runner)
+        self.batch = batch or batch_for(runner, NUM_BLOCKS)
         self.tokens = [list(prompt) for prompt in prompts]
         self.num_drafted = self.num_accepted = 0
         self._runner = runner

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
 from shared.sampling_params import COLUMNS, SamplingNumbers
 from tests.worker_svc.device import DEVICE
+from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import Step, StepLimits, decode_step
 
@@ -204,3 +205,19 @@ def limits(**overrides: int) -> StepLimits:
         "max_model_len": 512,
     }
     return StepLimits(**{**values, **overrides})
+
+
+def batch_for(runner: ModelRunner, num_blocks: int) -> Batch:
+    """A batch within the limits of a runner with this many blocks."""
+    info = runner.info
+    return Batch(
+        limits(
+            vocab_size=info.vocab_size,
+            num_blocks=num_blocks,
+            block_size=info.block_size,
+            max_num_seqs=runner._settings.max_num_seqs,
+            max_num_batched_tokens=2**20,
+            max_model_len=info.max_model_len,
+            drafts=runner.drafts,
+        )
+    )

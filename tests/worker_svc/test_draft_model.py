@@ -16,11 +16,10 @@ from tests.worker_svc.drafting import (
     NUM_BLOCKS,
     Speculation,
     cut,
-    make_batch,
     make_runner,
     plain_tokens,
 )
-from tests.worker_svc.harness import save_model, worker_settings
+from tests.worker_svc.harness import batch_for, save_model, worker_settings
 from tests.worker_svc.test_model_runner import prompts
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc import model_runner
@@ -154,7 +153,10 @@ def test_copies_are_made_in_the_draft_models_cache(tiny_dir: Path) -> None:
 
 def test_a_step_without_drafted_tokens_has_no_draft_ids(tiny_dir: Path) -> None:
     runner = make_runner(tiny_dir, tiny_dir)
-    assert len(runner.launch(make_batch(runner).step([(0, TEXTS[0])])).wait().draft_ids) == 0
+    assert (
+        len(runner.launch(batch_for(runner, NUM_BLOCKS).step([(0, TEXTS[0])])).wait().draft_ids)
+        == 0
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}], ids=str)

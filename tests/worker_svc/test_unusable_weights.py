@@ -10,7 +10,8 @@ import pytest
 
 from shared.process.kept import UnusableFileError
 from tests.worker_svc.device import DEVICE
-from tests.worker_svc.test_kept_memory import batch_for, inherit, runner_of, state
+from tests.worker_svc.harness import batch_for
+from tests.worker_svc.test_kept_memory import inherit, runner_of, state
 from worker_svc.kept_memory import KeptMemory
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="memory of a GPU is not kept")
@@ -53,4 +54,4 @@ def test_a_fork_with_other_settings_or_another_model_does_not_load_beside_the_we
     other = runner_of(tiny_dir, found, dtype="bfloat16")
     assert other.info.dtype == "bfloat16"
     other.configure(1, 16)
-    other.run(batch_for(other).step([(0, [1, 2, 3])]))
+    other.run(batch_for(other, 16).step([(0, [1, 2, 3])]))

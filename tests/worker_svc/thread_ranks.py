@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process."""
+"""Ranks that are threads of this process, and their parts of a vocabulary."""
 
 from __future__ import annotations
 
@@ -54,3 +54,20 @@ def shard(logits: torch.Tensor, tp: TensorParallel) -> tuple[VocabPartition, tor
     local = logits.new_full((len(logits), vocab.shard_size), torch.nan)
     local[:, : vocab.num_tokens] = logits[:, vocab.start : vocab.start + vocab.num_tokens]
     return vocab, local
+
+
+def on_parts(
+    logits: torch.Tensor, ranks: int, change: Callable[[torch.Tensor, VocabPartition], None]
+) -> torch.Tensor:
+    """Calls `change` on each rank's part of whole logits [N, vocab] -> them together. Padding, and
+    what lies between the rows of a part, is NaN and must stay so."""
+    parts = []
+    for rank in range(ranks):
+        vocab = VocabPartition(logits.shape[1], rank, ranks)
+        rows = logits.new_full((len(logits), vocab.shard_size + 16), torch.nan)
+        part = rows[:, : vocab.num_tokens]
+        part.copy_(logits[:, vocab.start : vocab.start + vocab.num_tokens])
+        change(rows[:, : vocab.shard_size], vocab)
+        assert rows[:, vocab.num_tokens :].isnan().all()
+        parts.append(part)
+    return torch.cat(parts, dim=1)

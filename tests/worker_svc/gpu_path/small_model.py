@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu.steps import QWEN_0_6B, Heads
 from tests.worker_svc.device import by_device
-from tests.worker_svc.harness import Asked, Batch, limits, worker_settings
+from tests.worker_svc.harness import Asked, Batch, batch_for, worker_settings
 from tests.worker_svc.platforms import GpuPlatform
 from tests.worker_svc.test_model_runner import prompts
 from worker_svc.model_runner import ModelRunner
@@ -66,21 +66,7 @@ def make_runner(
     runner = ModelRunner(settings, platform(settings))
     runner.configure(1, num_blocks)
     assert bool(runner._graphs) == captures
-    return runner, make_batch(runner, num_blocks)
-
-
-def make_batch(runner: ModelRunner, num_blocks: int) -> Batch:
-    return Batch(
-        limits(
-            vocab_size=runner.info.vocab_size,
-            num_blocks=num_blocks,
-            block_size=runner.info.block_size,
-            max_num_batched_tokens=2**20,
-            max_model_len=runner.info.max_model_len,
-            max_num_seqs=runner._settings.max_num_seqs,
-            drafts=runner.drafts,
-        )
-    )
+    return runner, batch_for(runner, num_blocks)
 
 
 def decode(runner: ModelRunner, batch: Batch) -> list[list[int]]:

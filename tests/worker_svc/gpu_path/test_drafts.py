@@ -8,7 +8,8 @@ import pytest
 
 from tests.worker_svc.device import cpu_only
 from tests.worker_svc.drafting import Speculation
-from tests.worker_svc.gpu_path.small_model import NUM_BLOCKS, VOCAB, make_batch, make_runner
+from tests.worker_svc.gpu_path.small_model import NUM_BLOCKS, VOCAB, make_runner
+from tests.worker_svc.harness import batch_for
 from tests.worker_svc.test_model_runner import prompts
 from worker_svc.model_runner import ModelRunner
 
@@ -20,7 +21,7 @@ LENGTH = 9
 
 
 def start(runner: ModelRunner) -> Speculation:
-    started = Speculation(runner, TEXTS, 0.7, make_batch(runner, NUM_BLOCKS))
+    started = Speculation(runner, TEXTS, 0.7, batch_for(runner, NUM_BLOCKS))
     started.prefill()
     return started
 

@@ -20,10 +20,9 @@ from tests.worker_svc.gpu_path.small_model import (
     NUM_BLOCKS,
     decode,
     decode_with_features,
-    make_batch,
     make_runner,
 )
-from tests.worker_svc.harness import save_model, worker_settings
+from tests.worker_svc.harness import batch_for, save_model, worker_settings
 from tests.worker_svc.kernels.triton.precision import assert_identical
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
 from tests.worker_svc.test_model_runner import prompts
@@ -80,7 +79,7 @@ def pair(request: pytest.FixtureRequest, larger_dir: Path) -> Pair:
 def make_steps(pair: Pair, rows: int) -> list[Step]:
     """Makes prompts, then decodes of the tokens that the previous step sampled, which the host need
     not know, in another order in each step. Half of the sequences are greedy."""
-    batch = make_batch(pair.captured, pair.num_blocks)
+    batch = batch_for(pair.captured, pair.num_blocks)
     rng = np.random.default_rng(rows)
     texts = prompts(batch.limits.vocab_size, rng.integers(1, LONGEST_PROMPT + 1, rows).tolist())
     order = list(range(rows))
@@ -127,7 +126,7 @@ def test_graphs_equal_uncaptured_steps(pair: Pair, rows: int) -> None:
 @gpu_only  # on a CPU they are those of other kernels: test_model
 def test_features_are_the_same_beside_graphs(pair: Pair) -> None:
     found, expected = (
-        decode_with_features(runner, make_batch(runner, pair.num_blocks))
+        decode_with_features(runner, batch_for(runner, pair.num_blocks))
         for runner in (pair.captured, pair.uncaptured)
     )
     for ours, theirs in zip(found, expected, strict=True):
@@ -160,7 +159,7 @@ def test_a_new_epoch_keeps_the_graphs_of_a_cache_of_the_same_size(
     for epoch, num_blocks in ((3, NUM_BLOCKS + 1), (4, NUM_BLOCKS)):
         runner.configure(epoch, num_blocks)
         assert runner._graphs is not graphs
-        assert decode(runner, make_batch(runner, NUM_BLOCKS)) == tokens
+        assert decode(runner, batch_for(runner, NUM_BLOCKS)) == tokens
 
 
 def unconfigured(model: Path) -> ModelRunner:
@@ -194,7 +193,7 @@ def test_a_failed_capture_is_reported_and_nothing_counts_as_configured(
             runner.configure(1, NUM_BLOCKS)
     runner.configure(2, NUM_BLOCKS)
     assert runner._graphs
-    assert decode(runner, make_batch(runner, NUM_BLOCKS)) == tokens
+    assert decode(runner, batch_for(runner, NUM_BLOCKS)) == tokens
 
 
 @cpu_only

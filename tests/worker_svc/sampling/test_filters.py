@@ -14,12 +14,11 @@ from transformers import (
 )
 
 from tests.worker_svc.device import DEVICE, ON_GPU, VOCAB_SIZES, by_device, cpu_only
-from tests.worker_svc.thread_ranks import on_ranks
+from tests.worker_svc.thread_ranks import on_ranks, shard
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
-from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampling.filters import Limit, keep_likely
 
 EPS = 1e-6  # of probability: tokens this near to a boundary may be on either side of it
@@ -45,18 +44,10 @@ def limit(params: list[Params], name: str, off: float, dtype: torch.dtype) -> Li
     )
 
 
-def filter_shard(
-    logits: torch.Tensor,
-    params: list[Params],
-    vocab: VocabPartition,
-    tp: TensorParallel,
-    ops: Ops,
+def filtered(
+    logits: torch.Tensor, params: list[Params], ranks: int = 1, ops: Ops = DEVICE_OPS
 ) -> torch.Tensor:
-    """Filters this rank's part of whole logits [F, vocab]; padding is NaN, and stays."""
-    size = len(logits), vocab.shard_size
-    local = torch.full(size, torch.nan, device=DEVICE)
-    part = local[:, : vocab.num_tokens]
-    part.copy_(logits[:, vocab.start : vocab.start + vocab.num_tokens])
+    """Filters whole logits [F, vocab] on all ranks; padding is NaN, and stays."""
     temperatures = torch.tensor([each.temperature for each in params], device=DEVICE)
     filters = {
         "top_k": limit(params, "top_k", 0, torch.int32),
@@ -64,23 +55,12 @@ def filter_shard(
         "min_p": limit(params, "min_p", 0, torch.float32),
     }
     filters = {name: each for name, each in filters.items() if len(each.rows)}
-    keep_likely(local, vocab, temperatures, filters, tp, ops)
-    assert local[:, vocab.num_tokens :].isnan().all()
-    return part.to(logits.device)
-
-
-def filtered(
-    logits: torch.Tensor, params: list[Params], ranks: int = 1, ops: Ops = DEVICE_OPS
-) -> torch.Tensor:
-    """Filters on all ranks -> [F, vocab], put together."""
-    if ranks == 1:
-        vocab = VocabPartition(logits.shape[1], 0, 1)
-        return filter_shard(logits, params, vocab, TensorParallel(), ops)
 
     def run(tp: TensorParallel) -> torch.Tensor:
-        return filter_shard(
-            logits, params, VocabPartition(logits.shape[1], tp.rank, ranks), tp, cpu_ops
-        )
+        vocab, local = shard(logits.to(DEVICE), tp)
+        keep_likely(local, vocab, temperatures, filters, tp, ops)
+        assert local[:, vocab.num_tokens :].isnan().all()
+        return local[:, : vocab.num_tokens].to(logits.device)
 
     return torch.cat(on_ranks(ranks, run), dim=1)
 

@@ -43,11 +43,8 @@ def expected(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab", "max_count"), [(7, 7), (301, 20), (301, 301), (5000, 400)])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_likeliest_and_the_token_itself(
-    dtype: torch.dtype, vocab: int, max_count: int, ranks: int
-) -> None:
-    """Many logits are equal in bfloat16."""
+def test_the_likeliest_and_the_token_itself(dtype: torch.dtype, vocab: int, max_count: int) -> None:
+    """Many logits are equal in bfloat16. Ranks do not change a bit."""
     seed = vocab + max_count
     print(f"seed {seed}")
     rng = np.random.default_rng(seed)
@@ -55,19 +52,12 @@ def test_the_likeliest_and_the_token_itself(
     logits[0] = 1.0
     tokens = rng.integers(vocab, size=24).tolist()
     counts = [0, max_count, *rng.integers(max_count + 1, size=22).tolist()]
-    ids, values = score(logits, tokens, counts, ranks)
+    ids, values = score(logits, tokens, counts)
+    for several in (2, 3, 8) if vocab > 8 else (2,):
+        assert all(map(np.array_equal, (ids, values), score(logits, tokens, counts, several)))
     expected_ids, expected_values = expected(logits, tokens, counts)
     assert ids.tolist() == expected_ids
     np.testing.assert_allclose(values, expected_values, atol=1e-5)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_ranks_do_not_change_a_bit(ranks: int) -> None:
-    logits = random_logits(20, 1001, 3)
-    tokens, counts = list(range(0, 1000, 50)), [30] * 20
-    assert all(
-        map(np.array_equal, score(logits, tokens, counts), score(logits, tokens, counts, ranks))
-    )
 
 
 def test_pieces_do_not_change_a_bit() -> None:

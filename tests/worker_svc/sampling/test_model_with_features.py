@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from tests.worker_svc.harness import Asked, Batch, limits
-from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
+from tests.worker_svc.harness import Asked, Batch, batch_for
+from tests.worker_svc.test_model_runner import NUM_BLOCKS, make_runner, oracle_logits, prompts
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import StepResult
@@ -38,11 +38,7 @@ def tiny(tiny_dir: Path) -> ModelRunner:
 
 @pytest.fixture
 def batch(tiny: ModelRunner) -> Batch:
-    return make_batch(tiny)
-
-
-def make_batch(runner: ModelRunner) -> Batch:
-    return Batch(limits(vocab_size=runner.info.vocab_size))
+    return batch_for(tiny, NUM_BLOCKS)
 
 
 def run(runner: ModelRunner, batch: Batch, *args: Any, **kwargs: Any) -> StepResult:
@@ -105,7 +101,7 @@ def text() -> list[int]:
 @pytest.fixture(scope="module")
 def completion(tiny: ModelRunner, text: list[int]) -> list[int]:
     """The tokens of a sequence that runs alone, the prompt whole, one step after another."""
-    return generate(tiny, make_batch(tiny), text, 30)
+    return generate(tiny, batch_for(tiny, NUM_BLOCKS), text, 30)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +131,7 @@ def test_features_matter(tiny: ModelRunner, text: list[int], completion: list[in
         ("frequency_penalty", 0.0),
     ):
         asked = replace(HEAVY, **{name: off})
-        assert generate(tiny, make_batch(tiny), text, 30, asked=asked) != completion
+        assert generate(tiny, batch_for(tiny, NUM_BLOCKS), text, 30, asked=asked) != completion
 
 
 def test_preempted_and_computed_again(
@@ -144,7 +140,7 @@ def test_preempted_and_computed_again(
     """It is computed in other blocks, generated tokens included."""
     asked = replace(HEAVY, prompt_len=len(text))
     for done in (1, 12, 29):
-        again = make_batch(tiny)
+        again = batch_for(tiny, NUM_BLOCKS)
         again.free = again.free[: -10 * done % 200]
         result = run(
             tiny,
@@ -188,7 +184,9 @@ def test_sequences_part_at_a_copied_block(
     # From now on, neither sees what the other writes.
     run(tiny, batch, [(0, [3]), (1, [completion[1]])], **both)
     parted = run(tiny, batch, [(0, [3]), (1, [completion[2]])], **both).token_ids
-    alone = run(tiny, make_batch(tiny), [(0, [*text, first, 3, 3])], **sampling).token_ids
+    alone = run(
+        tiny, batch_for(tiny, NUM_BLOCKS), [(0, [*text, first, 3, 3])], **sampling
+    ).token_ids
     assert parted.tolist() == [alone[0], completion[3]]
 
 
@@ -196,7 +194,7 @@ def test_blocks_are_copied_before_the_step_writes(tiny: ModelRunner, batch: Batc
     """It writes to the copies, and to the blocks that were copied."""
     texts = prompts(VOCAB, [10, 10], seed=5)
     chunks = [(seq, [*texts[seq % 2], 9 + seq // 2]) for seq in range(4)]
-    whole = run(tiny, make_batch(tiny), chunks).token_ids
+    whole = run(tiny, batch_for(tiny, NUM_BLOCKS), chunks).token_ids
     run(tiny, batch, [(0, texts[0]), (1, texts[1])])
     copies = []
     for seq in (0, 1):
@@ -211,7 +209,7 @@ def test_features_and_scores_of_some_rows_change_no_other(tiny: ModelRunner, bat
     texts = prompts(VOCAB, [20, 3, 41, 8], seed=6)
     sampling: dict[str, Any] = {"temperatures": [0.9] * 4, "seeds": [1, 2, 3, 4], "silent": [2]}
     chunks = [(i, text[:30]) for i, text in enumerate(texts)]
-    plain = run(tiny, make_batch(tiny), chunks, **sampling).token_ids
+    plain = run(tiny, batch_for(tiny, NUM_BLOCKS), chunks, **sampling).token_ids
     asked = {1: Asked(allowed=[5], logprobs=1), 3: Asked(logprobs=0)}
     targets = {0: texts[0][1:], 2: []}
     mixed = run(tiny, batch, chunks, **sampling, features=asked, targets=targets)

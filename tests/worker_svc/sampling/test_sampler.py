@@ -4,33 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.thread_ranks import on_ranks, random_logits, shard
+from tests.worker_svc.thread_ranks import random_logits
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.uniforms import uniforms
-
-
-def sample(
-    logits: torch.Tensor,
-    temperatures: list[float],
-    seeds: list[int],
-    positions: list[int],
-    ranks: int = 1,
-) -> list[int]:
-    """Cuts whole logits [N, vocab] over ranks; all must sample the same."""
-
-    def run(tp: TensorParallel) -> list[int]:
-        vocab, local = shard(logits, tp)
-        random = uniforms(np.array(seeds, np.uint64), np.array(positions, np.int32))
-        sampler = Sampler(vocab, tp, cpu_ops)
-        tokens = sampler(local, torch.tensor(temperatures), torch.from_numpy(random))
-        return tokens.tolist()
-
-    results = on_ranks(ranks, run)
-    assert all(result == results[0] for result in results)
-    return results[0]
 
 
 @pytest.mark.parametrize("vocab", [2, 7, 301, 1000, 1536, 151_936])
@@ -42,32 +21,15 @@ def test_partition_covers_the_vocabulary_once(vocab: int, ranks: int) -> None:
     assert {p.chunk_size for p in parts} == {VocabPartition(vocab, 0, 1).chunk_size}
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_do_not_change_the_token(ranks: int) -> None:
-    """Mixed temperatures, greedy among them, on a vocabulary that no number here divides."""
-    seed = 3
-    print(f"seed {seed}")
-    rng = np.random.default_rng(seed)
-    rows = 300
-    logits = random_logits(rows, 1001, seed)
-    temperatures = rng.choice([0.0, 0.1, 0.7, 1.0, 5.0], rows).tolist()
-    seeds = rng.integers(2**64, size=rows, dtype=np.uint64).tolist()
-    positions = rng.integers(1, 40000, rows).tolist()
-    one = sample(logits, temperatures, seeds, positions)
-    assert sample(logits, temperatures, seeds, positions, ranks) == one
-
-
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 2.5])
 def test_distribution(temperature: float) -> None:
     """Chi-square of the sampled tokens against softmax(logits / temperature)."""
     vocab, draws = 40, 20_000
     logits = random_logits(1, vocab, seed=5)
-    tokens = sample(
-        logits.expand(draws, vocab),
-        [temperature] * draws,
-        list(range(draws)),
-        [17] * draws,
-    )
+    random = uniforms(np.arange(draws, dtype=np.uint64), np.full(draws, 17, np.int32))
+    sampler = Sampler(VocabPartition(vocab, 0, 1), TensorParallel(), cpu_ops)
+    temperatures = torch.full((draws,), temperature)
+    tokens = sampler(logits.expand(draws, -1).clone(), temperatures, torch.from_numpy(random))
     expected = draws * torch.softmax(logits[0].double() / temperature, 0).numpy()
     counts = np.bincount(tokens, minlength=vocab)
     # Cells of fewer than 5 expected draws are joined, as the test asks for.

@@ -49,20 +49,20 @@ def decode(request: StepRequest) -> Step:
 def test_features_are_decoded() -> None:
     features = decode(valid()).features
     assert features
-    assert features.rows.tolist() == [1, 2]
-    assert features.numbers["top_k"].tolist() == [3, 0]
-    assert features.numbers["top_p"].tolist() == [0.5, 1]
-    assert features.numbers["min_p"].tolist() == [0.25, 0]
-    assert features.numbers["repetition_penalty"].tolist() == [1, 1.5]
-    assert features.numbers["presence_penalty"].tolist() == [0, 0.5]
-    assert features.numbers["frequency_penalty"].tolist() == [0, -2]
-    assert features.prompt_lens.tolist() == [0, 1]
-    assert features.num_logprobs.tolist() == [-1, VOCAB]
+    numbers = {name: column.tolist() for name, column in features.numbers.items()}
+    assert numbers == {
+        "top_k": [3, 0],
+        "top_p": [0.5, 1],
+        "min_p": [0.25, 0],
+        "repetition_penalty": [1, 1.5],
+        "presence_penalty": [0, 0.5],
+        "frequency_penalty": [0, -2],
+    }
+    columns = "rows", "prompt_lens", "num_logprobs", "bias_ids", "bias_values", "masked", "masks"
+    assert [getattr(features, name).tolist() for name in columns] == [
+        [1, 2], [0, 1], [-1, VOCAB], [5, 69], [1.5, -INF], [0], [[1, 2, 1 << 5]],
+    ]  # fmt: skip
     assert features.bias_offsets.tolist() == [0, 2, 2]
-    assert features.bias_ids.tolist() == [5, 69]
-    assert features.bias_values.tolist() == [1.5, -INF]
-    assert features.masked.tolist() == [0]
-    assert features.masks.tolist() == [[1, 2, 1 << 5]]
     assert features.penalized.tolist() == [False, True]
     assert features.filtered.tolist() == [True, False]
 

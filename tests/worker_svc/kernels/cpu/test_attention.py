@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.worker_svc.kernels.cpu.test_weights import CPUS, run_as
-from tests.worker_svc.steps import step_tensors
 from worker_svc.attention.base import AttentionShape, QKNorm
 from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.kernels.cpu_features import has
+from worker_svc.step.tensors import StepTensors
 
 EPS = 1e-6
 # Tokens of the step and of the context: decodes, prompts, parts of prompts, several chunks of keys.
@@ -67,6 +68,16 @@ class Layout:
                 flat = (flat.astype(np.uint32) << 16).view(np.float32)
             numbers.append(flat.astype(np.float64))
         return numbers[0], numbers[1]
+
+
+def step_tensors(**columns: Any) -> StepTensors:
+    """Makes int32 columns from numbers. The columns that are not given are empty."""
+    return StepTensors(
+        **{
+            each.name: torch.from_numpy(np.asarray(columns.get(each.name, ()), np.int32))
+            for each in fields(StepTensors)
+        }
+    )
 
 
 def padded(size: int, multiple: int) -> int:

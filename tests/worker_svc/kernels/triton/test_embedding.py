@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device, of_cpu
+from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device, int32, of_cpu
 from tests.worker_svc.kernels.triton.precision import DTYPES, assert_rounded_once, poisoned_memory
 from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton.embedding import embed
@@ -18,10 +18,6 @@ from worker_svc.weights.quantization.formats import QuantizedWeight
 VOCAB = 1001
 
 both = pytest.mark.parametrize("embed", [embed, *of_cpu("cpu.ops", "embed")])
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from tests.worker_svc.device import (
     TOKENS,
     VOCAB_SIZES,
     by_device,
+    int32,
     of_cpu,
 )
+from tests.worker_svc.thread_ranks import on_parts
 from worker_svc.kernels.triton.sampling import token_history as module
 from worker_svc.kernels.triton.sampling.token_history import (
     penalize,
@@ -36,10 +38,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "STORED", 4)
         monkeypatch.setattr(module, "TILE", 8)
         monkeypatch.setattr(module, "PROGRAMS", 2)
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize("store", STORE)
@@ -89,18 +87,9 @@ class Batch:
     table_offsets: torch.Tensor
 
     def penalized(self, function: Callable[..., None], ranks: int) -> torch.Tensor:
-        """Penalizes on ranks that each have a part of the vocabulary, with NaN as padding that
-        stays."""
-        vocab_size = self.logits.shape[1]
-        parts = []
-        for rank in range(ranks):
-            vocab = VocabPartition(vocab_size, rank, ranks)
-            size = len(self.rows), vocab.shard_size + 16
-            local = torch.full(size, torch.nan, device=DEVICE)
-            part = local[:, : vocab.num_tokens]
-            part.copy_(self.logits[:, vocab.start : vocab.start + vocab.num_tokens])
+        def penalize(part: torch.Tensor, vocab: VocabPartition) -> None:
             function(
-                local[:, : vocab.shard_size],
+                part,
                 vocab.start,
                 vocab.num_tokens,
                 self.tokens,
@@ -112,9 +101,8 @@ class Batch:
                 int32(*self.prompt_lens),
                 *torch.tensor(self.penalties, dtype=torch.float32, device=DEVICE).T.contiguous(),
             )
-            assert local[:, vocab.num_tokens :].isnan().all()
-            parts.append(part.cpu())
-        return torch.cat(parts, dim=1)
+
+        return on_parts(self.logits.to(DEVICE), ranks, penalize).cpu()
 
     def expected(self) -> torch.Tensor:
         """Penalizes logit by logit, from the definition."""

@@ -14,6 +14,7 @@ from tests.worker_svc.device import (
     by_device,
     of_cpu,
 )
+from tests.worker_svc.thread_ranks import on_parts
 from worker_svc.kernels.triton.sampling import token_masks as module
 from worker_svc.kernels.triton.sampling.token_masks import apply_masks
 from worker_svc.layers.embedding import VocabPartition
@@ -48,13 +49,9 @@ def test_masked_tokens_are_impossible(
 
     logits = torch.from_numpy(rng.standard_normal((rows, vocab_size), np.float32))
     place = masked.to(DEVICE), torch.from_numpy(masks).to(DEVICE)
-    parts = []
-    for rank in range(ranks):
-        vocab = VocabPartition(vocab_size, rank, ranks)
-        whole = torch.full((rows, vocab.shard_size + 16), torch.nan, device=DEVICE)
-        part = whole[:, : vocab.num_tokens]
-        part.copy_(logits[:, vocab.start : vocab.start + vocab.num_tokens])
-        function(whole[:, : vocab.shard_size], vocab.start, vocab.num_tokens, *place)
-        assert whole[:, vocab.num_tokens :].isnan().all()
-        parts.append(part.cpu())
-    assert torch.equal(torch.cat(parts, dim=1), logits.masked_fill(~allowed, -torch.inf))
+
+    def mask(part: torch.Tensor, vocab: VocabPartition) -> None:
+        function(part, vocab.start, vocab.num_tokens, *place)
+
+    found = on_parts(logits.to(DEVICE), ranks, mask).cpu()
+    assert torch.equal(found, logits.masked_fill(~allowed, -torch.inf))
