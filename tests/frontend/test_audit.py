@@ -15,15 +15,18 @@ import structlog
 from frontend.callers.audit import MAX_KINDS, Audit, Usage
 from frontend.callers.call import Call, Work
 from frontend.callers.tenants import Client
+from frontend.engines import engine
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError, QueueFullError
 from shared.pb import scheduler_pb2 as pb2
-from tests.frontend.conftest import Service
+from tests.frontend.conftest import Service, bearer
 from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS
 from tests.waiting import until
 
-TOKEN = "acme-token-0123456789"
+TOKEN, WRONG = "acme-token-0123456789", "wrong-token-0123456789"
+MINE = bearer(TOKEN)
+SPENT = "input_tokens_per_minute"
 SECRET = "secretword"
 Lines = list[MutableMapping[str, Any]]
 
@@ -46,73 +49,82 @@ def request(**fields: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=SECRET, sampling=sampling, **fields)
 
 
-async def test_each_outcome_is_recorded(service: Service, lines: Lines) -> None:
+async def ended(call: Any, lines: Lines) -> MutableMapping[str, Any]:
+    """The line of a call that ends, without what lines keep back."""
+    await call.code()
+    await until(lambda: any("method" in line for line in lines), "its line")
+    for kept_back in (SECRET, TOKEN, WRONG):
+        assert kept_back not in str(lines)
+    line = next(line for line in lines if "method" in line)
+    lines.clear()
+    return line
+
+
+async def outcome(call: Any, lines: Lines) -> tuple[Any, ...]:
+    line = await ended(call, lines)
+    return line["client"], line["method"], line["outcome"], line.get("reason")
+
+
+async def test_a_request_is_recorded(service: Service, lines: Lines) -> None:
+    line = await ended(service.stub.Generate(request(), metadata=MINE), lines)
+    assert line.pop("peer").startswith("ipv4:127.0.0.1:")
+    assert line.pop("request_id")
+    assert line.pop("prompt_tokens") > 0
+    expected = {
+        **{"event": "request ended", "method": "Generate", "outcome": "LENGTH"},
+        **{"client": "acme", "model": "demo", "completion_tokens": 3},
+        "cached_prompt_tokens": CACHED_PROMPT_TOKENS,
+    }
+    assert expected.items() <= line.items()
+    assert "reason" not in line
+
+
+async def test_each_outcome_is_recorded(
+    service: Service, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stub, scheduler = service.stub, service.scheduler
-    mine = (("authorization", f"Bearer {TOKEN}"),)
-    bad = (("authorization", "Bearer wrong-token-0123456789"),)
-    seen: Lines = []
-
-    async def outcome(call: Any) -> tuple[Any, ...]:
-        """The client, method, outcome and reason in the line of a call that has ended."""
-        await call.code()
-        await until(lambda: any("method" in line for line in lines[len(seen) :]), "its line")
-        line = next(line for line in lines[len(seen) :] if "method" in line)
-        seen[:] = lines
-        return line["client"], line["method"], line["outcome"], line.get("reason")
-
-    call = stub.Generate(request(), metadata=mine)
-    assert await outcome(call) == ("acme", "Generate", "LENGTH", None)
-    finished = lines[-1]
-    assert finished["event"] == "request ended"
-    assert finished["model"] == "demo"
-    assert finished["peer"].startswith("ipv4:127.0.0.1:")
-    assert finished["request_id"]
-    assert finished["prompt_tokens"] > 0
-    assert finished["cached_prompt_tokens"] == CACHED_PROMPT_TOKENS
-    assert finished["completion_tokens"] == 3
-
-    call = stub.Tokenize(pb.TokenizeRequest(text=SECRET), metadata=mine)
-    assert await outcome(call) == ("acme", "Tokenize", "OK", None)
-    call = stub.Generate(request(), metadata=bad)
-    assert await outcome(call) == (None, "Generate", "UNAUTHENTICATED", "UNAUTHENTICATED")
-    call = stub.Generate(request(priority=-1), metadata=mine)
-    assert await outcome(call) == ("acme", "Generate", "INVALID_ARGUMENT", "priority")
-
     unreadable = service.channel.unary_unary("/nanovllm.v1.InferenceService/Generate")
-    call = unreadable(b"\xff", metadata=mine)
-    assert await outcome(call) == ("acme", "Generate", "INVALID_ARGUMENT", "message")
+    tokenize = stub.Tokenize(pb.TokenizeRequest(text=SECRET), metadata=MINE)
+    assert await outcome(tokenize, lines) == ("acme", "Tokenize", "OK", None)
+    call = stub.Generate(request(), metadata=bearer(WRONG))
+    assert await outcome(call, lines) == (None, "Generate", "UNAUTHENTICATED", "UNAUTHENTICATED")
+    for call, reason in (
+        (stub.Generate(request(priority=-1), metadata=MINE), "priority"),
+        (unreadable(b"\xff", metadata=MINE), "message"),
+    ):
+        assert await outcome(call, lines) == ("acme", "Generate", "INVALID_ARGUMENT", reason)
 
-    spent = "input_tokens_per_minute"
-    for cause, field, status, reason in (
+    scheduler.automatic = False
+    held = stub.GenerateStream(request(), metadata=MINE)
+    await scheduler.submits.get()
+    call = stub.GetModel(pb.GetModelRequest(), metadata=MINE)
+    assert await outcome(call, lines) == ("acme", "GetModel", "RESOURCE_EXHAUSTED", "max_requests")
+    held.cancel()
+    assert await outcome(held, lines) == ("acme", "GenerateStream", "CANCELLED", None)
+
+    monkeypatch.setattr(engine, "_RECOVERY_S", 0.0)
+    await scheduler.stop()
+    await service.wait_for_health(False)
+    call = stub.Generate(request(), metadata=MINE)
+    assert await outcome(call, lines) == ("acme", "Generate", "UNAVAILABLE", None)
+
+
+@pytest.mark.parametrize(
+    ("cause", "field", "status", "reason"),
+    [
         (pb2.FINISH_CAUSE_QUEUE_FULL, "", "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"),
-        (pb2.FINISH_CAUSE_QUEUE_FULL, spent, "RESOURCE_EXHAUSTED", spent),
+        (pb2.FINISH_CAUSE_QUEUE_FULL, SPENT, "RESOURCE_EXHAUSTED", SPENT),
         (pb2.FINISH_CAUSE_INVALID, "sampling.top_k", "INVALID_ARGUMENT", "sampling"),
         (pb2.FINISH_CAUSE_INTERNAL, "", "INTERNAL", None),
         (pb2.FINISH_CAUSE_DEADLINE, "", "DEADLINE_EXCEEDED", None),
-    ):
-        scheduler.rejection = pb2.Finished(cause=cause, message="a reason", field=field)
-        call = stub.Generate(request(), metadata=mine)
-        assert await outcome(call) == ("acme", "Generate", status, reason)
-    scheduler.rejection = None
-
-    scheduler.automatic = False
-    while not scheduler.submits.empty():
-        scheduler.submits.get_nowait()
-    held = stub.GenerateStream(request(), metadata=mine)
-    await scheduler.submits.get()
-    call = stub.GetModel(pb.GetModelRequest(), metadata=mine)
-    assert await outcome(call) == ("acme", "GetModel", "RESOURCE_EXHAUSTED", "max_requests")
-    held.cancel()
-    assert await outcome(held) == ("acme", "GenerateStream", "CANCELLED", None)
-
-    await scheduler.stop()
-    await service.wait_for_health(False)
-    call = stub.Generate(request(), metadata=mine)
-    assert await outcome(call) == ("acme", "Generate", "UNAVAILABLE", None)
-
-    shown = str(lines)
-    for kept_back in (SECRET, TOKEN, "wrong-token"):
-        assert kept_back not in shown
+    ],
+)
+async def test_a_rejection_by_the_scheduler_is_recorded(
+    service: Service, lines: Lines, cause: Any, field: str, status: str, reason: str | None
+) -> None:
+    service.scheduler.rejection = pb2.Finished(cause=cause, message="a reason", field=field)
+    call = service.stub.Generate(request(), metadata=MINE)
+    assert await outcome(call, lines) == ("acme", "Generate", status, reason)
 
 
 async def test_a_flood_of_rejections_is_one_line_a_second(service: Service, lines: Lines) -> None:
