@@ -27,7 +27,7 @@ from frontend.engines.streams import Streams
 from frontend.engines.token_stream import TokenStream
 from frontend.engines.trials import Trials
 from frontend.metrics import RequestMetrics
-from shared.channels import PLAINTEXT, Dialer
+from shared.channels import Dialer
 from shared.errors import InternalError, ServiceError, UnavailableError
 from shared.pb import scheduler_pb2 as pb
 
@@ -35,6 +35,7 @@ log = structlog.get_logger(__name__)
 
 # How long new requests wait for a lost engine: a new process loads a few gigabytes in this time.
 _RECOVERY_S = 30.0
+_RESUME_S = 300.0  # open requests wait so long: a worker may have died, too, and load weights
 _SUBMISSIONS_AT_ONCE = 32  # in one iteration of the event loop
 _WATCH_AGAIN_S = 0.5
 
@@ -46,17 +47,15 @@ class Engine:
         self,
         address: str,
         on_ready: Callable[[Engine, bool], Awaitable[None]],
-        resume_timeout_s: float = 300.0,  # a worker may have died, too, and has to load weights
-        dialer: Dialer = PLAINTEXT,
-        metrics: RequestMetrics | None = None,
-        streams: Streams | None = None,
-        try_elsewhere: Callable[[Engine, TokenStream], bool] = lambda *_: False,
+        dialer: Dialer,
+        metrics: RequestMetrics,
+        streams: Streams,
+        try_elsewhere: Callable[[Engine, TokenStream], bool],
         *,
-        number: int = 0,
+        number: int,
     ) -> None:
         """Args:
         on_ready: is called at each change, with the engine and whether it is ready.
-        resume_timeout_s: how long open requests wait for the next connection.
         streams: those of the whole frontend.
         try_elsewhere: is called with the engine and a completion for which it has no room. Returns
             whether another engine takes the completion.
@@ -66,8 +65,8 @@ class Engine:
         self.listed = True  # if not, it gets no new requests and its completions move
         self.load = EngineLoad()
         self.index: PrefixIndex | None = None  # has its blocks while they are watched
-        self.metrics = metrics or RequestMetrics()
-        self.streams = streams or Streams()
+        self.metrics = metrics
+        self.streams = streams
         self.ledger = Ledger(number, self.load)
         self._outputs = Outputs(self.ledger, self.metrics)
         self.connection = Connection(
@@ -84,7 +83,6 @@ class Engine:
             self.has_other_model,
         )
         self._on_ready = on_ready
-        self._resume_timeout_s = resume_timeout_s
         self._try_elsewhere = try_elsewhere
         # From the last connection.
         self.name = ""
@@ -303,9 +301,7 @@ class Engine:
             self.fail([culprit], InternalError("internal error"))
         for stream in self.open_streams():
             self._note_model(stream)
-        self._giving_up = asyncio.get_running_loop().call_later(
-            self._resume_timeout_s, self._give_up
-        )
+        self._giving_up = asyncio.get_running_loop().call_later(_RESUME_S, self._give_up)
         await self._report_ready()
 
     async def _report_ready(self) -> None:

@@ -22,11 +22,19 @@ from tests.waiting import until
 PROMPT = [11, 12, 13]
 
 
-def request(prompt: Sequence[int] = PROMPT, engine: str = "", **fields: Any) -> Request:
+def request(
+    prompt: Sequence[int] = PROMPT,
+    engine: str = "",
+    deadline: float | None = None,
+    **fields: Any,
+) -> Request:
     sampling = Sampling(seed=1, max_tokens=6, eos_token_ids=(), stop_token_ids=(), stop=())
     names = Sampling.__dataclass_fields__.keys() & fields.keys()
     sampling = replace(sampling, **{name: fields.pop(name) for name in names})
-    return Request("an-id", array("I", prompt), sampling, None, engine=engine, **fields)
+    return Request("an-id", array("I", prompt), sampling, deadline, engine=engine, **fields)
+
+
+Two = tuple[FakeScheduler, FakeScheduler]
 
 
 class Cluster:
@@ -73,6 +81,12 @@ class Cluster:
         """Waits until the frontend is connected to exactly these engines."""
         await until(lambda: self.connected() == [*names], f"connections to {names}")
 
+    async def reconnect(self, scheduler: FakeScheduler) -> None:
+        """Has the only engine lose its connection and make another."""
+        scheduler.drop_connection()
+        await self.until_connected()
+        await self.until_connected(scheduler.info.name)
+
     async def until_serving(self, count: int) -> None:
         await until(lambda: len(self.engines._serving()) == count, f"{count} engines to serve")
 
@@ -88,6 +102,15 @@ class Cluster:
 
     def submit(self, *args: Any, **kwargs: Any) -> TokenStream:
         return self.engines.submit(request(*args, **kwargs))[0]
+
+    async def begin(self, scheduler: FakeScheduler, count: int = 1) -> TokenStream:
+        """A completion that has `count` tokens of this engine, where it is the only one."""
+        stream = self.submit(engine=scheduler.info.name)
+        await submitted(scheduler)
+        for _ in range(count):
+            scheduler.step()
+        await tokens(stream, count)
+        return stream
 
     async def close(self) -> None:
         if self._task is not None:

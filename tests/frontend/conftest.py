@@ -29,7 +29,7 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.pb import scheduler_pb2
 from shared.rpc.server import Server
-from tests.frontend.cluster import Cluster
+from tests.frontend.cluster import Cluster, Two
 from tests.frontend.fake_scheduler import FakeScheduler
 
 # On a busy machine an example may take long. Examples are the same in every run.
@@ -175,7 +175,15 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
-async def two(cluster: Cluster) -> tuple[FakeScheduler, FakeScheduler]:
+async def a(cluster: Cluster) -> FakeScheduler:
+    """The only engine."""
+    scheduler = await cluster.add("a")
+    await cluster.list("a")
+    return scheduler
+
+
+@pytest.fixture
+async def two(cluster: Cluster) -> Two:
     """Engines a and b."""
     schedulers = await cluster.add("a"), await cluster.add("b")
     await cluster.list("a", "b")

@@ -71,6 +71,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.automatic = True  # runs every request to its end; else `step` makes a token for each
         self.ready = asyncio.Event()  # until then connections wait for their EngineInfo
         self.ready.set()
+        self.connected = asyncio.Event()  # by a frontend, with or without its EngineInfo
         self.submits: asyncio.Queue[pb.Submit] = asyncio.Queue()
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
         self.alone = False  # whether the latest connection was made by `ConnectAlone`
@@ -153,6 +154,7 @@ class FakeScheduler(SchedulerServiceServicer):
     async def _converse(
         self, request_iterator: AsyncIterator[pb.FrontendMessage], *, alone: bool
     ) -> AsyncIterator[pb.SchedulerMessage]:
+        self.connected.set()
         await self.ready.wait()
         self.alone = alone
         connection = self._connection = Connection()

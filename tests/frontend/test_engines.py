@@ -21,20 +21,24 @@ from shared.errors import (
     QueueFullError,
 )
 from shared.pb import scheduler_pb2 as pb
-from tests.frontend.cluster import PROMPT, Cluster, expected, finish, request, submitted, tokens
+from tests.frontend.cluster import (
+    PROMPT,
+    Cluster,
+    Two,
+    expected,
+    finish,
+    request,
+    submitted,
+    tokens,
+)
 from tests.frontend.fake_scheduler import INFO, FakeScheduler
 from tests.waiting import until
 
 
-async def test_streams_of_a_lost_engine_continue_on_another(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
-) -> None:
+async def test_streams_of_a_lost_engine_continue_on_another(cluster: Cluster, two: Two) -> None:
     a, b = two
-    stream = cluster.submit(engine="a")
-    await submitted(a)
-    a.step()
-    a.step()
-    assert await tokens(stream, 2) == expected()[:2]
+    stream = await cluster.begin(a, 2)
+    assert stream.tokens == expected()[:2]
     await a.stop()
     moved = await submitted(b)
     assert np.frombuffer(moved.generated_ids, "<i4").tolist() == expected()[:2]
@@ -47,13 +51,10 @@ async def test_streams_of_a_lost_engine_continue_on_another(
 
 
 async def test_when_the_last_engine_is_lost_streams_wait_for_any(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+    cluster: Cluster, two: Two
 ) -> None:
     a, b = two
-    stream = cluster.submit(engine="a")
-    await submitted(a)
-    a.step()
-    await tokens(stream, 1)
+    stream = await cluster.begin(a)
     await b.stop()
     await cluster.until_connected("a")
     await a.stop()
@@ -66,13 +67,10 @@ async def test_when_the_last_engine_is_lost_streams_wait_for_any(
 
 @pytest.mark.parametrize("how", ["workers lost", "draining", "not listed"])
 async def test_streams_move_from_an_engine_that_cannot_continue_them(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler], how: str
+    cluster: Cluster, two: Two, how: str
 ) -> None:
     a, b = two
-    stream = cluster.submit(engine="a")
-    await submitted(a)
-    a.step()
-    await tokens(stream, 1)
+    stream = await cluster.begin(a)
     if how == "workers lost":
         a.send_state(serving=False)
     elif how == "draining":
@@ -94,9 +92,7 @@ async def test_streams_move_from_an_engine_that_cannot_continue_them(
         await submitted(a)
 
 
-async def test_an_engine_that_left_the_list_may_return(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
-) -> None:
+async def test_an_engine_that_left_the_list_may_return(cluster: Cluster, two: Two) -> None:
     a, _ = two
     await cluster.list("b")
     with pytest.raises(InvalidArgumentError):
@@ -110,12 +106,8 @@ async def test_streams_stay_with_their_model(cluster: Cluster) -> None:
     """A drained engine that is the last with its model keeps its streams."""
     a, b = await cluster.add("a", "old"), await cluster.add("b", "new")
     await cluster.list("a", "b")
-    begun, waiting = cluster.submit(engine="a"), cluster.submit(engine="a")
-    first = await submitted(a)
+    begun, waiting = await cluster.begin(a), cluster.submit(engine="a")
     await submitted(a)
-    a.send([(first.request, 0, PROMPT[0])])
-    a.connection.live[first.request].tokens.append(PROMPT[0])
-    await tokens(begun, 1)
     a.ready.clear()
     a.send_state(draining=True)
     assert (await submitted(b)).generated_ids == b""  # without a token, it may go anywhere
@@ -125,10 +117,8 @@ async def test_streams_stay_with_their_model(cluster: Cluster) -> None:
 
 
 async def test_the_only_engine_is_disconnected_once_its_streams_have_ended(
-    cluster: Cluster,
+    cluster: Cluster, a: FakeScheduler
 ) -> None:
-    a = await cluster.add("a")
-    await cluster.list("a")
     stream = cluster.submit()
     await submitted(a)
     a.ready.clear()
@@ -138,11 +128,9 @@ async def test_the_only_engine_is_disconnected_once_its_streams_have_ended(
 
 
 async def test_a_scheduler_that_dies_while_it_stops_counts_against_no_stream(
-    cluster: Cluster,
+    cluster: Cluster, a: FakeScheduler
 ) -> None:
     """It may be killed because its stop takes too long."""
-    a = await cluster.add("a")
-    await cluster.list("a")
     stream = cluster.submit()
     (engine,) = cluster.engines._engines.values()
     for _ in range(MIN_DEATHS_BEFORE_ALONE):
@@ -156,9 +144,12 @@ async def test_a_scheduler_that_dies_while_it_stops_counts_against_no_stream(
     assert await finish(a, stream) == expected()
 
 
-async def test_a_stream_that_was_lost_twice_in_a_row_does_not_move(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moves", [False, True])
+async def test_a_stream_that_was_lost_twice_in_a_row_moves_only_in_the_end(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, moves: bool
 ) -> None:
+    if moves:
+        monkeypatch.setattr(pool, "_RETURN_S", 0.2)
     a, b, c = [await cluster.add(name) for name in "abc"]
     await cluster.list("a", "b", "c")
     deadly, other = cluster.submit(engine="a"), cluster.submit(engine="b")
@@ -171,31 +162,15 @@ async def test_a_stream_that_was_lost_twice_in_a_row_does_not_move(
     c.send_state(serving=True)
     await cluster.until_serving(2)
     b.send_state(serving=False)
-    moved = await submitted(c)
-    assert moved.request == other.number  # which was there at one loss only
+    assert (await submitted(c)).request == other.number  # which was there at one loss only
     assert await finish(c, other) == expected()
-    assert c.submits.empty()
-    b.send_state(serving=True)  # where it has been all the time
-    assert await finish(b, deadly) == expected()
-
-
-async def test_a_stream_that_was_lost_twice_moves_in_the_end(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "_RETURN_S", 0.2)
-    a, b, c = [await cluster.add(name) for name in "abc"]
-    await cluster.list("a", "b", "c")
-    stream = cluster.submit(engine="a")
-    await submitted(a)
-    c.send_state(serving=False)
-    await cluster.until_serving(2)
-    a.send_state(serving=False)
-    await submitted(b)
-    c.send_state(serving=True)
-    await cluster.until_serving(2)
-    b.send_state(serving=False)
-    await submitted(c)
-    assert await finish(c, stream) == expected()
+    if moves:
+        assert (await submitted(c)).request == deadly.number
+        assert await finish(c, deadly) == expected()
+    else:
+        assert c.submits.empty()
+        b.send_state(serving=True)  # where it has been all the time
+        assert await finish(b, deadly) == expected()
 
 
 async def test_a_suspect_moves_as_a_suspect(
@@ -221,9 +196,7 @@ async def test_a_suspect_moves_as_a_suspect(
 
 
 @pytest.mark.parametrize("kind", ["n", "beams"])
-async def test_a_requests_completions_move_together(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler], kind: str
-) -> None:
+async def test_a_requests_completions_move_together(cluster: Cluster, two: Two, kind: str) -> None:
     a, b = two
     fields: dict[str, Any] = {"n": 3} if kind == "n" else {"beam_width": 3}
     streams = cluster.engines.submit(request(engine="a", **fields))
@@ -241,7 +214,7 @@ async def test_a_requests_completions_move_together(
 
 
 async def test_a_request_is_rejected_only_if_all_engines_are_full(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+    cluster: Cluster, two: Two
 ) -> None:
     a, b = two
     full = pb.Finished(cause=pb.FINISH_CAUSE_QUEUE_FULL, message="full", retry_after_s=1.5)
@@ -263,7 +236,7 @@ async def test_a_request_is_rejected_only_if_all_engines_are_full(
 
 
 async def test_ended_streams_are_freed_without_the_garbage_collector(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+    cluster: Cluster, two: Two
 ) -> None:
     gc.disable()
     try:
@@ -277,9 +250,7 @@ async def test_ended_streams_are_freed_without_the_garbage_collector(
         gc.enable()
 
 
-async def test_a_rejection_by_a_named_engine_is_final(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
-) -> None:
+async def test_a_rejection_by_a_named_engine_is_final(cluster: Cluster, two: Two) -> None:
     a, b = two
     a.rejection = pb.Finished(cause=pb.FINISH_CAUSE_QUEUE_FULL, message="full", retry_after_s=1.5)
     stream = cluster.submit(engine="a")
@@ -289,15 +260,13 @@ async def test_a_rejection_by_a_named_engine_is_final(
 
 
 async def test_the_rejection_of_an_unknown_engine_lists_the_known_names(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+    cluster: Cluster, two: Two
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=r"engine: unknown name; must be one of a, b"):
         cluster.submit(engine="c")
 
 
-async def test_a_clients_budget_is_divided_among_engines(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
-) -> None:
+async def test_a_clients_budget_is_divided_among_engines(cluster: Cluster, two: Two) -> None:
     a, _ = two
     client = Client("x", input_tokens_per_minute=101)
     cluster.submit(engine="a", client=client)
@@ -331,11 +300,8 @@ async def test_streams_survive_the_replacement_of_the_only_engine(cluster: Clust
     """Its successor, which has another address, is listed only once it is ready."""
     a, b = await cluster.add("a"), await cluster.add("b")
     await cluster.list("a")
-    begun, waiting = cluster.submit(), cluster.submit()
-    first = await submitted(a)
+    begun, waiting = await cluster.begin(a), cluster.submit()
     await submitted(a)
-    a.send([(first.request, 0, PROMPT[0])])
-    await tokens(begun, 1)
     await a.stop()
     await cluster.list()
     await until(
@@ -346,9 +312,7 @@ async def test_streams_survive_the_replacement_of_the_only_engine(cluster: Clust
     assert await finish(b, begun) == await finish(b, waiting) == expected()
 
 
-async def test_completions_of_a_request_stay_with_one_model(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
-) -> None:
+async def test_completions_of_a_request_stay_with_one_model(cluster: Cluster, two: Two) -> None:
     a, b = two
     first, second = cluster.engines.submit(request(engine="a", n=2))
     await submitted(a)
@@ -371,10 +335,7 @@ async def test_a_suspect_is_not_tried_with_another_model(cluster: Cluster) -> No
     a = await cluster.add("a")
     await cluster.add("b", "other")
     await cluster.list("a", "b")
-    stream = cluster.submit(engine="a")
-    await submitted(a)
-    a.step()
-    await tokens(stream, 1)
+    stream = await cluster.begin(a)
     await a.stop()
     await a.start()
     await submitted(a)

@@ -10,7 +10,7 @@ import pytest
 
 from frontend.engines.prefix_index import PrefixIndex
 from shared.pb import scheduler_pb2 as pb
-from tests.frontend.cluster import Cluster, submitted
+from tests.frontend.cluster import Cluster, Two, submitted
 from tests.frontend.fake_scheduler import INFO, FakeScheduler
 from tests.waiting import until
 
@@ -53,7 +53,7 @@ async def taker(cluster: Cluster, *args: Any, **kwargs: Any) -> str:
 
 @pytest.mark.parametrize("holder", ["a", "b"])
 async def test_a_request_goes_to_the_engine_that_has_its_prefix(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler], holder: str
+    cluster: Cluster, two: Two, holder: str
 ) -> None:
     scheduler = cluster.schedulers[holder]
     await send(cluster, scheduler, stored(LONG_PROMPT, name=b"x"))
@@ -73,7 +73,7 @@ async def test_a_request_goes_to_the_engine_that_has_its_prefix(
 
 
 async def test_a_watch_that_fails_is_restarted(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, _ = two
     await send(cluster, a, stored(LONG_PROMPT, name=b"x"))
@@ -89,7 +89,7 @@ async def test_a_watch_that_fails_is_restarted(
 
 
 async def test_requests_that_arrive_together_go_to_the_engine_that_computes_their_prefix(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
+    cluster: Cluster, two: Two
 ) -> None:
     slow = pb.GetLoadResponse(prompt_token_s=0.01)
     for scheduler in two:
@@ -99,9 +99,7 @@ async def test_requests_that_arrive_together_go_to_the_engine_that_computes_thei
     assert {cluster.engine_of(stream) for stream in streams} == {first}
 
 
-async def test_a_prefix_does_not_outweigh_a_long_wait(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
-) -> None:
+async def test_a_prefix_does_not_outweigh_a_long_wait(cluster: Cluster, two: Two) -> None:
     a, b = two
     busy = stored(LONG_PROMPT)
     busy.load.CopyFrom(pb.GetLoadResponse(waiting_uncached_tokens=10_000, prompt_token_s=0.001))
@@ -110,9 +108,7 @@ async def test_a_prefix_does_not_outweigh_a_long_wait(
     assert await taker(cluster, LONG_PROMPT) == "b"
 
 
-async def test_a_cache_is_watched_again_after_a_connection_ends(
-    cluster: Cluster, two: tuple[FakeScheduler, FakeScheduler]
-) -> None:
+async def test_a_cache_is_watched_again_after_a_connection_ends(cluster: Cluster, two: Two) -> None:
     """The stream of requests ends first; its channel is closed with the other calls on it."""
     a, _ = two
     await send(cluster, a, stored(LONG_PROMPT))

@@ -12,11 +12,9 @@ import pytest
 from frontend.engines import engine as engine_module
 from shared.errors import InvalidArgumentError, QueueFullError, UnavailableError
 from shared.pb import scheduler_pb2
-from tests.frontend.cluster import Cluster, expected, finish, request, submitted, tokens
+from tests.frontend.cluster import Cluster, Two, expected, finish, request, submitted, tokens
 from tests.frontend.fake_scheduler import QUEUE_S, FakeScheduler
 from tests.waiting import until
-
-Two = tuple[FakeScheduler, FakeScheduler]
 
 
 async def lose(cluster: Cluster, *schedulers: FakeScheduler) -> None:
@@ -49,13 +47,10 @@ async def pass_30_s(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return pass_all
 
 
-async def test_new_requests_wait_behind_the_old_ones_in_order(cluster: Cluster) -> None:
-    a = await cluster.add("a")
-    await cluster.list("a")
-    old = cluster.submit()
-    await submitted(a)
-    a.step()
-    await tokens(old, 1)
+async def test_new_requests_wait_behind_the_old_ones_in_order(
+    cluster: Cluster, a: FakeScheduler
+) -> None:
+    old = await cluster.begin(a)
     await lose(cluster, a)
     first, second = cluster.engines.submit(request(n=2)), cluster.submit(priority=-1)
     left = cluster.submit()
@@ -73,10 +68,8 @@ async def test_new_requests_wait_behind_the_old_ones_in_order(cluster: Cluster) 
 
 
 async def test_without_workers_a_request_waits_at_the_scheduler(
-    cluster: Cluster, pass_30_s: Callable[[], None]
+    cluster: Cluster, a: FakeScheduler, pass_30_s: Callable[[], None]
 ) -> None:
-    a = await cluster.add("a")
-    await cluster.list("a")
     old = cluster.submit()
     await submitted(a)
     a.send_state(serving=False)
@@ -93,10 +86,8 @@ async def test_without_workers_a_request_waits_at_the_scheduler(
 
 
 async def test_a_scheduler_that_returns_without_workers_does_not_prolong_the_wait(
-    cluster: Cluster, pass_30_s: Callable[[], None]
+    cluster: Cluster, a: FakeScheduler, pass_30_s: Callable[[], None]
 ) -> None:
-    a = await cluster.add("a")
-    await cluster.list("a")
     await lose(cluster, a)
     new = cluster.submit()
     await a.start()
@@ -108,9 +99,9 @@ async def test_a_scheduler_that_returns_without_workers_does_not_prolong_the_wai
         await tokens(new, 1)
 
 
-async def test_no_request_waits_for_an_engine_that_left_the_list(cluster: Cluster) -> None:
-    a = await cluster.add("a")
-    await cluster.list("a")
+async def test_no_request_waits_for_an_engine_that_left_the_list(
+    cluster: Cluster, a: FakeScheduler
+) -> None:
     old = cluster.submit()
     await submitted(a)
     await lose(cluster, a)
@@ -122,10 +113,8 @@ async def test_no_request_waits_for_an_engine_that_left_the_list(cluster: Cluste
 
 
 async def test_after_too_long_a_wait_new_requests_fail_and_old_ones_wait_on(
-    cluster: Cluster, pass_30_s: Callable[[], None]
+    cluster: Cluster, a: FakeScheduler, pass_30_s: Callable[[], None]
 ) -> None:
-    a = await cluster.add("a")
-    await cluster.list("a")
     old = cluster.submit()
     await submitted(a)
     await lose(cluster, a)
@@ -179,11 +168,8 @@ async def test_a_request_waits_for_the_engine_that_it_names(cluster: Cluster, tw
 async def test_as_many_requests_wait_as_have_room_in_the_queue(cluster: Cluster) -> None:
     a = await cluster.add("a", max_waiting=3)
     await cluster.list("a")
-    begun, old = cluster.submit(), cluster.submit()
-    first = await submitted(a)
+    begun, old = await cluster.begin(a), cluster.submit()
     await submitted(a)
-    a.send([(first.request, 0, expected()[0])])
-    await tokens(begun, 1)
     await lose(cluster, a)
     waiting = [cluster.engines.submit(request(n=3)) for _ in range(2)]
     for _ in range(2):
@@ -210,10 +196,8 @@ async def test_a_request_waits_for_any_engine_whose_queue_has_room(cluster: Clus
 
 
 async def test_a_request_is_checked_again_by_an_engine_that_returns_with_other_limits(
-    cluster: Cluster,
+    cluster: Cluster, a: FakeScheduler
 ) -> None:
-    a = await cluster.add("a")
-    await cluster.list("a")
     await lose(cluster, a)
     stream = cluster.submit()
     a.rejection = scheduler_pb2.Finished(

@@ -100,9 +100,7 @@ async def test_an_orderly_end_of_a_connection_clears_no_suspect(cluster: Cluster
     assert await numbers(a, 1) == [new.number]
 
 
-async def test_after_three_deaths_a_completion_is_alone_at_the_scheduler(
-    cluster: Cluster,
-) -> None:
+async def test_after_three_deaths_a_completion_is_alone_at_the_scheduler(cluster: Cluster) -> None:
     a, (stream, other) = await suspects(cluster, 2)
     await restart(a)
     assert await numbers(a, 1) == [stream.number]
