@@ -20,75 +20,46 @@ BYTES = {number: bytes([number]) for number in range(256)}
 VOCABULARY = Vocabulary({**BYTES, 256: b"stop", 257: b"</s>", 258: b""})
 
 
-def builder(
-    stop: Sequence[str] = (),
-    eos: Sequence[int] = (),
-    stop_ids: Sequence[int] = (),
-    **fields: Any,
-) -> CompletionBuilder:
-    sampling = Sampling(
-        temperature=0,
-        seed=0,
-        max_tokens=100,
-        eos_token_ids=tuple(eos),
-        stop_token_ids=tuple(stop_ids),
-        stop=tuple(stop),
-    )
+def builder(**fields: Any) -> CompletionBuilder:
+    sampling = Sampling(seed=0, max_tokens=100, eos_token_ids=(), stop_token_ids=(), stop=())
     return CompletionBuilder(VOCABULARY, replace(sampling, **fields))
 
 
-def test_offsets_count_tokens() -> None:
-    completion = builder()
-    deltas = [completion.feed(list(b"ab")), completion.feed(list(b"c")), completion.feed([])]
-    assert [(d.text, d.offset) for d in deltas] == [("ab", 0), ("c", 2), ("", 3)]
-    assert completion.num_tokens == 3
+SHOWN, EOS, STOP_ID = {"include_stop": True}, {"eos_token_ids": (257,)}, {"stop_token_ids": (257,)}
 
 
-def test_tokens_after_the_stop_string_are_dropped() -> None:
-    completion = builder(stop=["stop"])
-    delta = completion.feed([*b"a s", *b"top", *b"xyz"])
-    assert (delta.text, list(delta.token_ids)) == ("a ", [*b"a stop"])
-    assert completion.stop_string == "stop"
-    assert completion.finish() == ""
-
-
-def test_stop_string_inside_a_token_keeps_that_token() -> None:
-    completion = builder(stop=["to"])
-    delta = completion.feed([*b"a", 256, *b"b"])
-    assert (delta.text, list(delta.token_ids)) == ("as", [*b"a", 256])
-
-
-def test_held_back_text_comes_at_the_end() -> None:
-    completion = builder(stop=["stop"])
-    assert completion.feed(list(b"a sto")).text == "a "
-    assert completion.finish() == "sto"
-    assert completion.stop_string is None
-
-
-def test_half_a_character_at_the_end_is_replaced() -> None:
-    completion = builder(stop=["stop"])
-    assert completion.feed([*b"a", *"é".encode()[:1]]).text == "a"
-    assert completion.finish() == "\ufffd"
-
-
-def test_ending_tokens_are_kept_without_their_text() -> None:
-    for completion in (builder(eos=[257]), builder(stop_ids=[257])):
-        delta = completion.feed([*b"a", 257])
-        assert (delta.text, list(delta.token_ids)) == ("a", [*b"a", 257])
-    assert builder().feed([*b"a", 257]).text == "a</s>"  # not an end unless it is declared one
-
-
-def test_what_ended_it_may_stay_in_the_text() -> None:
-    completion = builder(stop=["to"], include_stop=True)
-    delta = completion.feed([*b"a", 256, *b"b"])
-    assert (delta.text, list(delta.token_ids)) == ("asto", [*b"a", 256])
-    assert completion.stop_string == "to"
-    for completion in (
-        builder(eos=[257], include_stop=True),
-        builder(stop_ids=[257], include_stop=True),
-    ):
-        assert completion.feed([*b"a", 257]).text == "a</s>"
-    assert builder(eos=[258], include_stop=True).feed([*b"a", 258]).text == "a"  # it has no text
+@pytest.mark.parametrize(
+    ("fields", "fed", "text", "kept", "rest", "stop_string"),
+    [
+        # Tokens after a stop string are dropped. One that has its end inside is kept.
+        ({"stop": ("stop",)}, b"a stopxyz", "a ", b"a stop", "", "stop"),
+        ({"stop": ("to",)}, [*b"a", 256, *b"b"], "as", [*b"a", 256], "", "to"),
+        ({"stop": ("to",), **SHOWN}, [*b"a", 256, *b"b"], "asto", [*b"a", 256], "", "to"),
+        # Text that is held back comes at the end, and half a character is replaced.
+        ({"stop": ("stop",)}, b"a sto", "a ", b"a sto", "sto", None),
+        ({"stop": ("stop",)}, b"a\xc3", "a", b"a\xc3", "\ufffd", None),
+        # Tokens that end it are kept without their text, unless it is asked for.
+        (EOS, [*b"a", 257], "a", [*b"a", 257], "", None),
+        (STOP_ID, [*b"a", 257], "a", [*b"a", 257], "", None),
+        ({}, [*b"a", 257], "a</s>", [*b"a", 257], "", None),
+        ({**EOS, **SHOWN}, [*b"a", 257], "a</s>", [*b"a", 257], "", None),
+        ({**STOP_ID, **SHOWN}, [*b"a", 257], "a</s>", [*b"a", 257], "", None),
+        ({"eos_token_ids": (258,), **SHOWN}, [*b"a", 258], "a", [*b"a", 258], "", None),
+    ],
+)
+def test_text_and_tokens_end_where_they_should(
+    fields: dict[str, Any],
+    fed: Sequence[int],
+    text: str,
+    kept: Sequence[int],
+    rest: str,
+    stop_string: str | None,
+) -> None:
+    completion = builder(**fields)
+    delta = completion.feed([*fed])
+    assert (delta.text, list(delta.token_ids)) == (text, [*kept])
+    assert completion.stop_string == stop_string
+    assert completion.finish() == rest
 
 
 @pytest.mark.parametrize(
@@ -100,7 +71,7 @@ def test_stop_strings_within_the_first_min_tokens_are_text(
 ) -> None:
     """The token that completes one must come after the first `min_tokens`, as in vLLM."""
     for groups in ([[t] for t in b"abab"], [list(b"abab")]):
-        completion = builder(stop=["ab"], min_tokens=min_tokens)
+        completion = builder(stop=("ab",), min_tokens=min_tokens)
         shown = "".join(completion.feed(g).text for g in groups if completion.stop_string is None)
         shown += completion.finish()
         assert shown == text
@@ -119,13 +90,14 @@ def test_grouping_changes_nothing(
     token_ids: list[int], stop: list[str], cuts: set[int], min_tokens: int, include_stop: bool
 ) -> None:
     def run(groups: list[list[int]]) -> tuple[str, list[int], str | None]:
-        completion = builder(stop=stop, min_tokens=min_tokens, include_stop=include_stop)
+        completion = builder(stop=tuple(stop), min_tokens=min_tokens, include_stop=include_stop)
         text, kept = "", []
         for group in groups:
             delta = completion.feed(group)
             assert delta.offset == len(kept)
             text += delta.text
             kept += delta.token_ids
+            assert completion.num_tokens == len(kept)
             if completion.stop_string is not None:
                 break
         text += completion.finish()

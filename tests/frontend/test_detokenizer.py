@@ -60,29 +60,18 @@ def test_each_character_comes_with_its_last_byte(
     )
 
 
+@pytest.mark.parametrize("special", ["left out", "shown"])
 @given(data=st.data())
 def test_any_ids_in_any_groups_equal_transformers(
-    data: st.DataObject, hf: Any, table: dict[int, bytes]
+    data: st.DataObject, hf: Any, table: dict[int, bytes], special: str
 ) -> None:
-    byte_ids = [i for i, spelled in table.items() if len(spelled) == 1]
+    tokens = table if special == "left out" else read_vocabulary(hf.backend_tokenizer).tokens
+    rare = [i for i, spelled in table.items() if len(spelled) < 2]  # bytes, and special tokens
     any_id = st.integers(0, len(table) - 1)
-    ids = data.draw(st.lists(any_id | st.sampled_from(byte_ids), max_size=40))
-    groups = _groups(data, ids)
-    detokenizer = IncrementalDetokenizer(Vocabulary(table))
-    deltas = [detokenizer.feed(group) for group in groups]
-    joined = "".join(deltas) + detokenizer.flush()
-    assert joined == hf.decode(ids, skip_special_tokens=True)
-
-
-@given(data=st.data())
-def test_special_tokens_may_be_shown(data: st.DataObject, hf: Any) -> None:
-    special = [i for i, token in hf.added_tokens_decoder.items() if token.special]
-    table = read_vocabulary(hf.backend_tokenizer).tokens
-    any_id = st.integers(0, len(table) - 1)
-    ids = data.draw(st.lists(any_id | st.sampled_from(special), max_size=20))
-    detokenizer = IncrementalDetokenizer(Vocabulary(table))
-    shown = detokenizer.feed(ids) + detokenizer.flush()
-    assert shown == hf.decode(ids, skip_special_tokens=False)
+    ids = data.draw(st.lists(any_id | st.sampled_from(rare), max_size=40))
+    detokenizer = IncrementalDetokenizer(Vocabulary(tokens))
+    joined = "".join(map(detokenizer.feed, _groups(data, ids))) + detokenizer.flush()
+    assert joined == hf.decode(ids, skip_special_tokens=special == "left out")
 
 
 def test_special_and_unknown_ids_have_no_text(hf: Any, table: dict[int, bytes]) -> None:
@@ -130,15 +119,19 @@ def test_sentence_piece_equals_the_tokenizers_library(
     assert joined == sentence_piece.decode(ids, skip_special_tokens=True)
 
 
-def test_other_decoders_are_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("decoder", "name"),
+    [
+        (None, "none"),
+        (decoders.Metaspace(), "Metaspace"),
+        (decoders.Sequence([decoders.Fuse(), decoders.Metaspace()]), "Sequence Fuse Metaspace"),
+    ],
+)
+def test_other_decoders_are_refused_by_name(decoder: Any, name: str) -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0}, []))
-    with pytest.raises(ValueError, match="decoder none is not served; ByteLevel is"):
-        read_vocabulary(tokenizer)
-    tokenizer.decoder = decoders.Metaspace()
-    with pytest.raises(ValueError, match="decoder Metaspace is not served"):
-        read_vocabulary(tokenizer)
-    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Metaspace()])
-    with pytest.raises(ValueError, match="decoder Sequence Fuse Metaspace is not served"):
+    if decoder:
+        tokenizer.decoder = decoder
+    with pytest.raises(ValueError, match=f"decoder {name} is not served; ByteLevel is"):
         read_vocabulary(tokenizer)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frontend.text.stop_strings import StopStringMatcher
@@ -63,17 +63,13 @@ def search(
     return text, None
 
 
-@given(stops=STOPS, pieces=PIECES, include=st.booleans(), ignored=st.integers(0, 6))
+@settings(max_examples=200)
+@given(
+    case=st.tuples(STOPS, PIECES) | near_matches(),
+    include=st.booleans(),
+    ignored=st.integers(0, 6),
+)
 def test_any_pieces_give_what_a_search_of_the_whole_gives(
-    stops: list[str], pieces: list[str], include: bool, ignored: int
-) -> None:
-    text = "".join(pieces)
-    ignored_text = len("".join(pieces[:ignored]))
-    assert run(stops, pieces, include, ignored) == search(stops, text, include, ignored_text)
-
-
-@given(case=near_matches(), include=st.booleans(), ignored=st.integers(0, 3))
-def test_near_matches_of_any_length_change_nothing(
     case: tuple[list[str], list[str]], include: bool, ignored: int
 ) -> None:
     stops, pieces = case
@@ -82,11 +78,12 @@ def test_near_matches_of_any_length_change_nothing(
     assert run(stops, pieces, include, ignored) == expected
 
 
-@given(stops=STOPS, pieces=PIECES, ignored=st.integers(0, 6))
+@given(stops=STOPS, pieces=PIECES, include=st.booleans(), ignored=st.integers(0, 6))
 def test_no_text_is_held_back_without_need(
-    stops: list[str], pieces: list[str], ignored: int
+    stops: list[str], pieces: list[str], include: bool, ignored: int
 ) -> None:
-    matcher = StopStringMatcher(stops)
+    """Where the stop string is shown, none is."""
+    matcher = StopStringMatcher(stops, include=include)
     fed = free = ""
     for count, piece in enumerate(pieces, start=1):
         text, match = matcher.feed(piece, ignore=count <= ignored)
@@ -96,22 +93,8 @@ def test_no_text_is_held_back_without_need(
         free += text
         held = fed[len(free) :]
         assert fed.startswith(free)
-        longest = max(
-            (n for stop in stops for n in range(len(stop)) if fed.endswith(stop[:n])), default=0
-        )
-        assert len(held) == longest
-
-
-@given(stops=STOPS, pieces=PIECES)
-def test_nothing_is_held_back_where_the_stop_string_is_shown(
-    stops: list[str], pieces: list[str]
-) -> None:
-    matcher = StopStringMatcher(stops, include=True)
-    for piece in pieces:
-        text, match = matcher.feed(piece)
-        if match is not None:
-            return
-        assert text == piece
+        begun = (n for stop in stops for n in range(len(stop)) if fed.endswith(stop[:n]))
+        assert len(held) == (0 if include else max(begun, default=0))
 
 
 def test_held_text_is_flushed_once() -> None:
