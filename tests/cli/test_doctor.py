@@ -44,36 +44,28 @@ def test_a_busy_port_and_impossible_settings() -> None:
     assert len(lines) == 2
 
 
-def test_leftover_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    directory = tmp_path / ".run" / "50051"
-    directory.mkdir(parents=True)
-    assert list(host.check_stacks()) == []
-    left = subprocess.Popen(
-        [sys.executable, "-c", "input()"],
-        env={**os.environ, MARKER: str(directory)},
-        stdin=subprocess.PIPE,
-    )
-    (found,) = host.check_stacks()
-    left.communicate()
-    assert (found.state, found.remedy) == ("warning", "make down PORT=50051")
-
-
-def test_a_stack_without_a_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("", "make down PORT={}"), ("frontend-0", "make up PORT={} starts one")],
+)
+def test_leftover_processes_and_a_stack_without_a_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, remedy: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as serving:
         port = serving.getsockname()[1]
         directory = tmp_path / ".run" / str(port)
         directory.mkdir(parents=True)
+        assert list(host.check_stacks()) == []
         left = subprocess.Popen(
             [sys.executable, "-c", "input()"],
-            env={**os.environ, MARKER: str(directory), NAME: "frontend-0"},
+            env={**os.environ, MARKER: str(directory), **({NAME: name} if name else {})},
             stdin=subprocess.PIPE,
         )
         (found,) = host.check_stacks()
-        assert host.check_port("127.0.0.1", port).state == "ok"
+        assert host.check_port("127.0.0.1", port).state == ("ok" if name else "wrong")
         left.communicate()
-    assert (found.state, found.remedy) == ("warning", f"make up PORT={port} starts one")
+    assert (found.state, found.remedy) == ("warning", remedy.format(port))
 
 
 def test_a_broken_model(tmp_path: Path) -> None:

@@ -19,12 +19,10 @@ from nano_vllm_grpc import (
     Prompt,
     QueueFullError,
     SamplingParams,
-    ServerError,
     StructuredOutput,
     UnavailableError,
 )
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.errors import InternalError
 from shared.errors import QueueFullError as ServerQueueFullError
 from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
 
@@ -276,15 +274,6 @@ def test_an_invalid_prompt_cancels_the_other_requests(llm: LLM, service: FakeSer
     assert str(caught.value).startswith("INVALID_ARGUMENT: prompt: is empty")
     assert caught.value.__suppress_context__
     assert service.cancelled.wait(60)
-
-
-def test_a_failed_request_is_not_sent_again(llm: LLM, service: FakeService) -> None:
-    service.cuts.append(1)
-    service.cut_error = InternalError("internal error")
-    with pytest.raises(ServerError) as caught:
-        llm.generate("a", use_tqdm=False)
-    assert caught.value.code is grpc.StatusCode.INTERNAL
-    assert len(service.requests) == 1
 
 
 def test_a_request_to_a_full_server_is_sent_again(llm: LLM, service: FakeService) -> None:

@@ -15,6 +15,7 @@ from nano_vllm_grpc import (
     AsyncLLM,
     Chunk,
     DeadlineError,
+    LLMError,
     QueueFullError,
     SamplingParams,
     ServerError,
@@ -160,20 +161,28 @@ async def test_a_stream_that_a_proxy_cuts_is_resumed(
     assert len(service.requests) == 2
 
 
+@pytest.mark.parametrize("cut", [0, 1])
 @pytest.mark.parametrize(
     ("code", "raised"),
     [
         (grpc.StatusCode.UNKNOWN, ServerError),
+        (grpc.StatusCode.INTERNAL, ServerError),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, QueueFullError),  # no hint when to retry
     ],
 )
 async def test_an_error_that_waiting_does_not_help_is_raised_at_once(
-    server: FakeServer, service: FakeService, code: grpc.StatusCode, raised: type[Exception]
+    server: FakeServer,
+    service: FakeService,
+    code: grpc.StatusCode,
+    raised: type[LLMError],
+    cut: int,
 ) -> None:
-    service.refusals.append(refusal(code, "something else"))
+    service.cuts.append(cut)
+    service.cut_error = refusal(code, "something else")
     async with AsyncLLM(server.address) as llm:
-        with pytest.raises(raised):
+        with pytest.raises(raised) as caught:
             await llm.generate("a", use_tqdm=False)
+    assert caught.value.code is code
     assert len(service.requests) == 1
 
 

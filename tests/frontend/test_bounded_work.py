@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 
 from frontend.api import responses, sampling_checks
 from frontend.api.sampling_checks import MAX_LOGPROB_ENTRIES
@@ -20,7 +19,7 @@ from frontend.text import structured_output
 from frontend.text.completion import CompletionBuilder
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
-from tests.frontend.conftest import Service
+from tests.frontend.conftest import Service, rejection
 from tests.frontend.fake_scheduler import logprob_row, logprob_rows
 from tests.frontend.test_generation import (
     PROMPT,
@@ -33,15 +32,10 @@ from tests.frontend.test_generation import (
 from tests.turns import Turns, counting_turns
 
 
-async def rejection(call: Any) -> str:
-    with pytest.raises(aio.AioRpcError) as raised:
-        await call
-    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    return raised.value.details() or ""
-
-
-async def whole(service: Service, message: pb.GenerateRequest) -> pb.GenerateResponse:
-    return await service.stub.Generate(message)  # type: ignore[no-any-return]
+async def reason(call: Any) -> str:
+    code, message = await rejection(call)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    return message
 
 
 def count(
@@ -63,10 +57,10 @@ async def test_tokenize_and_detokenize_have_limits(service: Service) -> None:
     ids = (await service.stub.Tokenize(pb.TokenizeRequest(text=text))).token_ids
     assert len(ids) <= MAX_TOKENIZED
     await service.stub.Detokenize(pb.DetokenizeRequest(token_ids=[300] * MAX_TOKENIZED))
-    more = await rejection(service.stub.Tokenize(pb.TokenizeRequest(text="a1" * MAX_TOKENIZED)))
+    more = await reason(service.stub.Tokenize(pb.TokenizeRequest(text="a1" * MAX_TOKENIZED)))
     assert more == f"text: {2 * len(ids)} tokens; the limit is {MAX_TOKENIZED}"
     many = pb.DetokenizeRequest(token_ids=[300] * (MAX_TOKENIZED + 1))
-    assert await rejection(service.stub.Detokenize(many)) == (
+    assert await reason(service.stub.Detokenize(many)) == (
         f"token_ids: {MAX_TOKENIZED + 1} tokens; the limit is {MAX_TOKENIZED}"
     )
 
@@ -75,7 +69,7 @@ async def test_ids_are_counted_before_they_are_checked(service: Service) -> None
     """The values, which are too large, are not even seen."""
     ids = [1 << 31] * 200_000
     for message in (request(ids), request(resume=ids)):
-        assert "; the limit is 12" in await rejection(service.stub.Generate(message))
+        assert "; the limit is 12" in await reason(service.stub.Generate(message))
 
 
 async def test_choices_are_measured_before_they_are_escaped(
@@ -86,7 +80,7 @@ async def test_choices_are_measured_before_they_are_escaped(
         options = ["\n" * 1000] * 1000
         choice = pb.StructuredOutput(choice=pb.Choice(options=options))
         message = request(structured_output=choice)
-        assert await rejection(service.stub.Generate(message)) == (
+        assert await reason(service.stub.Generate(message)) == (
             "sampling.structured_output.choice.options: 1000000 characters; the limit is 65536"
         )
     assert turns.total == 0
@@ -97,7 +91,7 @@ async def test_several_completions_have_a_limit_on_logprobs(
 ) -> None:
     await accept_long_sequences(service)
     message = request(n=16, logprobs=20, max_tokens=4000)
-    assert await rejection(service.stub.Generate(message)) == (
+    assert await reason(service.stub.Generate(message)) == (
         "sampling.logprobs: 16 completions of up to 4000 tokens, 21 each, have 1344000 entries; "
         f"the limit is {MAX_LOGPROB_ENTRIES}: lower n, max_tokens or logprobs"
     )
@@ -124,9 +118,8 @@ async def test_logprobs_are_made_in_slices_and_not_kept(
     with counting_turns() as turns:
         count(monkeypatch, responses, "logprobs", turns, lambda rows, _: len(rows))
         message = request(n=2, max_tokens=500, logprobs=20)
-        call = asyncio.ensure_future(
-            service.collect(message) if streams else whole(service, message)
-        )
+        call: Any = service.collect(message) if streams else service.stub.Generate(message)
+        call = asyncio.ensure_future(call)
         number = (await service.scheduler.submits.get()).request
         both = (number, number + 1)
         service.scheduler.send(

@@ -54,12 +54,8 @@ def settings(settings: FrontendSettings, model: Path, request: Any) -> FrontendS
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ((END_OF_TEXT, END_OF_TEXT, "<|im_end|>"), [END_OF_TEXT, IM_END]),
         ((END_OF_TEXT, None, AS_OBJECT), [END_OF_TEXT, IM_END]),
-        ((None, ABSENT, "<|im_end|>"), [IM_END]),
-        ((ABSENT, 7, "<|im_end|>"), [7, IM_END]),
         (([7, 1536], [8], "<|im_end|>"), [7, 8, IM_END]),
-        ((IM_END, END_OF_TEXT, None), [IM_END, END_OF_TEXT]),
         ((None, None, None), []),
     ],
     indirect=["settings"],

@@ -11,6 +11,8 @@ import pytest
 from frontend.text.model_files import ModelFilesError, read_model_facts
 from shared.sampling_params import SamplingNumbers
 
+ABSENT: Any = object()
+
 
 def write(directory: Path, config: Any, generation: Any = None) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
@@ -19,45 +21,31 @@ def write(directory: Path, config: Any, generation: Any = None) -> Path:
     return directory
 
 
-def test_defaults_are_of_generation_config_and_end_tokens_of_both_files(tmp_path: Path) -> None:
+def test_defaults_are_those_of_generation_config(tmp_path: Path) -> None:
     directory = tmp_path / "my-model"
     directory.mkdir()
-    write(
-        directory,
-        {"vocab_size": 100, "eos_token_id": 7},
-        {
-            "eos_token_id": [8, 9],
-            "temperature": 0.6,
-            "top_k": 20,
-            "top_p": 0.95,
-            "min_p": 0,
-            "repetition_penalty": 1.1,
-        },
-    )
-    facts = read_model_facts(directory)
-    assert facts.name == "my-model"
-    assert facts.vocab_size == 100
-    assert facts.eos_token_ids == (8, 9, 7)
-    assert facts.defaults == SamplingNumbers(
-        temperature=0.6, top_k=20, top_p=0.95, min_p=0.0, repetition_penalty=1.1
-    )
+    defaults = {
+        **{"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0},
+        "repetition_penalty": 1.1,
+    }
+    facts = read_model_facts(write(directory, {"vocab_size": 100}, defaults))
+    assert (facts.name, facts.vocab_size) == ("my-model", 100)
+    assert facts.defaults == SamplingNumbers(**defaults)
 
 
-@pytest.mark.parametrize(("config_eos", "expected"), [(7, (7,)), ([7, 8], (7, 8)), (None, ())])
-def test_defaults_without_generation_config(
-    tmp_path: Path, config_eos: Any, expected: tuple[int, ...]
-) -> None:
-    facts = read_model_facts(write(tmp_path, {"vocab_size": 100, "eos_token_id": config_eos}))
-    assert facts.eos_token_ids == expected
+@pytest.mark.parametrize(
+    "generation",
+    [
+        None,
+        # Null is not set, and a top_k over the vocabulary is off.
+        {"temperature": None, "top_p": None, "top_k": 10**30},
+    ],
+)
+def test_other_defaults_change_nothing(tmp_path: Path, generation: Any) -> None:
+    facts = read_model_facts(write(tmp_path, {"vocab_size": 100}, generation))
     assert facts.defaults == SamplingNumbers(
         temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
     )
-
-
-def test_null_is_not_set_and_a_top_k_over_the_vocabulary_is_off(tmp_path: Path) -> None:
-    generation = {"temperature": None, "top_p": None, "top_k": 10**30}
-    facts = read_model_facts(write(tmp_path, {"vocab_size": 100}, generation))
-    assert facts.defaults == SamplingNumbers()
 
 
 @pytest.mark.parametrize(
@@ -66,6 +54,8 @@ def test_null_is_not_set_and_a_top_k_over_the_vocabulary_is_off(tmp_path: Path) 
         (8, 7, (8, 7)),
         ([7, 8], [8, 9], (7, 8, 9)),
         (None, 7, (7,)),
+        (ABSENT, 7, (7,)),
+        (ABSENT, None, ()),
         ([None, 8], None, (8,)),
         ([], [], ()),
         # As transformers does: no model samples an id that is outside of its vocabulary.
@@ -75,8 +65,8 @@ def test_null_is_not_set_and_a_top_k_over_the_vocabulary_is_off(tmp_path: Path) 
 def test_end_tokens_are_those_of_both_files(
     tmp_path: Path, generation: Any, config: Any, expected: tuple[int, ...]
 ) -> None:
-    write(tmp_path, {"vocab_size": 100, "eos_token_id": config}, {"eos_token_id": generation})
-    facts = read_model_facts(tmp_path)
+    files = {"eos_token_id": generation} if generation is not ABSENT else None
+    facts = read_model_facts(write(tmp_path, {"vocab_size": 100, "eos_token_id": config}, files))
     assert facts.eos_token_ids == expected
     assert facts.ending_with([99, 100, 5]).eos_token_ids == tuple(dict.fromkeys([*expected, 99, 5]))
 

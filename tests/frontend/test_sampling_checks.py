@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,9 +32,9 @@ def check(**fields: Any) -> Sampling:
     return check_sampling(pb.SamplingParams(**fields), FACTS, room=50, vocab_size=1000)
 
 
-def test_defaults_are_the_models() -> None:
+def test_defaults_are_the_models_and_each_may_be_overridden() -> None:
     sampling = check()
-    assert sampling == Sampling(
+    defaults = Sampling(
         temperature=0.6,
         seed=sampling.seed,
         max_tokens=50,
@@ -45,13 +46,12 @@ def test_defaults_are_the_models() -> None:
         min_p=0.1,
         repetition_penalty=1.1,
     )
-
-
-def test_a_request_overrides_each_of_the_models_defaults() -> None:
-    sampling = check(temperature=1, top_k=0, top_p=1, min_p=0, repetition_penalty=1)
-    assert (sampling.temperature, sampling.repetition_penalty) == (1, 1)
-    assert (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1, 0)
-    assert check(top_k=5).top_p == 0.95
+    assert sampling == defaults
+    other: dict[str, Any] = {
+        **{"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    }
+    for name, value in other.items():
+        assert check(seed=0, **{name: value}) == replace(defaults, seed=0, **{name: value})
 
 
 def test_a_seed_is_drawn_for_each_request_without_one() -> None:
@@ -61,47 +61,28 @@ def test_a_seed_is_drawn_for_each_request_without_one() -> None:
 
 
 def test_given_values_are_used() -> None:
+    same: dict[str, Any] = {
+        **{"temperature": 1, "seed": 3, "max_tokens": 50, "min_tokens": 50, "top_k": 999},
+        **{"top_p": 0.5, "min_p": 0.25, "repetition_penalty": 1.5, "presence_penalty": -2},
+        **{"frequency_penalty": 2, "logprobs": 0, "prompt_logprobs": 20, "n": 16},
+    }
     sampling = check(
-        temperature=1,
-        seed=3,
-        max_tokens=50,
-        min_tokens=50,
         ignore_eos=True,
         stop=["a", "b"],
         stop_token_ids=[999, 0],
-        top_k=999,
-        top_p=0.5,
-        min_p=0.25,
-        repetition_penalty=1.5,
-        presence_penalty=-2,
-        frequency_penalty=2,
         logit_bias={999: 100, 3: -100, 5: 0},
-        logprobs=0,
-        prompt_logprobs=20,
-        n=16,
         include_stop_in_output=True,
         skip_special_tokens=False,
+        **same,
     )
     assert sampling == Sampling(
-        temperature=1,
-        seed=3,
-        max_tokens=50,
         eos_token_ids=(),
         stop_token_ids=(999, 0),
         stop=("a", "b"),
-        min_tokens=50,
-        top_k=999,
-        top_p=0.5,
-        min_p=0.25,
-        repetition_penalty=1.5,
-        presence_penalty=-2,
-        frequency_penalty=2,
         logit_bias=((3, -100), (999, 100)),
-        logprobs=0,
-        prompt_logprobs=20,
-        n=16,
         include_stop=True,
         show_special=True,
+        **same,
     )
     assert check(ignore_eos=False).eos_token_ids == (7, 8)
     assert not check(skip_special_tokens=True).show_special
@@ -183,47 +164,30 @@ def test_beam_search_uses_the_models_own_probabilities() -> None:
     assert check(beam_width=0, n=2).num_completions == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n", 2),
-        ("temperature", 0.5),
-        ("top_k", 5),
-        ("top_p", 0.5),
-        ("min_p", 0.5),
-        ("repetition_penalty", 1.5),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", 0.5),
-        ("logit_bias", {3: 1}),
-        ("seed", 0),
-        ("logprobs", 0),
-        ("prompt_logprobs", 0),
-        ("stop", ["x"]),
-        ("structured_output", REGEX),
-    ],
-)
-def test_beam_search_rejects_parameters_of_sampling(name: str, value: Any) -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=f"^sampling.beam_width: 2 cannot be used with sampling.{name};"
-    ):
-        check(beam_width=2, **{name: value})
-    check(beam_width=0, **{name: value})
+NEUTRAL = {
+    **{"n": 1, "temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1},
+    **{"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {3: 0}},
+    "skip_special_tokens": False,
+}
+OF_SAMPLING = {
+    **{"n": 2, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.5},
+    **{"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    **{"logit_bias": {3: 1}, "seed": 0, "logprobs": 0, "prompt_logprobs": 0, "stop": ["x"]},
+    "structured_output": REGEX,
+}
+
+
+@pytest.mark.parametrize("name", OF_SAMPLING)
+def test_beam_search_rejects_parameters_of_sampling(name: str) -> None:
+    given = {name: OF_SAMPLING[name]}
+    message = f"^sampling.beam_width: 2 cannot be used with sampling.{name};"
+    with pytest.raises(InvalidArgumentError, match=message):
+        check(beam_width=2, **given)
+    check(beam_width=0, **given)
 
 
 def test_neutral_values_go_with_beam_search() -> None:
-    check(
-        beam_width=2,
-        n=1,
-        temperature=0,
-        top_k=0,
-        top_p=1,
-        min_p=0,
-        repetition_penalty=1,
-        presence_penalty=0,
-        frequency_penalty=0,
-        logit_bias={3: 0},
-        skip_special_tokens=False,
-    )
+    check(beam_width=2, **NEUTRAL)
     check(length_penalty=1)
 
 

@@ -89,19 +89,31 @@ async def test_the_file_has_the_limits_of_clients(tokens_file: Path) -> None:
     ],
 )
 def test_a_wrong_line_is_named_by_number_and_key(tmp_path: Path, words: str, message: str) -> None:
+    assert_wrong_line(tmp_path, f"other-token-0123456789 {words}", message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("short", ""),
+        ("has a space in it, and is long", ""),
+        ("überlanges-token-0123456789", ""),
+        (f"{ACME} name=web", "the token also belongs to another client"),
+    ],
+)
+def test_a_token_is_one_long_word_of_one_client(tmp_path: Path, line: str, message: str) -> None:
+    assert_wrong_line(tmp_path, line, message)
+
+
+def assert_wrong_line(tmp_path: Path, line: str, message: str) -> None:
+    """The error says what is wrong with the line, but does not quote its token."""
     path = tmp_path / "tokens"
-    path.write_text(f"{FILE}# of nobody else\nother-token-0123456789 {words}\n")
+    path.write_text(f"{FILE}# of nobody else\n{line}\n")
     with pytest.raises(FileError, match=rf"auth_tokens_file: line 8 of .*: {message}") as raised:
         read_clients(str(path))
     shown = f"{raised.value} {raised.value.__cause__} {raised.value.__suppress_context__}"
+    assert line.partition(" name=")[0] not in shown
     assert "token-0123456789" not in shown
-
-
-def test_a_token_belongs_to_one_client(tmp_path: Path) -> None:
-    path = tmp_path / "tokens"
-    path.write_text(f"{ACME} name=acme\n{ACME} name=web\n")
-    with pytest.raises(FileError, match=r"line 2 of .*: the token also belongs to another client"):
-        read_clients(str(path))
 
 
 async def test_limits_change_without_a_restart(tokens_file: Path) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import any_pb2
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -26,6 +25,7 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import (
 from shared.config import load_settings
 from shared.errors import InvalidArgumentError, QueueFullError, ServiceError
 from shared.rpc.server import Server
+from tests.frontend.conftest import detail
 from tests.waiting import until
 
 SERVICE = "nanovllm.v1.InferenceService"
@@ -94,31 +94,6 @@ async def failure(call: object) -> aio.AioRpcError:
     with pytest.raises(aio.AioRpcError) as raised:
         await call  # type: ignore[misc]
     return raised.value
-
-
-def detail(error: aio.AioRpcError, kind: type) -> object:
-    trailers = dict(error.trailing_metadata() or ())
-    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
-    message = kind()
-    assert any_pb2.Any.Unpack(status.details[0], message)
-    return message
-
-
-@pytest.mark.parametrize(
-    ("data", "word"),
-    [
-        (b"\xff\xff\xff\xff", "not a readable message"),
-        (b"\x0a\x02\xff\xfe", "not a readable message"),  # request_id is not UTF-8
-    ],
-)
-async def test_unreadable_messages_are_invalid_arguments(
-    tmp_path: Path, data: bytes, word: str
-) -> None:
-    async with serving(tmp_path, Service()) as (channel, _):
-        error = await failure(stream(channel, data))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert word in (error.details() or "")
-        assert await detokenize(channel, b"\x0a\x02\x05\x06")  # the service goes on
 
 
 async def test_an_argument_error_names_the_field(tmp_path: Path) -> None:
