@@ -162,8 +162,13 @@ def test_one_writer_at_a_time(server: FakeServer, files: Files) -> None:
     ],
 )
 def test_a_batch_that_cannot_start(
-    server: FakeServer, files: Files, options: list[str], message: str
+    server: FakeServer,
+    files: Files,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("nano_vllm_grpc.retry._FIRST_CONTACT_S", 0)
     files.write('"a"')
     done = files.generate(server.address, *options)
     assert done.exit_code != 0
