@@ -207,6 +207,11 @@ class FakeScheduler(SchedulerServiceServicer):
         connection.outbox.put_nowait(None)  # the frontend has closed its side
 
 
+def ended(*numbers: int) -> list[pb.Finished]:
+    """Completions that have all their tokens."""
+    return [pb.Finished(request=each, cause=pb.FINISH_CAUSE_LENGTH) for each in numbers]
+
+
 def logprob_rows(
     number: int, prompt: bool, first: int, rows: Sequence[Sequence[tuple[int, float]]]
 ) -> pb.LogprobRows:

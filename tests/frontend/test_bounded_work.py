@@ -20,7 +20,7 @@ from frontend.text.completion import CompletionBuilder
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service, rejection
-from tests.frontend.fake_scheduler import logprob_row, logprob_rows
+from tests.frontend.fake_scheduler import ended, logprob_row, logprob_rows
 from tests.frontend.test_generation import (
     PROMPT,
     accept_long_sequences,
@@ -114,7 +114,6 @@ async def test_logprobs_are_made_in_slices_and_not_kept(
     monkeypatch.setattr(Generation, "__init__", remember)
     service.scheduler.automatic = False
     rows = [logprob_row(300, offset, 20) for offset in range(500)]
-    length = scheduler_pb2.FINISH_CAUSE_LENGTH
     with counting_turns() as turns:
         count(monkeypatch, responses, "logprobs", turns, lambda rows, _: len(rows))
         message = request(n=2, max_tokens=500, logprobs=20)
@@ -124,7 +123,7 @@ async def test_logprobs_are_made_in_slices_and_not_kept(
         both = (number, number + 1)
         service.scheduler.send(
             [(each, offset, 300) for each in both for offset in range(500)],
-            [scheduler_pb2.Finished(request=each, cause=length) for each in both],
+            ended(*both),
             [logprob_rows(each, False, 0, rows) for each in both],
         )
         answer = await call
@@ -147,7 +146,6 @@ async def test_one_completion_per_turn_is_searched_for_stop_strings(
 ) -> None:
     await accept_long_sequences(service)
     service.scheduler.automatic = False
-    length = scheduler_pb2.FINISH_CAUSE_LENGTH
     with counting_turns() as turns:
         count(monkeypatch, CompletionBuilder, "feed", turns, lambda _, ids: len(ids))
         message = request(n=16, max_tokens=300, stop=["never"] * 16)
@@ -155,7 +153,7 @@ async def test_one_completion_per_turn_is_searched_for_stop_strings(
         first = (await service.scheduler.submits.get()).request
         service.scheduler.send(
             [(first + i, offset, 300) for i in range(16) for offset in range(300)],
-            [scheduler_pb2.Finished(request=first + i, cause=length) for i in range(16)],
+            ended(*range(first, first + 16)),
         )
         chunks = await call
     assert sum(len(chunk.token_ids) for chunk in chunks) == turns.total == 16 * 300
@@ -170,15 +168,13 @@ async def test_logprobs_of_a_step_are_stored_in_slices(
     (number,) = service.scheduler.connection.live
     rows = [logprob_row(300, i, 20) for i in range(4000)]
     pieces = [logprob_rows(number, True, i, rows[i : i + 100]) for i in range(1, 4000, 100)]
-    length = scheduler_pb2.FINISH_CAUSE_LENGTH
-    finished = scheduler_pb2.Finished(request=number, cause=length)
 
     def size(message: scheduler_pb2.LogprobRows) -> int:
         return len(message.token_ids) // 4
 
     with counting_turns() as turns:
         count(monkeypatch, outputs, "logprob_rows", turns, size)
-        service.scheduler.send([(number, 0, 300)], [finished], pieces)
+        service.scheduler.send([(number, 0, 300)], ended(number), pieces)
         (chunk,) = await rest(call)
     assert len(chunk.prompt_logprobs) == 4000
     assert turns.total == 3999 * 21

@@ -14,7 +14,7 @@ from grpc import aio
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service
-from tests.frontend.fake_scheduler import echo_from_seed, logprob_row, logprob_rows
+from tests.frontend.fake_scheduler import echo_from_seed, ended, logprob_row, logprob_rows
 
 PROMPT = [105, 300, 511, 600, 42]
 
@@ -148,10 +148,8 @@ async def test_a_stop_string_ends_one_completion_and_not_the_others(
 async def test_an_error_of_one_completion_ends_the_call_and_the_others(service: Service) -> None:
     call = await begin(service, request(n=3))
     first, second, third = sorted(service.scheduler.connection.live)
-    service.scheduler.send(
-        (),
-        [scheduler_pb2.Finished(request=second, cause=scheduler_pb2.FINISH_CAUSE_DEADLINE)],
-    )
+    late = scheduler_pb2.Finished(request=second, cause=scheduler_pb2.FINISH_CAUSE_DEADLINE)
+    service.scheduler.send((), [late])
     with pytest.raises(aio.AioRpcError) as caught:
         await rest(call)
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
@@ -242,10 +240,9 @@ async def test_the_first_chunk_waits_for_the_prompts_logprobs(service: Service) 
     assert first.sampling.HasField("prompt_logprobs")
     assert not second.sampling.HasField("prompt_logprobs")
     rows = [logprob_row(token, i, 0) for i, token in enumerate(PROMPT)]
-    length = scheduler_pb2.FINISH_CAUSE_LENGTH
     service.scheduler.send(
         [(second.request, 0, PROMPT[0])],
-        [scheduler_pb2.Finished(request=second.request, cause=length)],
+        ended(second.request),
         [logprob_rows(first.request, True, 1, rows[1:3])],
     )
     await service.scheduler.connection.outbox.join()
@@ -253,10 +250,7 @@ async def test_the_first_chunk_waits_for_the_prompts_logprobs(service: Service) 
     response = await call.read()
     assert response.index == 1
     assert [entries(row) for row in response.prompt_logprobs] == [[], *rows[1:]]
-    service.scheduler.send(
-        [(first.request, 0, PROMPT[0])],
-        [scheduler_pb2.Finished(request=first.request, cause=length)],
-    )
+    service.scheduler.send([(first.request, 0, PROMPT[0])], ended(first.request))
     (response,) = await rest(call)
     assert (response.index, response.usage.completion_tokens) == (0, 2)
 
@@ -372,7 +366,7 @@ async def test_many_unread_tokens_arrive_in_several_chunks(service: Service) -> 
     rows = [logprob_row(token, offset, 1) for offset, token in enumerate(tokens)]
     service.scheduler.send(
         [(number, offset, token) for offset, token in enumerate(tokens)],
-        [scheduler_pb2.Finished(request=number, cause=scheduler_pb2.FINISH_CAUSE_LENGTH)],
+        ended(number),
         [logprob_rows(number, False, 0, rows)],
     )
     chunks = await rest(call)

@@ -60,6 +60,15 @@ async def check(address: str) -> None:
         await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
 
 
+async def watching(stack: AsyncExitStack, address: str) -> RawConnection:
+    """A connection that watches the health, unless it was closed before it could."""
+    connection = await stack.enter_async_context(connect(address))
+    connection.open_call(1, WATCH)
+    connection.send_message(1, b"")
+    await connection.wait_until(lambda: connection.received.get(1) or connection.closed)
+    return connection
+
+
 @pytest.mark.parametrize("sent", [b"", PREFACE[:10], PREFACE])
 async def test_silent_connections_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
@@ -75,13 +84,8 @@ async def test_connections_without_calls_are_closed(
 ) -> None:
     monkeypatch.setattr(shared.rpc.server, "_IDLE_S", 0.1)
     async with serving(tmp_path) as address, AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
-        while True:  # until one has been in time
-            watcher = await stack.enter_async_context(connect(address))
-            watcher.open_call(1, WATCH)
-            watcher.send_message(1, b"")
-            await watcher.wait_until(lambda: watcher.received.get(1) or watcher.closed)  # noqa: B023
-            if not watcher.closed:
-                break
+        while (watcher := await watching(stack, address)).closed:
+            pass  # until one has been in time
         async with connect(address) as idle:
             await idle.wait_until(lambda: idle.closed)
         assert not watcher.closed
@@ -91,10 +95,7 @@ async def test_connections_have_a_limit(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(shared.rpc.server, "MAX_CONNECTIONS", 4)
     async with serving(tmp_path) as address, AsyncExitStack() as stack, asyncio.timeout(TIMEOUT_S):
         for _ in range(3):
-            connection = await stack.enter_async_context(connect(address))
-            connection.open_call(1, WATCH)
-            connection.send_message(1, b"")
-            await connection.wait_until(lambda: connection.received.get(1))  # noqa: B023
+            assert not (await watching(stack, address)).closed
         async with connect(address) as fourth:
             fourth.write(frame(SETTINGS))
             await read_to_the_end(address, PREFACE + bytes(3) + b"\x04" + bytes(5))
