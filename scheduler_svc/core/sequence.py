@@ -228,8 +228,7 @@ class Sequence:
     def rewind(self) -> None:
         """Forgets the steps in flight. What answered steps computed stays in the cache."""
         self.last_step, self.last_row = 0, -1
-        if self.num_scheduled_tokens > self.num_computed_tokens:
-            self.begin_at(self.num_computed_tokens)
+        self.begin_at(self.num_computed_tokens)
 
     def begin_at(self, num_tokens: int) -> None:
         """Starts computing after `num_tokens` tokens that are in the cache."""
