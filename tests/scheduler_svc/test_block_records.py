@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import resource
 import signal
-import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from copy import copy
@@ -19,7 +17,7 @@ from scheduler_svc.block_watch import Removed, watched
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
-from shared.pb import scheduler_pb2, worker_pb2
+from shared.pb import scheduler_pb2
 from tests.fake_worker import FakeWorker, completion, start_worker
 from tests.scheduler_svc.stacks import Stack, running, settings_for
 from tests.scheduler_svc.test_state_machines import MANY, BlockManagerMachine
@@ -229,27 +227,10 @@ TestSuccession = SuccessionMachine.TestCase
 TestSuccession.settings = MANY
 
 
-class KeepingWorker(FakeWorker):
-    """A worker that keeps its cache."""
-
-    async def Configure(
-        self, request: worker_pb2.ConfigureRequest, context: object
-    ) -> worker_pb2.ConfigureResponse:
-        if request.keep_cache_id:
-            assert request.keep_cache_id == self.info.cache_id
-            assert self.sanitizer
-            self.info.epoch = request.epoch
-            self.sanitizer.keep(request.epoch, self.sanitizer.step_id, random.Random(0))
-        else:
-            await super().Configure(request, context)
-            self.info.cache_id = uuid.uuid4().hex
-        return worker_pb2.ConfigureResponse(cache_id=self.info.cache_id)
-
-
 class Workers:
     """Two ranks, and the schedulers that follow each other on them."""
 
-    def __init__(self, tmp_path: Path, addresses: list[str], ranks: list[KeepingWorker]) -> None:
+    def __init__(self, tmp_path: Path, addresses: list[str], ranks: list[FakeWorker]) -> None:
         self.ranks = ranks
         self._records = BlockRecords()
         self._settings = settings_for(tmp_path, addresses)
@@ -262,7 +243,7 @@ class Workers:
 
 @pytest.fixture
 async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
-    ranks = [KeepingWorker(rank=rank, world_size=2) for rank in range(2)]
+    ranks = [FakeWorker(rank=rank, world_size=2) for rank in range(2)]
     servers, addresses = zip(*[await start_worker(each) for each in ranks], strict=True)
     yield Workers(tmp_path, list(addresses), ranks)
     for server in servers:
@@ -312,7 +293,7 @@ async def test_a_scheduler_keeps_the_cache_of_the_one_before(workers: Workers) -
 async def test_a_scheduler_begins_anew_if_one_rank_has_lost_its_cache(workers: Workers) -> None:
     async with workers.scheduler() as stack:
         await answer(stack)
-    workers.ranks[1].info.cache_id = "new"
+    workers.ranks[1].lose_cache("new")
     for cached_tokens in (0, 16):
         async with workers.scheduler() as stack:
             assert bool(await published(stack)) == bool(cached_tokens)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from math import ceil, log2
 from random import Random
 
-import pytest
-
 from scheduler_svc.suspects import MIN_LOSSES, Suspects
 
 
@@ -47,16 +45,6 @@ class Trial:
                 suspects.forget(name)
         assert losses == max_losses or not suspects
         return convicted, losses
-
-
-@pytest.mark.parametrize("at", [0, 7])
-@pytest.mark.parametrize("num", [1, 2, 3, 16, 100])
-def test_one_culprit_is_found_in_a_logarithm_of_losses(num: int, at: int) -> None:
-    for culprit in {0, num // 2, num - 1}:
-        trial = Trial(12, lambda step, culprit=culprit: (culprit, at) in step)
-        convicted, losses = trial.run(list(range(num)))
-        assert convicted == [culprit]
-        assert losses <= 3 + ceil(log2(num))
 
 
 def test_any_number_of_culprits_among_innocents(seed: int) -> None:

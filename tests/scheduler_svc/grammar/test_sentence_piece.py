@@ -12,7 +12,8 @@ from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.compiler import Compilers, Matcher, compile_grammar, make_compilers
 from scheduler_svc.grammar.vocabulary import read_vocabulary
 from tests.gguf_files import spm_keys
-from tests.scheduler_svc.grammar.test_grammar import KINDS, allowed
+from tests.scheduler_svc.grammar.schema.walks import allowed
+from tests.scheduler_svc.grammar.test_grammar import KINDS, walk
 from worker_svc.gguf.configuration import Keys
 from worker_svc.gguf.tokenizer import make_tokenizer
 
@@ -47,15 +48,7 @@ def test_allowed_tokens_match_the_grammar(name: str, model: Path, compilers: Com
     kind, text, matches = KINDS[name]
     compiled = compile_grammar(compilers, kind, text)
     for seed in range(5):
-        rng, matcher, tokens = random.Random(seed), Matcher(compiled, {END}), list[int]()
-        while not matcher.finished:
-            choice = allowed(matcher.mask())
-            closing = [token for token in choice if token in CLOSERS or token == END]
-            if closing and (len(tokens) > 100 or rng.random() < 0.4):
-                choice = closing
-            tokens.append(rng.choice(choice))
-            matcher.accept(tokens[-1])
-            assert len(tokens) < 5000, "does not end"
+        tokens = walk(Matcher(compiled, {END}), random.Random(seed), CLOSERS | {END})
         shown = text_of(model, tokens[:-1])
         assert matches(shown), f"seed {seed}: {shown!r}"
 

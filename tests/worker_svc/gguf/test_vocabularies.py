@@ -16,7 +16,7 @@ from scheduler_svc.grammar import vocabulary as grammar_vocabulary
 from scheduler_svc.grammar.compiler import Matcher, compile_grammar, make_compilers
 from shared.vocabulary import read_vocabulary
 from tests.others import smollm2, vocabulary
-from tests.scheduler_svc.grammar.test_grammar import allowed
+from tests.scheduler_svc.grammar.schema.walks import allowed
 from worker_svc.gguf.configuration import Keys
 from worker_svc.gguf.header import read_header
 from worker_svc.gguf.tokenizer import make_tokenizer

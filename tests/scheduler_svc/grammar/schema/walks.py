@@ -30,6 +30,12 @@ def compilers() -> Compilers:
     return make_compilers(Vocabulary({i: bytes([i]) for i in range(256)} | {END: b""}), 1)
 
 
+def allowed(mask: bytes) -> list[int]:
+    """The tokens of a mask."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
 def completions(kind: GrammarKind, text: str, rng: random.Random, number: int) -> Iterator[str]:
     """Yields completions of a grammar, those left out that would become too long."""
     compiled = compile_grammar(compilers(), kind, text)
@@ -50,10 +56,10 @@ def allows(schema: Any, value: str) -> bool:
         compile_grammar(compilers(), GrammarKind.JSON_SCHEMA, json.dumps(schema)), [END]
     )
     for byte in value.encode():
-        if not np.frombuffer(matcher.mask(), np.uint32)[byte // 32] >> byte % 32 & 1:
+        if byte not in allowed(matcher.mask()):
             return False
         matcher.accept(byte)
-    return bool(np.frombuffer(matcher.mask(), np.uint32)[END // 32] & 1)
+    return END in allowed(matcher.mask())
 
 
 def mismatch(schema: Any, text: str) -> str:
@@ -68,12 +74,22 @@ def mismatch(schema: Any, text: str) -> str:
     return f"{text!r}: {error.message[:200]}" if error else ""
 
 
+def check_enforced(schema: Any, values: list[str]) -> None:
+    """Checks that a schema's grammar allows these values, and nothing that the schema does not."""
+    for value in values:
+        assert not mismatch(schema, value), "the table is wrong"
+        assert allows(schema, value), value
+    found = [*completions(GrammarKind.JSON_SCHEMA, json.dumps(schema), random.Random(0), 30)]
+    assert found
+    for text in found:
+        assert not mismatch(schema, text)
+
+
 def _choose(matcher: Matcher, rng: random.Random, length: int) -> int:
-    bits = np.unpackbits(np.frombuffer(matcher.mask(), np.uint8), bitorder="little")
-    allowed = [int(each) for each in np.flatnonzero(bits)]
+    choice = allowed(matcher.mask())
     ends = 0.3 if length < 60 else 0.9
     for wanted, chance in ((_CLOSING, ends), (_LEADING_ON, 0.3), (_USUAL, 0.8)):
-        some = [each for each in allowed if each == END or each in wanted]
+        some = [each for each in choice if each == END or each in wanted]
         if some and rng.random() < chance:
             return rng.choice(some)
-    return rng.choice(allowed)
+    return rng.choice(choice)
