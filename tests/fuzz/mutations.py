@@ -108,22 +108,16 @@ def _many_fields(message: bytes, rng: random.Random) -> bytes:
     return message + entry * (rng.choice((1_000, 10_000, _MANY_BYTES)) // len(entry))
 
 
-def _many_groups(message: bytes, rng: random.Random) -> bytes:
-    """Appends groups, which only old versions of protobuf still write: empty ones, or nested."""
-    number, depth = rng.choice((1, 4, 15)), rng.choice((1, 20, 99))
+def _groups(message: bytes, rng: random.Random) -> bytes:
+    """Appends groups, which only old versions of protobuf still write: one or many, or nested."""
+    number, depth = rng.choice((1, 3, 4, 15, 1000)), rng.choice((1, 20, 50, 99, 101, 10_000))
     group = _varint(number << 3 | 3) * depth + _varint(number << 3 | 4) * depth
-    return message + group * (rng.choice((1_000, 10_000)) // len(group))
+    return message + group * max(1, rng.choice((1, 1_000, 10_000)) // len(group))
 
 
 def _invalid_utf8(message: bytes, rng: random.Random) -> bytes:
     number = rng.randint(1, 9)
     return message + _varint(number << 3 | 2) + b"\x03\xff\xfe\xc0"
-
-
-def _nested_groups(message: bytes, rng: random.Random) -> bytes:
-    depth = rng.choice((1, 50, 99, 101, 10_000))
-    number = rng.choice((1, 3, 1000))
-    return message + _varint(number << 3 | 3) * depth + _varint(number << 3 | 4) * depth
 
 
 def _overlong_length(message: bytes, rng: random.Random) -> bytes:
@@ -151,9 +145,8 @@ _MUTATIONS: tuple[Callable[[bytes, random.Random], bytes], ...] = (
     _insert,
     _unknown_field,
     _many_fields,
-    _many_groups,
+    _groups,
     _invalid_utf8,
-    _nested_groups,
     _overlong_length,
     _endless_varint,
 )
