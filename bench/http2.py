@@ -24,15 +24,15 @@ _SETTING_INITIAL_WINDOW_SIZE = 4
 OnMessage = Callable[[bytes], None]
 
 
-async def connect(address: str, path: str) -> Connection:
+async def connect(address: str, path: str) -> Http2Connection:
     """Connects to `host:port`, for calls to the method `/package.Service/Method`."""
     host, _, port = address.rpartition(":")
     loop = asyncio.get_running_loop()
-    _, made = await loop.create_connection(lambda: Connection(address, path), host, int(port))
+    _, made = await loop.create_connection(lambda: Http2Connection(address, path), host, int(port))
     return made
 
 
-class Connection(asyncio.Protocol):
+class Http2Connection(asyncio.Protocol):
     """Makes calls to one method, each with one request and a stream of responses."""
 
     def __init__(self, authority: str, path: str) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from bench.metrics import Trace, summarize
 from bench.stack import EngineStats, Received, Run
-from bench.workload import TEMPERATURE, BenchError, Request
+from bench.workload import TEMPERATURE, BenchError, WorkloadRequest
 from nano_vllm_grpc import ModelInfo
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
@@ -45,7 +45,7 @@ class Runner(Protocol):
 
     def configure(self, epoch: int, num_blocks: int) -> None: ...
 
-    def launch(self, step: worker_step.Step) -> Pending: ...
+    def launch(self, step: worker_step.StepArrays) -> Pending: ...
 
 
 class InProcessExecutor:
@@ -54,7 +54,7 @@ class InProcessExecutor:
     def __init__(self, runner: Runner, limits: worker_step.StepLimits) -> None:
         self._runner = runner
         self._limits = limits
-        self._last: worker_step.Step | None = None
+        self._last: worker_step.StepArrays | None = None
         self._pending: deque[Pending] = deque()
         self._step_id = 0
 
@@ -122,8 +122,8 @@ class RunnerEngine:
 
     async def run(
         self,
-        warm_up: Request,
-        requests: list[Request],
+        warm_up: WorkloadRequest,
+        requests: list[WorkloadRequest],
         received: Received,
         begin: Callable[[], None] = lambda: None,
     ) -> Run:
@@ -172,7 +172,7 @@ class RunnerEngine:
             self._done.set()
 
 
-def _sequence(number: int, request: Request) -> Sequence:
+def _sequence(number: int, request: WorkloadRequest) -> Sequence:
     params = SamplingParams(request.output_len, temperature=TEMPERATURE, seed=request.seed)
     return Sequence((0, number), request.prompt, params)
 

@@ -33,8 +33,8 @@ from bench.processes import Samples
 from bench.report import check_minimum, print_table
 from bench.workload import (
     BenchError,
-    Request,
     Shape,
+    WorkloadRequest,
     read_tokens,
     text_request,
     text_workload,
@@ -161,7 +161,7 @@ def summarize(kills: Sequence[Kill]) -> dict[str, Any]:
     return found
 
 
-def undisturbed(server: Server, requests: Sequence[Request]) -> list[list[int]]:
+def undisturbed(server: Server, requests: Sequence[WorkloadRequest]) -> list[list[int]]:
     """Returns the token ids of all requests, which are sent at once.
 
     Raises:
@@ -178,9 +178,9 @@ def undisturbed(server: Server, requests: Sequence[Request]) -> list[list[int]]:
 def kill(
     server: Server,
     kind: str,
-    requests: Sequence[Request],
+    requests: Sequence[WorkloadRequest],
     expected: Sequence[Sequence[int]],
-    probe: Request,
+    probe: WorkloadRequest,
     rng: random.Random,
 ) -> Kill:
     """Kills a process of a kind while all requests stream; returns once the server is whole again.
@@ -219,11 +219,11 @@ def kill(
     return figures(streams, expected, killed, first_token_s, health.found)
 
 
-def _new_streams(requests: Sequence[Request]) -> list[Stream]:
+def _new_streams(requests: Sequence[WorkloadRequest]) -> list[Stream]:
     return [Stream(len(each.prompt), time.perf_counter()) for each in requests]
 
 
-def _receive(server: Server, request: Request, stream: Stream) -> None:
+def _receive(server: Server, request: WorkloadRequest, stream: Stream) -> None:
     try:
         for token_ids in server.stream(request):
             if token_ids:
@@ -233,7 +233,7 @@ def _receive(server: Server, request: Request, stream: Stream) -> None:
         stream.error = f"{type(error).__name__}: {error}"
 
 
-def _first_token(server: Server, request: Request) -> float:
+def _first_token(server: Server, request: WorkloadRequest) -> float:
     """Sends a request until it is answered; returns the time of its first token."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:

@@ -20,7 +20,7 @@ from bench.peers.http_server import HttpServer
 from bench.peers.installed import HOME, environment
 from bench.processes import Supervised
 from bench.stack import PLAIN
-from bench.workload import BenchError, Request
+from bench.workload import BenchError, WorkloadRequest
 from deploy.health import NOT_SERVING, SERVING, UNREACHABLE, check_health
 from deploy.native.processes import MARKER, running_processes
 from deploy.native.status import stack_status
@@ -43,7 +43,7 @@ class Server:
     health: Callable[[], str]
     is_whole: Callable[[], bool]  # whether every process runs and serves
     # Yields the token ids of a greedy completion that ignores ends; raises one of FAILURES.
-    stream: Callable[[Request], Iterator[Sequence[int]]]
+    stream: Callable[[WorkloadRequest], Iterator[Sequence[int]]]
     facts: dict[str, Any]  # command, versions, settings
 
 
@@ -66,7 +66,7 @@ def start_nano(
         def parent(name: str) -> int:
             return int(psutil.Process(fork(name)).ppid())
 
-        def stream(request: Request) -> Iterator[Sequence[int]]:
+        def stream(request: WorkloadRequest) -> Iterator[Sequence[int]]:
             params = replace(PLAIN, temperature=0, max_tokens=request.output_len, ignore_eos=True)
             for chunk in llm.stream(request.prompt, params, timeout_s=LIMIT_S):
                 yield chunk.token_ids

@@ -21,7 +21,7 @@ from rich.console import Console
 from bench.metrics import Metrics, Trace, summarize
 from bench.report import check_lengths, mode_parser, print_table
 from bench.stack import private_stack, run_request
-from bench.workload import Request, Shape, check_fits, reference_workload, warm_up_request
+from bench.workload import Shape, WorkloadRequest, check_fits, reference_workload, warm_up_request
 from nano_vllm_grpc import AsyncLLM
 
 # A server is beyond its capacity if it takes this many times as long as the requests' arrivals.
@@ -164,11 +164,11 @@ def summarize_load(traces: list[Trace], seconds: float, goals: Goals) -> Load:
     return Load(len(traces) / seconds, len(traces) / taken, good / taken, metrics)
 
 
-async def _send(llm: AsyncLLM, due: list[float], requests: list[Request]) -> list[Trace]:
+async def _send(llm: AsyncLLM, due: list[float], requests: list[WorkloadRequest]) -> list[Trace]:
     """Sends each request when it is due, and waits for all."""
     start = time.perf_counter()
 
-    async def send(when: float, request: Request) -> Trace:
+    async def send(when: float, request: WorkloadRequest) -> Trace:
         await asyncio.sleep(start + when - time.perf_counter())
         trace = await run_request(llm, request)
         trace.sent = start + when  # so a delay in a busy client counts, too

@@ -28,7 +28,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 from bench.kill_servers import LIMIT_S, Server, start_nano
 from bench.machine import this_machine
 from bench.peers.driver import ENTRIES
-from bench.workload import BenchError, Request, Shape, read_tokens, text_workload
+from bench.workload import BenchError, Shape, WorkloadRequest, read_tokens, text_workload
 from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
 from nano_vllm_grpc import LLMError
@@ -74,7 +74,7 @@ def serving(collector: TraceServiceServicer) -> Iterator[str]:
         server.stop(None)
 
 
-def kill_worker(server: Server, requests: list[Request]) -> tuple[float, list[list[float]]]:
+def kill_worker(server: Server, requests: list[WorkloadRequest]) -> tuple[float, list[list[float]]]:
     """Kills the worker once every stream decodes -> the time of that, and of each stream's tokens.
 
     Raises:
@@ -84,7 +84,7 @@ def kill_worker(server: Server, requests: list[Request]) -> tuple[float, list[li
     arrivals: list[list[float]] = [[] for _ in requests]
     started = threading.Barrier(len(requests) + 1, timeout=LIMIT_S)
 
-    def receive(request: Request, times: list[float]) -> None:
+    def receive(request: WorkloadRequest, times: list[float]) -> None:
         waits = True
         for token_ids in server.stream(request):
             times += [_now_s()] * len(token_ids)

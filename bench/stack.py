@@ -21,7 +21,7 @@ from bench.workload import (
     STREAM_TOKENS,
     TEMPERATURE,
     BenchError,
-    Request,
+    WorkloadRequest,
     random_request,
 )
 from nano_vllm_grpc import AsyncLLM, ModelInfo, PrivateStack, SamplingParams
@@ -130,8 +130,8 @@ def private_stack(model: str | Path, console: Console, **options: Any) -> Privat
 
 async def run_stack(
     llm: AsyncLLM,
-    warm_up: Request,
-    requests: list[Request],
+    warm_up: WorkloadRequest,
+    requests: list[WorkloadRequest],
     read_stats: ReadStats,
     received: Received,
 ) -> Run:
@@ -151,7 +151,7 @@ async def run_stack(
 
 async def run_request(
     llm: AsyncLLM,
-    request: Request,
+    request: WorkloadRequest,
     received: Received = lambda tokens: None,
     sampling: Mapping[str, Any] | None = None,
 ) -> Trace:

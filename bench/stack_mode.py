@@ -31,8 +31,8 @@ from bench.stack import (
 from bench.workload import (
     TEMPERATURE,
     BenchError,
-    Request,
     Shape,
+    WorkloadRequest,
     check_fits,
     reference_workload,
     warm_up_request,
@@ -184,6 +184,6 @@ def _measure_in_process(directory: str, shape: Shape, model: ModelInfo, console:
         return asyncio.run(engine.run(warm_up, requests, bar.update))
 
 
-def _progress(name: str, requests: Sequence[Request]) -> tqdm[NoReturn]:
+def _progress(name: str, requests: Sequence[WorkloadRequest]) -> tqdm[NoReturn]:
     """A progress bar of output tokens."""
     return tqdm(total=sum(each.output_len for each in requests), desc=name, unit=" tokens")

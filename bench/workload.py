@@ -34,13 +34,13 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Request:
+class WorkloadRequest:
     prompt: list[int]
     output_len: int
     seed: int
 
 
-def reference_workload(shape: Shape, vocab_size: int) -> list[Request]:
+def reference_workload(shape: Shape, vocab_size: int) -> list[WorkloadRequest]:
     """The requests of nano-vLLM's bench.py, from the same random calls in the same order. Seed 0
     gives nano-vLLM's lengths and, with a vocabulary over 10,000, its ids. Smaller vocabularies fold
     the ids, but keep the lengths."""
@@ -53,12 +53,12 @@ def reference_workload(shape: Shape, vocab_size: int) -> list[Request]:
         for _ in range(shape.num_seqs)
     ]
     return [
-        Request(prompt, rng.randint(shape.min_output, shape.max_output), seed=index)
+        WorkloadRequest(prompt, rng.randint(shape.min_output, shape.max_output), seed=index)
         for index, prompt in enumerate(prompts)
     ]
 
 
-def text_workload(shape: Shape, text: Sequence[int]) -> list[Request]:
+def text_workload(shape: Shape, text: Sequence[int]) -> list[WorkloadRequest]:
     """The reference workload's lengths, with pieces of a text's token ids as prompts."""
     return [
         replace(each, prompt=_piece(text, len(each.prompt), random.Random(f"piece {each.seed}")))
@@ -66,9 +66,9 @@ def text_workload(shape: Shape, text: Sequence[int]) -> list[Request]:
     ]
 
 
-def text_request(text: Sequence[int], prompt_len: int, output_len: int) -> Request:
+def text_request(text: Sequence[int], prompt_len: int, output_len: int) -> WorkloadRequest:
     """A request with another piece of the text on every call, which no prefix cache holds."""
-    return Request(_piece(text, prompt_len, random.Random()), output_len, seed=0)
+    return WorkloadRequest(_piece(text, prompt_len, random.Random()), output_len, seed=0)
 
 
 def _piece(text: Sequence[int], size: int, rng: random.Random) -> list[int]:
@@ -76,19 +76,19 @@ def _piece(text: Sequence[int], size: int, rng: random.Random) -> list[int]:
     return list(text[start : start + size])
 
 
-def warm_up_request(shape: Shape, vocab_size: int) -> Request:
+def warm_up_request(shape: Shape, vocab_size: int) -> WorkloadRequest:
     """A request that shares no prefix with the requests of the workload."""
     rng = random.Random(f"warm-up {shape.seed}")
     prompt = [rng.randrange(vocab_size) for _ in range(shape.min_input)]
-    return Request(prompt, min(shape.min_output, 16), seed=0)
+    return WorkloadRequest(prompt, min(shape.min_output, 16), seed=0)
 
 
-def random_request(vocab_size: int, prompt_len: int, output_len: int) -> Request:
+def random_request(vocab_size: int, prompt_len: int, output_len: int) -> WorkloadRequest:
     """A request with a new prompt on every call, which no prefix cache holds. So it has no seed."""
-    return Request(random.choices(range(vocab_size), k=prompt_len), output_len, seed=0)
+    return WorkloadRequest(random.choices(range(vocab_size), k=prompt_len), output_len, seed=0)
 
 
-def check_fits(requests: list[Request], max_model_len: int) -> None:
+def check_fits(requests: list[WorkloadRequest], max_model_len: int) -> None:
     """Checks that all requests fit the model.
 
     Raises:

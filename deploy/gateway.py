@@ -29,7 +29,7 @@ from smg.router_args import RouterArgs
 from deploy.health import SERVING, http_health
 from deploy.ports import free_port
 from deploy.stack import gateway_url
-from frontend.callers.tenants import Client, read_clients
+from frontend.callers.tenants import Tenant, read_clients
 from frontend.settings import PublicSettings
 from nano_vllm_grpc.channels import stays_on_host
 from nano_vllm_grpc.tls import ClientTls, load_files
@@ -99,7 +99,7 @@ class Admission(NamedTuple):
         certificate: the texts of the certificate and its key; None: no TLS.
     """
 
-    clients: dict[str, Client] | None
+    clients: dict[str, Tenant] | None
     certificate: tuple[str, str] | None
 
     @classmethod

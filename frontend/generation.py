@@ -14,7 +14,7 @@ from frontend.engines.pool import Engines
 from frontend.engines.token_stream import FinishReason, Start, TokenStream, Waiter, WakeUps
 from frontend.logprobs import CompletionLogprobs
 from frontend.metrics import ABORT, ERROR, LENGTH, STOP, RequestMetrics
-from frontend.request import Request
+from frontend.request import GenerationRequest
 from frontend.text.completion import CompletionBuilder, Delta
 from frontend.text.threads import in_pieces
 from shared.errors import DeadlineError, InternalError, ServiceError
@@ -124,7 +124,7 @@ class Generation:
 
     def __init__(
         self,
-        request: Request,
+        request: GenerationRequest,
         readers: Sequence[CompletionReader],
         received_at: float,
         metrics: RequestMetrics,
@@ -250,7 +250,7 @@ class Generation:
 
 
 async def begin(
-    request: Request,
+    request: GenerationRequest,
     engines: Engines,
     vocabulary: Vocabulary,
     received_at: float,
@@ -293,7 +293,7 @@ def _replay(token_ids: Sequence[int], builder: CompletionBuilder) -> None:
             return
 
 
-def _end_of_resumed(request: Request, builder: CompletionBuilder) -> FinishReason | None:
+def _end_of_resumed(request: GenerationRequest, builder: CompletionBuilder) -> FinishReason | None:
     tokens, sampling = request.resume_token_ids, request.sampling
     if builder.stop_string is not None:
         return FinishReason.STOP

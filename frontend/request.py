@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from frontend.callers.tenants import Client
-from shared.sampling_params import SamplingNumbers
-
-
-class GrammarKind(enum.Enum):
-    """The language in which a grammar is written."""
-
-    JSON_SCHEMA = enum.auto()
-    REGEX = enum.auto()
-    EBNF = enum.auto()
-    JSON = enum.auto()  # any object or array; the grammar has no text
-    STRUCTURAL_TAG = enum.auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A grammar that a completion must match."""
-
-    kind: GrammarKind
-    text: str = ""
+from frontend.callers.tenants import Tenant
+from shared.sampling_params import Grammar, SamplingNumbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +35,7 @@ class Sampling(SamplingNumbers):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class GenerationRequest:
     """A prompt, and the completions to make of it. `deadline` is by `time.monotonic`."""
 
     request_id: str
@@ -65,5 +46,5 @@ class Request:
     cache_salt: str = ""  # as it is sent to the engine
     # Tokens of the completion that the client already has. Only the last one may end it.
     resume_token_ids: Sequence[int] = ()
-    client: Client | None = None  # None: anonymous
+    client: Tenant | None = None  # None: anonymous
     engine: str = ""  # the name of the engine that it asks for; empty: any

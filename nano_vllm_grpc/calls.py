@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from grpc import ChannelConnectivity, aio
 
-from nano_vllm_grpc.connections import Connection, Connections
+from nano_vllm_grpc.connections import Connections, ServerConnection
 from nano_vllm_grpc.errors import UnavailableError, from_rpc_error
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.resume import Call, ResumableRequest
@@ -96,7 +96,7 @@ class Calls:
             await asyncio.sleep(delay)
 
     def _next_delay(
-        self, error: aio.AioRpcError, connection: Connection, retries: Retries
+        self, error: aio.AioRpcError, connection: ServerConnection, retries: Retries
     ) -> float:
         """Seconds to wait before the next attempt. Raises an `LLMError` if there is to be none."""
         typed = from_rpc_error(error, connection.address)

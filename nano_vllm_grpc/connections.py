@@ -29,7 +29,7 @@ _OPTIONS = (
 _AVOID_S = 1.0  # how long a failed connection is avoided if there are others
 
 
-class Connection:
+class ServerConnection:
     """One channel and its calls."""
 
     def __init__(self, address: str, tls: ClientTls | None, token: str | None) -> None:
@@ -78,11 +78,11 @@ class Connections:
         self._targets = [address for _ in range(per_address) for address in addresses]
         self._tls = tls
         self._token = token
-        self._connections: list[Connection] | None = None
+        self._connections: list[ServerConnection] | None = None
         self._closed = False
 
     @contextmanager
-    def lend(self) -> Iterator[Connection]:
+    def lend(self) -> Iterator[ServerConnection]:
         """Lends a connection for the duration of one call.
 
         Raises:
@@ -91,7 +91,9 @@ class Connections:
         if self._closed:
             raise RuntimeError("this client is closed")
         if self._connections is None:
-            self._connections = [Connection(each, self._tls, self._token) for each in self._targets]
+            self._connections = [
+                ServerConnection(each, self._tls, self._token) for each in self._targets
+            ]
         now = time.monotonic()
         connection = min(
             self._connections, key=lambda each: (max(each.avoided_until, now), each.calls)

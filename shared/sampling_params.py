@@ -141,6 +141,24 @@ class SamplingNumbers:
     )
 
 
+class GrammarKind(enum.IntEnum):
+    """The language that a grammar is written in; the numbers are those of `scheduler.proto`."""
+
+    JSON_SCHEMA = 1
+    REGEX = 2
+    EBNF = 3
+    JSON = 4  # any object or array; no text
+    STRUCTURAL_TAG = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A language that a completion must belong to; `kind` is a `GrammarKind`, once checked."""
+
+    kind: int
+    text: str = ""
+
+
 DEFAULTS = SamplingNumbers()
 NUMBERS: Mapping[str, Parameter] = {
     each.name: each.metadata["parameter"] for each in fields(SamplingNumbers)

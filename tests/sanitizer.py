@@ -22,7 +22,7 @@ from shared.pb import worker_pb2
 from tests.oracle import EMPTY, VOCAB_SIZE, draft, extend
 from tests.sanitizer_features import Features, Owner, SanitizerError, fail
 from tests.step_columns import Ints, StepColumns, describe, ints, steps_of
-from worker_svc.step.decode import DRAFTED, Step, StepLimits, decode_step
+from worker_svc.step.decode import DRAFTED, StepArrays, StepLimits, decode_step
 
 __all__ = ["Beside", "Limits", "Owner", "Sanitizer", "SanitizerError"]
 
@@ -72,7 +72,7 @@ class Sanitizer:
         )
         self._block_size = block_size
         self._epoch = epoch
-        self._last: Step | None = None  # of this epoch
+        self._last: StepArrays | None = None  # of this epoch
         self._last_tokens: list[int] = []
         # Per slot: its content, -1 until written, ...
         self._tokens = np.full(slots, -1, np.int64)

@@ -13,8 +13,8 @@ from scheduler_svc.core.sampling import SamplingParams
 from shared.pb import worker_pb2
 from tests.oracle import VOCAB_SIZE, logprobs, sample
 from tests.step_columns import Ints, StepColumns
-from worker_svc.step.decode import Step
-from worker_svc.step.features import Features as SamplingFeatures
+from worker_svc.step.decode import StepArrays
+from worker_svc.step.features import FeatureArrays as SamplingFeatures
 from worker_svc.step.features import PromptTargets
 
 _NEVER = -math.inf
@@ -55,10 +55,10 @@ class Asked:
         return banned
 
 
-class Features:
+class FeatureArrays:
     """The features of a step, by row."""
 
-    def __init__(self, step: StepColumns, decoded: Step) -> None:
+    def __init__(self, step: StepColumns, decoded: StepArrays) -> None:
         self._step = step
         self.sampling = _asked(decoded.features) if decoded.features else {}
         self.targets = _targets(decoded.prompt_targets) if decoded.prompt_targets else {}

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core.sampling import Grammar, SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import Step
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from shared.pb import worker_pb2
+from shared.sampling_params import Grammar
 from tests.oracle import VOCAB_SIZE, completion, logprobs, next_token, states
 from tests.sanitizer import Beside, Limits, Owner, Sanitizer, SanitizerError
 

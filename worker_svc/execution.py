@@ -21,7 +21,7 @@ from worker_svc.kept_memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
 from worker_svc.profiling.profiler import Profiler
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import Step, StepLimits
+from worker_svc.step.decode import StepArrays, StepLimits
 from worker_svc.step_result import PendingStep, StepResult
 
 log = structlog.get_logger(__name__)
@@ -40,7 +40,7 @@ class Epoch:
 
     number: int
     limits: StepLimits
-    last_step: Step | None = None  # has been received, but may not have run yet
+    last_step: StepArrays | None = None  # has been received, but may not have run yet
     ended: bool = False  # a newer epoch or a failed step ends it
 
 
@@ -48,7 +48,7 @@ class Epoch:
 class Launch:
     """A step that waits for its turn, runs or has run."""
 
-    step: Step
+    step: StepArrays
     result: asyncio.Future[StepResult | None]  # None: it was dropped
     turn: Future[None]
 
@@ -146,7 +146,7 @@ class Execution:
 
         return await asyncio.get_running_loop().run_in_executor(self._launches, watched)
 
-    def submit(self, runner: ModelRunner, epoch: Epoch, step: Step) -> Launch:
+    def submit(self, runner: ModelRunner, epoch: Epoch, step: StepArrays) -> Launch:
         """Runs `step` after the steps submitted before it, unless its result is cancelled or it is
         dropped before its turn.
 
@@ -162,7 +162,7 @@ class Execution:
         self,
         runner: ModelRunner,
         epoch: Epoch,
-        step: Step,
+        step: StepArrays,
         result: asyncio.Future[StepResult | None],
     ) -> None:
         """Launches a step on the execution thread. Sets `result`, unless the step is still running:
@@ -192,7 +192,7 @@ class Execution:
         self,
         runner: ModelRunner,
         epoch: Epoch,
-        step: Step,
+        step: StepArrays,
         pending: PendingStep,
         result: asyncio.Future[StepResult | None],
     ) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ _CONTEXT_UNIT = 1024
 _POLLS = 10  # per `hang_timeout_s`
 
 
-class StepTimes:
+class StepTimeLimits:
     """Learns limits on the time of a step from earlier steps of its size, see `size_of`. A step
     takes milliseconds on a GPU and up to minutes on a CPU. Threads may record while others read."""
 
@@ -59,7 +59,7 @@ class StepTimes:
 class _Activity:
     what: str
     max_s: float
-    step: Step | None = None  # it may take as long as a step of this size, too
+    step: StepArrays | None = None  # it may take as long as a step of this size, too
     seconds: float = 0.0  # watched so far, since it last waited for other ranks
 
 
@@ -87,7 +87,7 @@ class HangWatch:
         self._compiles = compiles
         self._give_up = give_up or end_process
         self._activities: dict[_Activity, None] = {}
-        self._times = StepTimes()
+        self._times = StepTimeLimits()
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -98,7 +98,7 @@ class HangWatch:
         self._stopped.set()
 
     @contextmanager
-    def doing(self, what: str, max_s: float, step: Step | None = None) -> Iterator[None]:
+    def doing(self, what: str, max_s: float, step: StepArrays | None = None) -> Iterator[None]:
         """Watches the body of the `with`, which may take `max_s` seconds, or as long as `step`."""
         activity = _Activity(what, max_s, step)
         self._activities[activity] = None
@@ -107,12 +107,12 @@ class HangWatch:
         finally:
             del self._activities[activity]
 
-    def running(self, step: Step, min_s: float) -> AbstractContextManager[None]:
+    def running(self, step: StepArrays, min_s: float) -> AbstractContextManager[None]:
         """Watches a step's launch, or the wait for its results. The limit is at least `min_s`
         seconds."""
         return self.doing(f"step {step.step_id}", min_s, step)
 
-    def record(self, step: Step, seconds: float) -> None:
+    def record(self, step: StepArrays, seconds: float) -> None:
         """Learns how long a step took: the seconds from its launch to its end, or the seconds of
         the wait for its results."""
         self._times.record(size_of(step), seconds)
@@ -147,7 +147,7 @@ def _report(reason: str) -> None:
     faulthandler.dump_traceback(sys.stderr)
 
 
-def size_of(step: Step) -> int:
+def size_of(step: StepArrays) -> int:
     """The bit length of a step's work. A token counts more the longer its context is. Each drafted
     token may take a pass of the draft model over all sequences."""
     work = step.query_lens * (1 + step.context_lens / _CONTEXT_UNIT)

@@ -33,7 +33,7 @@ from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors, upload
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import PendingStep
@@ -228,7 +228,7 @@ class ModelRunner:
                 superseded,
             )
 
-    def launch(self, step: Step) -> PendingStep:
+    def launch(self, step: StepArrays) -> PendingStep:
         """Starts `step`, which `worker_svc.step.decode.decode_step` has checked. On a GPU, it
         returns before the step is done, and maybe before the previous step is done."""
         with torch.inference_mode():
@@ -253,11 +253,11 @@ class ModelRunner:
                 )
             return self._fetch(step, stopwatch, of_samples + of_prompts, num_drafted)
 
-    def run(self, step: Step) -> Int32s:
+    def run(self, step: StepArrays) -> Int32s:
         """Runs `step` to its end -> the token sampled per row [S]."""
         return self.launch(step).wait()[0]
 
-    def logits(self, step: Step, *, every_token: bool = False) -> torch.Tensor:
+    def logits(self, step: StepArrays, *, every_token: bool = False) -> torch.Tensor:
         """This rank's logits [N, shard_size] of the N rows of `step` that sample, or after every
         one of its N tokens."""
         with torch.inference_mode():
@@ -276,7 +276,7 @@ class ModelRunner:
         """Whether a step may be waiting for a compiler right now."""
         return self._platform.compiling
 
-    def _work(self, step: Step) -> int:
+    def _work(self, step: StepArrays) -> int:
         """This rank's multiply-adds in a step, with `_READING` more for each weight to read."""
         config = self.config
         attended = int(np.dot(step.query_lens.astype(np.int64), step.context_lens))
@@ -297,11 +297,13 @@ class ModelRunner:
         self._tokens = TokenCache.allocate(num_blocks, size, self._platform.device, new)
         self._allocated_blocks = num_blocks
 
-    def _run(self, step: Step, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
+    def _run(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
         """Runs a step -> this rank's logits [S, shard_size]. The tokens go to `_last_tokens`."""
         return self._sample(self._hidden_states(step, tensors, max_context_len), tensors)
 
-    def _run_eagerly(self, step: Step, tensors: StepTensors) -> tuple[torch.Tensor, list[Logprobs]]:
+    def _run_eagerly(
+        self, step: StepArrays, tensors: StepTensors
+    ) -> tuple[torch.Tensor, list[Logprobs]]:
         """Does what `_run` does -> its logits, and the log-probabilities of prompts."""
         max_context_len = int(step.context_lens.max())
         if step.prompt_targets is None:
@@ -311,7 +313,12 @@ class ModelRunner:
         return self._sample(hidden[tensors.query_starts[1:] - 1], tensors), logprobs
 
     def _hidden_states(
-        self, step: Step, tensors: StepTensors, max_context_len: int, *, every_token: bool = False
+        self,
+        step: StepArrays,
+        tensors: StepTensors,
+        max_context_len: int,
+        *,
+        every_token: bool = False,
     ) -> torch.Tensor:
         self._platform.ops.store_tokens(
             self._tokens.slots, tensors.slot_mapping, tensors.input_ids, self._last_tokens
@@ -327,7 +334,7 @@ class ModelRunner:
         return logits
 
     def _fetch(
-        self, step: Step, stopwatch: Stopwatch, logprobs: Sequence[Logprobs], num_drafted: int
+        self, step: StepArrays, stopwatch: Stopwatch, logprobs: Sequence[Logprobs], num_drafted: int
     ) -> PendingStep:
         results = [self._last_tokens[: step.num_seqs]]
         for each in logprobs:

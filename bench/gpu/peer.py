@@ -11,10 +11,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.workload import TEMPERATURE, Request, Shape, reference_workload
+from bench.workload import TEMPERATURE, Shape, WorkloadRequest, reference_workload
 
 
-def round_of(requests: Sequence[Request], number: int, vocab_size: int) -> list[Request]:
+def round_of(
+    requests: Sequence[WorkloadRequest], number: int, vocab_size: int
+) -> list[WorkloadRequest]:
     """Requests of equal lengths with other ids, so that earlier rounds put none into the cache."""
     return [
         replace(request, prompt=[(token + number) % vocab_size for token in request.prompt])

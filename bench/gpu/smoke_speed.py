@@ -16,7 +16,7 @@ from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from bench.gpu.step_speed import Loaded
 from bench.gpu.steps import Sequences
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.wire import Int32s
 
 PROMPTS = 8
@@ -108,7 +108,7 @@ def greedy(setup: Setup, loaded: Loaded) -> tuple[list[Int32s], list[Int32s]]:
     return texts, tokens
 
 
-def steps(loaded: Loaded, texts: list[Int32s], tokens: Iterator[Int32s]) -> Iterator[Step]:
+def steps(loaded: Loaded, texts: list[Int32s], tokens: Iterator[Int32s]) -> Iterator[StepArrays]:
     """Yields the step of the prompts, then the steps of the decodes."""
     size = loaded.runner.info.block_size
     sequences = Sequences(size, range(loaded.num_blocks), seed=0)

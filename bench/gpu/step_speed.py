@@ -20,7 +20,7 @@ from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 
 TOP_KERNELS = 12
 # The maximum share of the GPU's blocks to use; the workload may need fewer.
@@ -53,7 +53,7 @@ class Loaded:
         for cache in self.runner._model.caches:  # products of zeros take less power and are faster
             cache.normal_(generator=setup.generator("caches"))
 
-    def step(self, case: str) -> Step:
+    def step(self, case: str) -> StepArrays:
         info = self.runner.info
         return make_step(*self.cases[case], info.block_size, info.vocab_size)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.workload import Shape, reference_workload
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.wire import Int32s
 
 
@@ -44,7 +44,7 @@ class Sequences:
         chunks: Mapping[int, Int32s],
         temperatures: Sequence[float] | None = None,
         seeds: Sequence[int] | None = None,
-    ) -> Step:
+    ) -> StepArrays:
         """Makes a step that appends token ids to sequences. All sample, greedily by default."""
         size = self._block_size
         ids, positions, slots, tables = [], [], [], []
@@ -61,7 +61,7 @@ class Sequences:
             slots.append(blocks[position // size] * size + position % size)
             tables.append(blocks)
         rows = len(chunks)
-        return Step(
+        return StepArrays(
             step_id=1,
             input_ids=_joined(ids),
             positions=_joined(positions),
@@ -78,7 +78,7 @@ class Sequences:
 
 def make_step(
     query_lens: Sequence[int], context_lens: Sequence[int], block_size: int, vocab: int
-) -> Step:
+) -> StepArrays:
     """Makes a step whose random tokens fill up the contexts; it samples with a temperature."""
     sequences = Sequences(block_size, range(blocks_needed(context_lens, block_size)), seed=0)
     rng = np.random.default_rng(0)

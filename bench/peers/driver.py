@@ -24,8 +24,8 @@ from bench.workload import (
     STREAM_PROMPT,
     STREAM_TOKENS,
     BenchError,
-    Request,
     Shape,
+    WorkloadRequest,
     text_request,
     text_workload,
 )
@@ -99,7 +99,7 @@ class Job:
         return cls(**{**values, "entry": Entry(**values["entry"]), "sizes": Sizes(**sizes)})
 
 
-Generate = Callable[[Sequence[Request]], list[Trace]]
+Generate = Callable[[Sequence[WorkloadRequest]], list[Trace]]
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def measure(job: Job, server: Server) -> Figures:
     )
 
 
-def _run(server: Server, requests: Sequence[Request]) -> list[Trace]:
+def _run(server: Server, requests: Sequence[WorkloadRequest]) -> list[Trace]:
     traces = server.generate(requests)
     for request, trace in zip(requests, traces, strict=True):
         if trace.output_tokens != request.output_len:

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.workload import Request
+from bench.workload import WorkloadRequest
 
 HOST = "127.0.0.1"
 _PREFIX = b"data: "
@@ -40,7 +40,7 @@ class HttpServer:
                 return None
 
     def events(
-        self, request: Request, timeout_s: float | None = None, **options: Any
+        self, request: WorkloadRequest, timeout_s: float | None = None, **options: Any
     ) -> Iterator[dict[str, Any]]:
         """Yields the events of a completion that ignores ends.
 
@@ -67,7 +67,7 @@ class HttpServer:
                         return
         raise ConnectionError("the stream ended early")
 
-    def token_ids(self, request: Request, timeout_s: float) -> Iterator[Sequence[int]]:
+    def token_ids(self, request: WorkloadRequest, timeout_s: float) -> Iterator[Sequence[int]]:
         """Yields the token ids of a greedy completion as events arrive, like `events`."""
         for event in self.events(request, timeout_s, temperature=0, **self.options):
             yield self.tokens(event)

@@ -16,7 +16,7 @@ from typing import Any
 from bench.metrics import Trace
 from bench.peers.driver import Entry, Job, Server, main
 from bench.peers.http_server import HOST, HttpServer, free_port
-from bench.workload import TEMPERATURE, BenchError, Request
+from bench.workload import TEMPERATURE, BenchError, WorkloadRequest
 
 SLOT_TOKENS = 1280  # the long prompt, in a multiple of 256
 
@@ -56,7 +56,7 @@ def serve(job: Job) -> Iterator[Server]:
             _await_ready(process, server)
             with ThreadPoolExecutor(slots) as threads:
 
-                def generate(requests: Sequence[Request]) -> list[Trace]:
+                def generate(requests: Sequence[WorkloadRequest]) -> list[Trace]:
                     return list(threads.map(partial(_complete, server), requests))
 
                 yield Server(generate, version(sys.prefix), settings(job.entry, slots))
@@ -64,7 +64,7 @@ def serve(job: Job) -> Iterator[Server]:
             process.terminate()
 
 
-def _complete(server: HttpServer, request: Request) -> Trace:
+def _complete(server: HttpServer, request: WorkloadRequest) -> Trace:
     options: dict[str, Any] = {
         "temperature": TEMPERATURE,
         "samplers": ["temperature"],

@@ -11,7 +11,7 @@ from bench.machine import this_machine
 from bench.metrics import Trace
 from bench.peers.driver import Entry, Job, Server, main
 from bench.stack import run_request
-from bench.workload import Request
+from bench.workload import WorkloadRequest
 from nano_vllm_grpc import AsyncLLM, PrivateStack
 
 
@@ -37,7 +37,7 @@ def serve(job: Job) -> Iterator[Server]:
     with PrivateStack(job.model, **variables(job.entry)) as stack, asyncio.Runner() as runner:
         llm = runner.run(_connect(stack.address))
 
-        def generate(requests: Sequence[Request]) -> list[Trace]:
+        def generate(requests: Sequence[WorkloadRequest]) -> list[Trace]:
             return runner.run(_generate(llm, requests))
 
         yield Server(generate, this_machine().versions, settings(job.entry))
@@ -48,7 +48,7 @@ async def _connect(address: str) -> AsyncLLM:
     return AsyncLLM(address)
 
 
-async def _generate(llm: AsyncLLM, requests: Sequence[Request]) -> list[Trace]:
+async def _generate(llm: AsyncLLM, requests: Sequence[WorkloadRequest]) -> list[Trace]:
     return await asyncio.gather(*(run_request(llm, request) for request in requests))
 
 

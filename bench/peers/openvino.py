@@ -14,7 +14,7 @@ import openvino_genai
 
 from bench.metrics import Trace
 from bench.peers.driver import Job, Server, main
-from bench.workload import TEMPERATURE, Request
+from bench.workload import TEMPERATURE, WorkloadRequest
 
 CACHE_GIB = 4
 PACKAGES = ("openvino", "openvino-genai", "openvino-tokenizers", "nncf", "optimum-intel")
@@ -31,7 +31,7 @@ def serve(job: Job) -> Iterator[Server]:
     pipe = openvino_genai.ContinuousBatchingPipeline(job.model, scheduler, "CPU", properties)
     ids = itertools.count()
 
-    def generate(requests: Sequence[Request]) -> list[Trace]:
+    def generate(requests: Sequence[WorkloadRequest]) -> list[Trace]:
         sent = time.perf_counter()
         handles = [
             pipe.add_request(
@@ -61,7 +61,7 @@ def serve(job: Job) -> Iterator[Server]:
     )
 
 
-def _params(request: Request) -> openvino_genai.GenerationConfig:
+def _params(request: WorkloadRequest) -> openvino_genai.GenerationConfig:
     params = openvino_genai.GenerationConfig()
     params.do_sample = True
     params.temperature = TEMPERATURE

@@ -13,7 +13,7 @@ from ctypes.util import find_library
 from bench.metrics import Trace
 from bench.peers.driver import Job, Server, main
 from bench.peers.http_server import HOST, HttpServer, free_port
-from bench.workload import TEMPERATURE, Request
+from bench.workload import TEMPERATURE, WorkloadRequest
 
 MAX_MODEL_LEN = 2048
 VARIABLES = {
@@ -75,7 +75,7 @@ def serve(job: Job) -> Iterator[Server]:
     engine = llm.llm_engine
     ids = itertools.count()
 
-    def generate(requests: Sequence[Request]) -> list[Trace]:
+    def generate(requests: Sequence[WorkloadRequest]) -> list[Trace]:
         sent = time.perf_counter()
         traces = {str(next(ids)): Trace(len(request.prompt), sent) for request in requests}
         for name, request in zip(traces, requests, strict=True):

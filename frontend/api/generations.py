@@ -17,7 +17,7 @@ from frontend.callers.call import CALL, Work
 from frontend.callers.tenants import engine_salt
 from frontend.engines.pool import Engines
 from frontend.generation import Generation, begin
-from frontend.request import Request
+from frontend.request import GenerationRequest
 from frontend.text.model_files import ModelFacts
 from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -94,7 +94,7 @@ class Generations:
 
     async def _checked(
         self, message: pb.GenerateRequest, deadline: float | None, truncate: int | None
-    ) -> Request:
+    ) -> GenerationRequest:
         """Turns a message into a checked, tokenized request."""
         validation.check_request(message)
         call = CALL.get()
@@ -112,7 +112,7 @@ class Generations:
         prompt_ids = await self._prompt_ids(message, info.max_model_len, info.vocab_size, keep)
         room = info.max_model_len - len(prompt_ids)
         sampling = check_sampling(message.sampling, self.facts, room, info.vocab_size)
-        return Request(
+        return GenerationRequest(
             request_id,
             prompt_ids,
             sampling,

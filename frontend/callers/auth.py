@@ -17,7 +17,7 @@ from grpc_health.v1 import health
 from frontend.callers.audit import Audit
 from frontend.callers.call import Call
 from frontend.callers.gateway import GatewayAddress
-from frontend.callers.tenants import Client, Tokens
+from frontend.callers.tenants import Tenant, Tokens
 from frontend.callers.tracing import traced
 from shared.errors import (
     QueueFullError,
@@ -79,7 +79,7 @@ class ClientInterceptor(aio.ServerInterceptor):
 
         return wrap_behavior(handler, lambda behavior: within(behavior, place))
 
-    def _client(self, details: grpc.HandlerCallDetails) -> Client | None:
+    def _client(self, details: grpc.HandlerCallDetails) -> Tenant | None:
         """The client that a call's token names, or None if no token is needed.
 
         Raises:
@@ -106,12 +106,12 @@ class ClientInterceptor(aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(reject, request_deserializer=bytes)
 
-    def _call(self, path: str, context: Context, client: Client | None = None) -> Call:
+    def _call(self, path: str, context: Context, client: Tenant | None = None) -> Call:
         return Call(self._methods.get(path, "other"), context.peer(), client)
 
     @asynccontextmanager
     async def _place(
-        self, path: str, context: Context, client: Client | None
+        self, path: str, context: Context, client: Tenant | None
     ) -> AsyncIterator[None]:
         """Counts a call as one of the client's open calls until the context ends."""
         call = self._call(path, context, client)
@@ -131,7 +131,7 @@ class ClientInterceptor(aio.ServerInterceptor):
                 if not self._requests[caller]:
                     del self._requests[caller]
 
-    def _check_places(self, caller: str, client: Client | None) -> None:
+    def _check_places(self, caller: str, client: Tenant | None) -> None:
         limit, name = self._max_requests, "max_requests_per_client"
         if client is not None and client.max_requests is not None:
             limit, name = client.max_requests, "max_requests"

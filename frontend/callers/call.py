@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from frontend.callers.tenants import Client
+from frontend.callers.tenants import Tenant
 from shared.rpc.callers import network_of
 from shared.telemetry.tracing import Tracing
 
@@ -81,7 +81,7 @@ class Call:
 
     method: str  # of the service, or "other"
     peer: str  # as gRPC writes it
-    client: Client | None = None
+    client: Tenant | None = None
     began_at: float = field(default_factory=time.monotonic)
     work: Callable[[], Work] | None = None  # once there is a generation
     trace: CallTrace | None = None

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import structlog
 
-from frontend.callers.tenants import Client
+from frontend.callers.tenants import Tenant
 from shared.errors import PermissionDeniedError
 
 log = structlog.get_logger(__name__)
@@ -44,17 +44,17 @@ class GatewayAddress:
     """
 
     def __init__(
-        self, address: str, methods: Collection[str], find: Callable[[str], Client | None] | None
+        self, address: str, methods: Collection[str], find: Callable[[str], Tenant | None] | None
     ) -> None:
         self.methods = frozenset(methods)
         self._address = address
         self._find = find
 
-    def client(self) -> Client | None:
+    def client(self) -> Tenant | None:
         """The client that stands for all callers at this address."""
         if self._find is None:
             return None
-        return self._find(_HTTP) or Client(_HTTP)
+        return self._find(_HTTP) or Tenant(_HTTP)
 
     def check(self, peer: str) -> None:
         """Checks that the caller is a process of this user.

@@ -43,7 +43,7 @@ def _check_order(priorities: tuple[int, int]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class Tenant:
     """A client that has a name, and its limits. None and 0 mean no limit of its own."""
 
     name: str = Field(description="name of the client, which several tokens may share")
@@ -70,10 +70,10 @@ class Client:
     )
 
 
-_KEYS = tuple(field.name for field in fields(Client))
+_KEYS = tuple(field.name for field in fields(Tenant))
 
 
-def engine_salt(client: Client | None, salt: str) -> str:
+def engine_salt(client: Tenant | None, salt: str) -> str:
     """The cache salt that the engine gets for a request with `salt`. A client that does not share
     its cache has salts that no other client has, because no name has a colon."""
     if client is None or client.cache == "shared":
@@ -81,7 +81,7 @@ def engine_salt(client: Client | None, salt: str) -> str:
     return f"{client.name}:{salt}"
 
 
-def read_clients(path: str) -> dict[str, Client]:
+def read_clients(path: str) -> dict[str, Tenant]:
     """Reads the tokens file. Returns each token's client, in the order of the file. Empty lines and
     lines that begin with `#` are ignored.
 
@@ -100,7 +100,7 @@ def read_clients(path: str) -> dict[str, Client]:
             continue
         try:
             token, words = _read_line(line)
-            client = Client(**words)
+            client = Tenant(**words)
             if names.setdefault(token, client.name) != client.name:
                 raise ValueError("the token also belongs to another client")
             for key in words:
@@ -110,7 +110,7 @@ def read_clients(path: str) -> dict[str, Client]:
         except ValueError as error:
             message = f"auth_tokens_file: line {number} of {path}: {_reason(error)}"
             raise FileError(message) from None  # the cause quotes the line
-    clients = {name: Client(**values) for name, values in known.items()}
+    clients = {name: Tenant(**values) for name, values in known.items()}
     return {token: clients[name] for token, name in names.items()}
 
 
@@ -130,12 +130,12 @@ class Tokens:
         if not self._clients:
             raise FileError(f"auth_tokens_file: {path} contains no token")
 
-    def named(self, name: str) -> Client | None:
+    def named(self, name: str) -> Tenant | None:
         """The client of that name, if the file has one."""
         self._reread()
         return next((each for each in self._clients.values() if each.name == name), None)
 
-    def find(self, token: str) -> Client | None:
+    def find(self, token: str) -> Tenant | None:
         """The client whose token this is, or None if it is unknown."""
         self._reread()
         # The time of the look-up reveals only digests, whose prefixes no caller can choose.
@@ -154,7 +154,7 @@ class Tokens:
             log.info("tokens reloaded", tokens=len(self._clients))
 
 
-def _by_digest(path: str) -> dict[bytes, Client]:
+def _by_digest(path: str) -> dict[bytes, Tenant]:
     return {_digest(token): client for token, client in read_clients(path).items()}
 
 

@@ -30,7 +30,7 @@ _CONNECT_TIMEOUT_S = 10.0  # then a new channel is opened, with the current cert
 RETRY_AFTER_S = 0.5  # sent to clients while there is no connection
 
 
-class Connection:
+class SchedulerConnection:
     """Connects to the scheduler at `address`, and reconnects whenever the connection is lost."""
 
     def __init__(

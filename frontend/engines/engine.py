@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from frontend.engines.connection import RETRY_AFTER_S, Connection, no_engine
+from frontend.engines.connection import RETRY_AFTER_S, SchedulerConnection, no_engine
 from frontend.engines.ledger import Entry, Ledger
 from frontend.engines.messages import abort_message, submit_message
 from frontend.engines.outputs import Outputs
@@ -40,17 +40,17 @@ _SUBMISSIONS_AT_ONCE = 32  # in one iteration of the event loop
 _WATCH_AGAIN_S = 0.5
 
 
-class Engine:
+class EngineClient:
     """The engine whose scheduler is at `address`."""
 
     def __init__(
         self,
         address: str,
-        on_ready: Callable[[Engine, bool], Awaitable[None]],
+        on_ready: Callable[[EngineClient, bool], Awaitable[None]],
         dialer: Dialer,
         metrics: RequestMetrics,
         streams: Streams,
-        try_elsewhere: Callable[[Engine, TokenStream], bool],
+        try_elsewhere: Callable[[EngineClient, TokenStream], bool],
         *,
         number: int,
     ) -> None:
@@ -69,7 +69,7 @@ class Engine:
         self.streams = streams
         self.ledger = Ledger(number, self.load)
         self._outputs = Outputs(self.ledger, self.metrics)
-        self.connection = Connection(
+        self.connection = SchedulerConnection(
             address,
             dialer,
             self._on_message,

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import structlog
 
-from frontend.callers.tenants import Client
+from frontend.callers.tenants import Tenant
 from frontend.engines.token_stream import FinishReason, TokenStream
 from frontend.logprobs import LogprobRow
-from frontend.request import Grammar, GrammarKind
 from shared.errors import (
     DeadlineError,
     InternalError,
@@ -20,7 +19,7 @@ from shared.errors import (
     ServiceError,
 )
 from shared.pb import scheduler_pb2 as pb
-from shared.sampling_params import NUMBERS
+from shared.sampling_params import NUMBERS, Grammar, GrammarKind
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +31,6 @@ _REASONS: dict[int, FinishReason] = {
     pb.FINISH_CAUSE_LENGTH: FinishReason.LENGTH,
     pb.FINISH_CAUSE_STOP_TOKEN: FinishReason.STOP,
 }
-_GRAMMAR_KINDS = {kind: pb.GrammarKind.Value(f"GRAMMAR_KIND_{kind.name}") for kind in GrammarKind}
 
 
 def submit_message(
@@ -75,7 +73,7 @@ def submit_message(
     )
 
 
-def _client(client: Client, num_engines: int) -> pb.Client:
+def _client(client: Tenant, num_engines: int) -> pb.Client:
     """An engine's part of a client's limits. If one engine rejects a request, another takes it, as
     long as the client has not used up all parts."""
     return pb.Client(
@@ -112,7 +110,8 @@ def _token_sampling(stream: TokenStream) -> pb.TokenSampling:
 def _grammar(grammar: Grammar | None) -> pb.Grammar | None:
     if grammar is None:
         return None
-    return pb.Grammar(kind=_GRAMMAR_KINDS[grammar.kind], text=grammar.text)
+    kind = pb.GrammarKind.Value(f"GRAMMAR_KIND_{GrammarKind(grammar.kind).name}")
+    return pb.Grammar(kind=kind, text=grammar.text)
 
 
 def abort_message(stream: TokenStream) -> pb.FrontendMessage:

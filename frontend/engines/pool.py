@@ -19,14 +19,14 @@ import structlog
 
 from frontend.engines.connection import no_engine
 from frontend.engines.deaths import MIN_PROGRESS
-from frontend.engines.engine import Engine
+from frontend.engines.engine import EngineClient
 from frontend.engines.placement import Fit, choose
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.engines.sources import Endpoint, watch_endpoints
 from frontend.engines.streams import Streams
 from frontend.engines.token_stream import TokenStream
 from frontend.metrics import RequestMetrics
-from frontend.request import Request
+from frontend.request import GenerationRequest
 from shared.channels import PLAINTEXT, Dialer
 from shared.errors import FailedPreconditionError, InvalidArgumentError, QueueFullError
 from shared.pb import scheduler_pb2 as pb
@@ -63,8 +63,8 @@ class Engines:
         self.metrics = metrics or RequestMetrics()
         self._check = check
         self._streams = Streams()
-        self._engines: dict[Endpoint, Engine] = {}
-        self._tasks: dict[Engine, list[asyncio.Task[None]]] = {}
+        self._engines: dict[Endpoint, EngineClient] = {}
+        self._tasks: dict[EngineClient, list[asyncio.Task[None]]] = {}
         self._indexes: dict[int, PrefixIndex] = {}  # by block size
         self._was_serving = False
         self._changed = asyncio.Event()  # streams may have to move, or may be able to
@@ -95,7 +95,7 @@ class Engines:
         connected = any(engine.connected for engine in self._engines.values())
         return self.engine_info if connected or not recovering else _merged(recovering)
 
-    def connected(self) -> list[Engine]:
+    def connected(self) -> list[EngineClient]:
         """The connected engines.
 
         Raises:
@@ -106,7 +106,7 @@ class Engines:
             raise no_engine()
         return engines
 
-    def submit(self, request: Request) -> list[TokenStream]:
+    def submit(self, request: GenerationRequest) -> list[TokenStream]:
         """Starts the completions of a request, each of which is open until it ends or is closed.
 
         Raises:
@@ -145,11 +145,11 @@ class Engines:
         self._streams.num_engines = max(len(endpoints), 1)
         self._changed.set()
 
-    def _engine_at(self, endpoint: Endpoint, number: int) -> Engine:
+    def _engine_at(self, endpoint: Endpoint, number: int) -> EngineClient:
         dialer = self._dialer
         if endpoint.name and dialer.tls and not dialer.tls.server_name:
             dialer = replace(dialer, tls=replace(dialer.tls, server_name=endpoint.name))
-        return Engine(
+        return EngineClient(
             endpoint.address,
             self._on_engine_ready,
             dialer=dialer,
@@ -162,7 +162,7 @@ class Engines:
     def _index_of(self, block_size: int) -> PrefixIndex:
         return self._indexes.setdefault(block_size, PrefixIndex(block_size))
 
-    async def _on_engine_ready(self, engine: Engine, ready: bool) -> None:
+    async def _on_engine_ready(self, engine: EngineClient, ready: bool) -> None:
         if not ready:
             for wait_s in (_PATIENCE_S, _RETURN_S):
                 asyncio.get_running_loop().call_later(wait_s, self._changed.set)
@@ -175,12 +175,12 @@ class Engines:
             self._was_serving = self.serving
             await self._on_ready(self.serving)
 
-    def _serving(self) -> list[Engine]:
+    def _serving(self) -> list[EngineClient]:
         return [engine for engine in self._engines.values() if engine.serving]
 
     # Placing new requests.
 
-    def _candidates(self, request: Request) -> list[Engine]:
+    def _candidates(self, request: GenerationRequest) -> list[EngineClient]:
         """The engines to which a new request may be sent: those that serve, or else those where the
         request would wait, preferably connected ones."""
         engines = [each for each in self._engines.values() if not each.is_lost or each.recovers]
@@ -196,7 +196,7 @@ class Engines:
         connected = [engine for engine in engines if engine.connected]
         return [engine for engine in connected if engine.serving] or connected or engines
 
-    def _submit(self, streams: Sequence[TokenStream], engines: Sequence[Engine]) -> None:
+    def _submit(self, streams: Sequence[TokenStream], engines: Sequence[EngineClient]) -> None:
         """Has the best of `engines` that has room compute the completions of a request."""
         request = streams[0].request
         ids = array("I", request.prompt_ids)
@@ -219,7 +219,7 @@ class Engines:
                 raise
             self._submit(streams, others)
 
-    def _try_elsewhere(self, engine: Engine, rejected: TokenStream) -> bool:
+    def _try_elsewhere(self, engine: EngineClient, rejected: TokenStream) -> bool:
         """Moves a new request for which an engine has no room. Returns whether another takes it."""
         streams = rejected.group
         tried = streams[0].rejected_by
@@ -248,7 +248,7 @@ class Engines:
                 if engine.is_drained and not engine.num_open:
                     self._remove(endpoint, engine)
 
-    async def _move_from(self, engine: Engine) -> None:
+    async def _move_from(self, engine: EngineClient) -> None:
         """Moves the completions that an engine cannot continue and another engine can."""
         moved = 0
         for stream in engine.open_streams():
@@ -259,7 +259,7 @@ class Engines:
                 if moved % _MOVES_AT_ONCE == 0:
                     await asyncio.sleep(0)
 
-    def _has_to_move(self, engine: Engine, stream: TokenStream) -> bool:
+    def _has_to_move(self, engine: EngineClient, stream: TokenStream) -> bool:
         if engine.has_other_model(stream):
             return True
         if engine.serving or (stream.request.engine and not stream.sent):
@@ -270,7 +270,7 @@ class Engines:
         recovers = engine.connected and not engine.is_drained
         return not suspected or engine.lost_for(_RETURN_S if recovers else _PATIENCE_S)
 
-    def _move(self, engine: Engine, streams: Sequence[TokenStream]) -> None:
+    def _move(self, engine: EngineClient, streams: Sequence[TokenStream]) -> None:
         """Moves completions of one request to an engine that can take them. Fails them if no engine
         ever will."""
         model = engine.model_of(streams[0])
@@ -297,7 +297,7 @@ class Engines:
         engine.release(streams)
         self._submit(streams, others)
 
-    def _remove(self, endpoint: Endpoint, engine: Engine) -> None:
+    def _remove(self, endpoint: Endpoint, engine: EngineClient) -> None:
         """Ends the connection to a drained engine that has nothing left to do."""
         if engine.listed:
             if engine.draining:

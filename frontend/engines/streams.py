@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from frontend.callers.call import CALL
 from frontend.engines.token_stream import TokenStream, Waiter, WakeUps
 from frontend.logprobs import PromptLogprobs
-from frontend.request import Request
+from frontend.request import GenerationRequest
 
 
 class Streams:
@@ -18,7 +18,7 @@ class Streams:
         self._next_number = 1
         self._wake_ups = WakeUps()
 
-    def open(self, request: Request) -> list[TokenStream]:
+    def open(self, request: GenerationRequest) -> list[TokenStream]:
         """The streams of a new request's completions."""
         call = CALL.get()
         waiter = Waiter(self._wake_ups)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from frontend.engines.deaths import DeathRecord
 from frontend.logprobs import CompletionLogprobs, PromptLogprobs
-from frontend.request import Request
+from frontend.request import GenerationRequest
 from shared.errors import ServiceError
 
 
@@ -95,7 +95,7 @@ class TokenStream:
     def __init__(
         self,
         number: int,
-        request: Request,
+        request: GenerationRequest,
         waiter: Waiter,
         index: int = 0,
         prompt_logprobs: PromptLogprobs | None = None,

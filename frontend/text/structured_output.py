@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from frontend.request import Grammar, GrammarKind
 from frontend.text.json_text import parse_json
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
+from shared.sampling_params import Grammar, GrammarKind
 
 MAX_GRAMMAR_BYTES = 64 << 10
 MAX_CHOICES = 1024

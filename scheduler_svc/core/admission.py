@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import inf, isfinite, isnan
 
 from scheduler_svc.core.budgets import Budgets
-from scheduler_svc.core.sampling import GrammarKind, SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import FinishCause, Sequence
 from scheduler_svc.core.step import End
 from scheduler_svc.core.waiting_queue import WaitingQueue
-from shared.sampling_params import BOUNDS, NUMBERS, Range
+from shared.sampling_params import BOUNDS, NUMBERS, GrammarKind, Range
 
 _MAX_REQUEST = (1 << 64) - 1
 _RANGES = {name: BOUNDS[name].engine for name in (*NUMBERS, "beam_width", "length_penalty")}

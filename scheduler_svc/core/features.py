@@ -9,7 +9,7 @@ from scheduler_svc.core.sampling import SamplingParams
 
 
 @dataclass(slots=True)
-class Features:
+class SequenceFeatures:
     """The features of one sequence; few sequences have any. Rows that start before position `end`
     may need columns of their own. Later rows need none."""
 
@@ -25,7 +25,7 @@ class Features:
         return self.num_scored >= self.num_to_score
 
 
-def features_of(params: SamplingParams, num_prompt_tokens: int) -> Features | None:
+def features_of(params: SamplingParams, num_prompt_tokens: int) -> SequenceFeatures | None:
     """The features of a new sequence, or None if its rows will never need any."""
     num_to_score = end = 0
     if params.prompt_logprobs is not None:
@@ -35,4 +35,4 @@ def features_of(params: SamplingParams, num_prompt_tokens: int) -> Features | No
     always = params.has_features
     if always or params.stepwise:
         end = num_prompt_tokens + params.max_tokens
-    return Features(always, end, num_to_score) if end else None
+    return SequenceFeatures(always, end, num_to_score) if end else None

@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from operator import attrgetter
 
-from shared.sampling_params import COLUMNS, SamplingNumbers
+from shared.sampling_params import COLUMNS, Grammar, SamplingNumbers
 
 _column_values = attrgetter(*COLUMNS)
 _ALL_OFF = tuple(each.default for each in COLUMNS.values())
-
-
-class GrammarKind(IntEnum):
-    """The language that a grammar is written in; the numbers are those of `scheduler.proto`."""
-
-    JSON_SCHEMA = 1
-    REGEX = 2
-    EBNF = 3
-    JSON = 4  # any object or array; no text
-    STRUCTURAL_TAG = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A language that the completion must belong to; `kind` is a `GrammarKind`, once checked."""
-
-    kind: int
-    text: str
 
 
 @dataclass(frozen=True, slots=True)

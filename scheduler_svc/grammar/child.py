@@ -31,7 +31,7 @@ from scheduler_svc.grammar.wire import (
     MASK_CPU_S,
     MEMORY_BYTES,
     TOKEN_CPU_S,
-    Answer,
+    AnswerType,
 )
 
 _MAX_DESCRIPTORS = 16
@@ -106,10 +106,10 @@ def _compile(
         _limit_cpu(COMPILE_CPU_S)
         grammar = compile_grammar(compilers, kind, text)
     except GrammarError as error:
-        scheduler.sendall(wire.answer(Answer.ERROR, error.reason.encode()))
+        scheduler.sendall(wire.answer(AnswerType.ERROR, error.reason.encode()))
         return None
     _limit_cpu(0)
-    scheduler.sendall(wire.answer(Answer.DONE))
+    scheduler.sendall(wire.answer(AnswerType.DONE))
     return grammar
 
 
@@ -138,7 +138,7 @@ def _compute_masks(scheduler: socket.socket, requests: BinaryIO, grammar: Compil
 def _answer(
     matchers: dict[int, Matcher],
     grammar: CompiledGrammar,
-    row: wire.Row,
+    row: wire.MaskRow,
     masks: dict[bytes, int],
     index: int,
 ) -> bytes:
@@ -149,13 +149,13 @@ def _answer(
         for token in row.tokens:
             matcher.accept(token)
         if matcher.finished:
-            return wire.answer(Answer.DONE)
+            return wire.answer(AnswerType.DONE)
         mask = matcher.mask()
         if row.guess is not None and (draft := matcher.draft(row.guess, wire.MAX_DRAFTS)):
             tokens, following = zip(*draft, strict=True)
-            return wire.draft_answer(wire.Draft(tokens, [mask, *following]))
+            return wire.draft_answer(wire.MaskedDraft(tokens, [mask, *following]))
     except GrammarError as error:
-        return wire.answer(Answer.ERROR, error.reason.encode())
+        return wire.answer(AnswerType.ERROR, error.reason.encode())
     if (same := masks.setdefault(mask, index)) != index:
-        return wire.answer(Answer.SAME_MASK, wire.INDEX.pack(same))
-    return wire.answer(Answer.MASK, mask)
+        return wire.answer(AnswerType.SAME_MASK, wire.INDEX.pack(same))
+    return wire.answer(AnswerType.MASK, mask)

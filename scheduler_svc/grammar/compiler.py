@@ -18,13 +18,13 @@ import numpy.typing as npt
 from xgrammar import CompiledGrammar as XGrammar
 from xgrammar import Grammar, GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.schema.errors import SchemaError
 from scheduler_svc.grammar.schema.nodes import to_text
 from scheduler_svc.grammar.schema.reader import enforced_text
 from scheduler_svc.grammar.schema.regex import RegexError, parse
 from scheduler_svc.grammar.schema.tags import enforce
+from shared.sampling_params import GrammarKind
 from shared.vocabulary import Vocabulary
 
 # After this much processor time, a draft gains less than it costs, or the grammar is a hostile one.

@@ -17,15 +17,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import structlog
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey, Status
 from scheduler_svc.core.step import End, Output
 from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
-from scheduler_svc.grammar.grammar import Grammar, GrammarUse, RemoteMatcher
+from scheduler_svc.grammar.grammar import GrammarUse, RemoteGrammar, RemoteMatcher
 from scheduler_svc.grammar.grammars import Grammars
-from scheduler_svc.grammar.wire import Draft
+from scheduler_svc.grammar.wire import MaskedDraft
 from scheduler_svc.metrics import EngineMetrics
+from shared.sampling_params import GrammarKind
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 _RETRY_AFTER_S = 5.0
 
 
-class Engine(Protocol):
+class ConstrainedEngine(Protocol):
     """The part of the engine that is needed here."""
 
     scheduler: Scheduler
@@ -56,7 +56,7 @@ class Engine(Protocol):
 class Constraints:
     """Supplies the masks of constrained sequences. Use it only from the engine's event loop."""
 
-    def __init__(self, grammars: Grammars, engine: Engine) -> None:
+    def __init__(self, grammars: Grammars, engine: ConstrainedEngine) -> None:
         self._grammars = grammars
         self._engine = engine
         self._beginning: dict[SequenceKey, asyncio.Task[None]] = {}
@@ -93,7 +93,7 @@ class Constraints:
     def advance(self, outputs: Seq[Output]) -> None:
         """Starts computing the masks that follow a step's tokens. A grammar's sequences continue as
         soon as the grammar's process has answered."""
-        grown: dict[Grammar, dict[Sequence, None]] = {}
+        grown: dict[RemoteGrammar, dict[Sequence, None]] = {}
         for output in outputs:
             seq = output.seq
             if seq.params.grammar and output.token is not None and output.end is None:
@@ -180,7 +180,7 @@ class Constraints:
             elif outcome is None:  # the model has no end tokens, or all tokens were resubmitted
                 self._end(seq, seq.finish_cause() or FinishCause.EOS, "")
             else:
-                tokens, masks = outcome if isinstance(outcome, Draft) else ((), (outcome,))
+                tokens, masks = outcome if isinstance(outcome, MaskedDraft) else ((), (outcome,))
                 if not self._are_usable(tokens, masks):  # workers would fail at them
                     log.error("a mask is unusable; ending its sequence", bytes=len(masks[0]))
                     self._end(seq, FinishCause.INTERNAL, "internal error")

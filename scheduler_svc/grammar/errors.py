@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from scheduler_svc.core.sampling import GrammarKind
+from shared.sampling_params import GrammarKind
 
 _FIELDS = {
     GrammarKind.JSON_SCHEMA: "json_schema",

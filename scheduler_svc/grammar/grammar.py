@@ -17,7 +17,6 @@ from weakref import finalize
 
 import structlog
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import (
     Death,
     GrammarError,
@@ -27,8 +26,9 @@ from scheduler_svc.grammar.errors import (
 )
 from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.grammar.process import GrammarProcess, Outcome
-from scheduler_svc.grammar.wire import COMPILE_CPU_S, MASK_CPU_S, MEMORY_BYTES, Row
+from scheduler_svc.grammar.wire import COMPILE_CPU_S, MASK_CPU_S, MEMORY_BYTES, MaskRow
 from scheduler_svc.suspects import MIN_LOSSES_ALONE
+from shared.sampling_params import GrammarKind
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +47,7 @@ _WEIGHT_OF_KILLS = 0.5
 _REPLACEMENT_S = 60.0  # for one to compile, because many may compile at a time
 
 
-class Grammar:
+class RemoteGrammar:
     """A grammar's process, and the data needed to replace it.
 
     `num_bytes` is the memory of the process when it had compiled the grammar. `num_uses` counts
@@ -187,7 +187,7 @@ class Grammar:
 class GrammarUse:
     """A use of a grammar. The grammar's process is kept while this or a matcher of it lives."""
 
-    def __init__(self, grammar: Grammar, end_token_ids: Iterable[int]) -> None:
+    def __init__(self, grammar: RemoteGrammar, end_token_ids: Iterable[int]) -> None:
         self.grammar = grammar
         self.end_token_ids = sorted(end_token_ids)
 
@@ -208,13 +208,13 @@ class RemoteMatcher:
         self._num_told = 0
 
     @property
-    def grammar(self) -> Grammar:
+    def grammar(self) -> RemoteGrammar:
         return self._use.grammar
 
-    def row(self, process: GrammarProcess, guess: Seq[int] | None) -> Row:
+    def row(self, process: GrammarProcess, guess: Seq[int] | None) -> MaskRow:
         """The request for the next mask, with the tokens that `process` does not know yet."""
         is_open = process is self._process
         first = self._start + (self._num_told if is_open else 0)
         self._process, self._num_told = process, len(self._tokens) - self._start
         ends = None if is_open else self._use.end_token_ids
-        return Row(self._number, ends, self._tokens[first:].tolist(), guess)
+        return MaskRow(self._number, ends, self._tokens[first:].tolist(), guess)

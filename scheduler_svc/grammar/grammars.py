@@ -11,17 +11,17 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from weakref import finalize
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import (
     GrammarError,
     GrammarsBusyError,
     GuiltyGrammarError,
     ProcessDiedError,
 )
-from scheduler_svc.grammar.grammar import Grammar, GrammarUse
+from scheduler_svc.grammar.grammar import GrammarUse, RemoteGrammar
 from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.grammar.process import GrammarProcess
 from shared.round_robin import RoundRobin
+from shared.sampling_params import GrammarKind
 
 # docs/internals/structured-output.md describes these limits.
 MAX_TEXT_BYTES = 64 << 10
@@ -103,9 +103,9 @@ class Grammars:
         self._max_processes = max_processes
         self._max_bytes = max_bytes
         self._loading: asyncio.Task[None] | None = None
-        self._grammars: dict[Key, Grammar] = {}
+        self._grammars: dict[Key, RemoteGrammar] = {}
         # Grammars that have a process, or are about to have one; least recently used first.
-        self._started: OrderedDict[Key, Grammar] = OrderedDict()
+        self._started: OrderedDict[Key, RemoteGrammar] = OrderedDict()
         self._slots = Slots(_MAX_COMPILING, self._make_room)
         self._replacing = asyncio.Semaphore(_MAX_COMPILING)
 
@@ -160,16 +160,16 @@ class Grammars:
         with suppress(ProcessDiedError):
             (await GrammarProcess.start(self._link)).close()
 
-    def _find(self, key: Key, client: Hashable) -> Grammar:
+    def _find(self, key: Key, client: Hashable) -> RemoteGrammar:
         if key not in self._grammars:
-            grammar = Grammar(*key, client, self._link, self._replacing)
+            grammar = RemoteGrammar(*key, client, self._link, self._replacing)
             self._grammars[key] = grammar
             grammar.compilation = asyncio.create_task(self._compile(key, grammar))
         if key in self._started:
             self._started.move_to_end(key)
         return self._grammars[key]
 
-    async def _compile(self, key: Key, grammar: Grammar) -> None:
+    async def _compile(self, key: Key, grammar: RemoteGrammar) -> None:
         try:
             await self._enter(grammar.client)
             try:
@@ -195,7 +195,7 @@ class Grammars:
             reason = f"other grammars have taken all slots for {self._timeout_s:g} seconds"
             raise GrammarsBusyError(reason) from None
 
-    def _drop_use(self, key: Key, grammar: Grammar) -> None:
+    def _drop_use(self, key: Key, grammar: RemoteGrammar) -> None:
         grammar.num_uses -= 1
         if grammar.num_uses:
             return
@@ -204,7 +204,7 @@ class Grammars:
             self._forget(key, grammar)
         self._slots.fill()
 
-    def _forget(self, key: Key, grammar: Grammar) -> None:
+    def _forget(self, key: Key, grammar: RemoteGrammar) -> None:
         for grammars in (self._grammars, self._started):
             if grammars.get(key) is grammar:
                 del grammars[key]

@@ -10,11 +10,11 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from pathlib import Path
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar import wire
 from scheduler_svc.grammar.errors import Death, GrammarError, ProcessDiedError
 from scheduler_svc.grammar.host_link import HostLink
-from scheduler_svc.grammar.wire import Answer
+from scheduler_svc.grammar.wire import AnswerType
+from shared.sampling_params import GrammarKind
 
 # A process that is within its limit of processor time may be stopped, or get no processor.
 ANSWER_S = 20.0
@@ -22,7 +22,7 @@ _MAX_ANSWER_BYTES = 1 << 20  # the mask of eight million tokens
 
 # A mask, a draft with its masks, None if the completion is complete and nothing can follow, or the
 # sequence's error.
-Outcome = bytes | wire.Draft | None | GrammarError
+Outcome = bytes | wire.MaskedDraft | None | GrammarError
 
 
 class GrammarProcess:
@@ -75,7 +75,7 @@ class GrammarProcess:
 
     async def masks(
         self,
-        rows: Seq[wire.Row],
+        rows: Seq[wire.MaskRow],
         closed: Seq[int],
         outcomes: list[Outcome],
         *,
@@ -109,17 +109,17 @@ class GrammarProcess:
         """Reads the answer to a row. `batch`: the outcomes of the previous rows."""
         kind, contents = await self._read(timeout_s)
         try:
-            match Answer(kind):
-                case Answer.ERROR:
+            match AnswerType(kind):
+                case AnswerType.ERROR:
                     return GrammarError(self._kind, contents.decode())
-                case Answer.MASK:
+                case AnswerType.MASK:
                     return contents
-                case Answer.SAME_MASK:
+                case AnswerType.SAME_MASK:
                     (index,) = wire.INDEX.unpack(contents)
                     return batch[int(index)]
-                case Answer.DRAFT:
+                case AnswerType.DRAFT:
                     return wire.read_draft(contents)
-                case Answer.DONE:
+                case AnswerType.DONE:
                     return None
         except (IndexError, ValueError, struct.error):
             raise self._end(Death.CRASHED) from None

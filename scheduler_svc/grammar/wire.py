@@ -23,7 +23,7 @@ from collections.abc import Sequence as Seq
 from enum import IntEnum
 from typing import NamedTuple
 
-from scheduler_svc.core.sampling import GrammarKind
+from shared.sampling_params import GrammarKind
 
 # Limits of processor time, by the kernel's clock. The process is killed when it reaches one.
 COMPILE_CPU_S = 20.0
@@ -39,7 +39,7 @@ LENGTH = struct.Struct("<I")
 INDEX = struct.Struct("<I")
 
 
-class Answer(IntEnum):
+class AnswerType(IntEnum):
     """The types of a process's answers."""
 
     DONE = 1  # the grammar is compiled; or nothing can follow the completion
@@ -49,7 +49,7 @@ class Answer(IntEnum):
     DRAFT = 5  # drafted tokens, the mask of the first, and the mask that follows each of them
 
 
-class Row(NamedTuple):
+class MaskRow(NamedTuple):
     """New tokens of a matcher, which the process answers with the mask of the next token.
     `end_token_ids` is None unless the process must open the matcher. Unless `guess` is None, the
     answer may have a draft: tokens of the guess, or others that the grammar forces."""
@@ -60,23 +60,23 @@ class Row(NamedTuple):
     guess: Seq[int] | None = None
 
 
-class Draft(NamedTuple):
+class MaskedDraft(NamedTuple):
     """Drafted tokens, and the masks of each of them and of the token after them."""
 
     tokens: Seq[int]
     masks: Seq[bytes]
 
 
-def answer(kind: Answer, contents: bytes = b"") -> bytes:
+def answer(kind: AnswerType, contents: bytes = b"") -> bytes:
     return LENGTH.pack(len(contents)) + contents + bytes([kind])
 
 
-def draft_answer(draft: Draft) -> bytes:
+def draft_answer(draft: MaskedDraft) -> bytes:
     tokens = array("i", [len(draft.tokens), *draft.tokens]).tobytes()
-    return answer(Answer.DRAFT, tokens + b"".join(draft.masks))
+    return answer(AnswerType.DRAFT, tokens + b"".join(draft.masks))
 
 
-def read_draft(contents: bytes) -> Draft:
+def read_draft(contents: bytes) -> MaskedDraft:
     """Reads a draft.
 
     Raises:
@@ -88,7 +88,7 @@ def read_draft(contents: bytes) -> Draft:
     size, rest = divmod(len(masks), 1 + count)
     if rest or not size or len(tokens) != count:
         raise ValueError("a draft of another size")
-    return Draft(tokens, [masks[i : i + size] for i in range(0, len(masks), size)])
+    return MaskedDraft(tokens, [masks[i : i + size] for i in range(0, len(masks), size)])
 
 
 def compile_request(kind: GrammarKind, text: str) -> bytes:
@@ -100,16 +100,16 @@ def read_compile_request(line: bytes) -> tuple[GrammarKind, str]:
     return GrammarKind(kind), text
 
 
-def batch_request(rows: Seq[Row], closed: Seq[int], *, careful: bool) -> bytes:
+def batch_request(rows: Seq[MaskRow], closed: Seq[int], *, careful: bool) -> bytes:
     """Encodes a batch. `closed` are matchers to drop first. `careful`: each answer must be sent
     before the next is begun, because the process may die."""
     return _line((rows, closed, careful))
 
 
-def read_batch_request(line: bytes) -> tuple[list[Row], list[int], bool]:
+def read_batch_request(line: bytes) -> tuple[list[MaskRow], list[int], bool]:
     """The rows, the closed matchers, and whether to be careful."""
     rows, closed, careful = json.loads(line)
-    return [Row(*row) for row in rows], closed, careful
+    return [MaskRow(*row) for row in rows], closed, careful
 
 
 def _line(request: object) -> bytes:

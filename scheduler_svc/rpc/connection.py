@@ -17,7 +17,7 @@ _OUTPUTS_AT_ONCE = 4096  # in one turn of the event loop
 Context = aio.ServicerContext[pb.FrontendMessage, pb.SchedulerMessage]
 
 
-class Connection:
+class FrontendConnection:
     """Buffers the outputs that have not been sent to one frontend yet. Outputs that arrive while a
     message is being written join the next message. If the frontend falls too far behind, its
     outputs are dropped and it is cut off: `cut` is done, with the reason."""

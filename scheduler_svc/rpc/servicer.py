@@ -16,7 +16,7 @@ from scheduler_svc.core.sequence import SequenceKey
 from scheduler_svc.core.step import Output
 from scheduler_svc.engine import Engine
 from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
-from scheduler_svc.rpc.connection import Connection, Context
+from scheduler_svc.rpc.connection import Context, FrontendConnection
 from scheduler_svc.rpc.frontend_messages import read_sequence
 from shared.errors import (
     RETRY_AFTER_S,
@@ -46,7 +46,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         self._info = scheduler_pb2.EngineInfo()
         self._ready = asyncio.Event()
         self._state = scheduler_pb2.EngineState(serving=True)
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, FrontendConnection] = {}
         self._accepting = asyncio.Lock()  # held while a frontend is connected alone
         # A message about the cache has up to 512 events, so each turn of the loop makes one.
         self._watch_turn = asyncio.Lock()
@@ -113,15 +113,15 @@ class SchedulerServicer(SchedulerServiceServicer):
             loop.call_later(_MAX_ALONE_S, connection.cut_off, reason)
             await self._serve(connection, request_iterator, context, engine)
 
-    def _accept(self) -> Connection:
-        connection = Connection(next(self._numbers))
+    def _accept(self) -> FrontendConnection:
+        connection = FrontendConnection(next(self._numbers))
         self._connections[connection.number] = connection
         connection.send_state(self._state)
         return connection
 
     async def _serve(
         self,
-        connection: Connection,
+        connection: FrontendConnection,
         messages: AsyncIterator[scheduler_pb2.FrontendMessage],
         context: Context,
         engine: Engine,

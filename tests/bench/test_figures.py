@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from grpc import aio
 
-from bench.http2 import Connection
+from bench.http2 import Http2Connection
 from bench.http_mode import METHOD
 from bench.instant_worker import Sizes, running_scheduler
 from bench.load_mode import Goals, arrivals, summarize_load
@@ -27,8 +27,8 @@ from bench.stack import (
 )
 from bench.workload import (
     BenchError,
-    Request,
     Shape,
+    WorkloadRequest,
     check_fits,
     reference_workload,
     warm_up_request,
@@ -75,7 +75,7 @@ def test_a_small_vocabulary_changes_ids_but_not_lengths() -> None:
 
 
 def test_an_error_about_too_long_requests_names_the_flags() -> None:
-    requests = [Request([1] * 30, 10, 0), Request([1] * 20, 21, 0)]
+    requests = [WorkloadRequest([1] * 30, 10, 0), WorkloadRequest([1] * 20, 21, 0)]
     check_fits(requests, 41)
     with pytest.raises(BenchError, match=r"41 tokens.*allows 40.*--max-input or --max-output"):
         check_fits(requests, 40)
@@ -146,9 +146,11 @@ async def test_stats_cover_the_run_without_its_warm_up(server: FakeServer) -> No
     await scheduler.start()
     read_stats = stats_reader(server.address, f"127.0.0.1:{port}")
     received: list[int] = []
-    requests = [Request([5, 6], 7, 0), Request([8], 3, 1)]
+    requests = [WorkloadRequest([5, 6], 7, 0), WorkloadRequest([8], 3, 1)]
     async with AsyncLLM(server.address) as llm:
-        run = await run_stack(llm, Request([1], 2, 0), requests, read_stats, received.append)
+        run = await run_stack(
+            llm, WorkloadRequest([1], 2, 0), requests, read_stats, received.append
+        )
     await scheduler.stop(None)
     assert run.stats == EngineStats(10, 40, 50, 0, 3)
     assert (run.stats.mean_batch, run.stats.mean_step_tokens) == (4.0, 5.0)
@@ -162,7 +164,7 @@ async def test_stats_cover_the_run_without_its_warm_up(server: FakeServer) -> No
 async def test_a_server_that_stops_early_is_not_measured(server: FakeServer) -> None:
     async with AsyncLLM(server.address) as llm:
         with pytest.raises(BenchError, match="8 tokens instead of 9"):
-            await run_request(llm, Request([5], 9, 0), sampling={"max_tokens": 8})
+            await run_request(llm, WorkloadRequest([5], 9, 0), sampling={"max_tokens": 8})
 
 
 async def test_prompts_of_single_streams_are_never_in_the_cache(server: FakeServer) -> None:
@@ -196,7 +198,7 @@ def frame(kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:
 
 async def test_frames_and_reads_may_cut_messages_anywhere() -> None:
     transport = FakeTransport()
-    connection = Connection("here", METHOD)
+    connection = Http2Connection("here", METHOD)
     connection.connection_made(transport)
     received: list[bytes] = []
     ended = connection.call(b"", received.append)

@@ -11,7 +11,7 @@ import pytest
 from bench import load_mode
 from bench.__main__ import main
 from bench.metrics import Trace
-from bench.workload import Request
+from bench.workload import WorkloadRequest
 from nano_vllm_grpc import AsyncLLM
 from tests.client.fake_server import FakeServer
 from tools.make_model import make_model
@@ -54,7 +54,7 @@ def test_a_running_server(
 def test_load(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that answers 100 requests/s, one after another, in a time without noise."""
 
-    async def send(llm: AsyncLLM, due: list[float], requests: list[Request]) -> list[Trace]:
+    async def send(llm: AsyncLLM, due: list[float], requests: list[WorkloadRequest]) -> list[Trace]:
         traces, free = [], 0.0
         for when, request in zip(due, requests, strict=True):
             free = max(free, when) + 0.01

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from frontend.engines.engine import Engine
+from frontend.engines.engine import EngineClient
 from frontend.engines.pool import Engines
 from frontend.engines.token_stream import FinishReason, TokenStream
-from frontend.request import Request, Sampling
+from frontend.request import GenerationRequest, Sampling
 from shared.errors import UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from tests.frontend.fake_scheduler import INFO, FakeScheduler
@@ -27,11 +27,13 @@ def request(
     engine: str = "",
     deadline: float | None = None,
     **fields: Any,
-) -> Request:
+) -> GenerationRequest:
     sampling = Sampling(seed=1, max_tokens=6, eos_token_ids=(), stop_token_ids=(), stop=())
     names = Sampling.__dataclass_fields__.keys() & fields.keys()
     sampling = replace(sampling, **{name: fields.pop(name) for name in names})
-    return Request("an-id", array("I", prompt), sampling, deadline, engine=engine, **fields)
+    return GenerationRequest(
+        "an-id", array("I", prompt), sampling, deadline, engine=engine, **fields
+    )
 
 
 Two = tuple[FakeScheduler, FakeScheduler]
@@ -90,7 +92,7 @@ class Cluster:
     async def until_serving(self, count: int) -> None:
         await until(lambda: len(self.engines._serving()) == count, f"{count} engines to serve")
 
-    def engine(self, name: str) -> Engine:
+    def engine(self, name: str) -> EngineClient:
         (engine,) = (each for each in self.engines._engines.values() if each.name == name)
         return engine
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from deploy.ports import free_port
 from frontend.api.servicer import SERVICE_NAME
-from frontend.engines.engine import Engine
+from frontend.engines.engine import EngineClient
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.metrics import RequestMetrics
 from frontend.service import public_server, serve
@@ -159,15 +159,15 @@ async def service(scheduler: FakeScheduler, settings: FrontendSettings) -> Async
 
 @pytest.fixture
 async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    take = Engine._take
+    take = EngineClient._take
 
     async def take_and_note(
-        self: Engine, message: scheduler_pb2.BlockEvents, index: PrefixIndex
+        self: EngineClient, message: scheduler_pb2.BlockEvents, index: PrefixIndex
     ) -> None:
         await take(self, message, index)
         cluster.taken.append(message)
 
-    monkeypatch.setattr(Engine, "_take", take_and_note)
+    monkeypatch.setattr(EngineClient, "_take", take_and_note)
     with tempfile.TemporaryDirectory(prefix="nano") as directory:  # short: sockets allow 107 bytes
         cluster = Cluster(Path(directory))
         yield cluster

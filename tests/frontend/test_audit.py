@@ -14,7 +14,7 @@ import structlog
 
 from frontend.callers.audit import MAX_KINDS, Audit, Usage
 from frontend.callers.call import Call, Work
-from frontend.callers.tenants import Client
+from frontend.callers.tenants import Tenant
 from frontend.engines import engine
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -154,7 +154,7 @@ async def test_kinds_of_lines_are_bounded(lines: Lines) -> None:
 
 async def test_usage_is_counted_by_client(lines: Lines) -> None:
     audit = Audit(usage := Usage())
-    acme = Client("acme")
+    acme = Tenant("acme")
     for finish in ("EOS", "LENGTH", ""):
         call = Call("GenerateStream", "unix:", acme)
         call.work = lambda finish=finish: Work("id", "demo", 10, 4, 7, finish)

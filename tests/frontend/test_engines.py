@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deploy.ports import free_port
-from frontend.callers.tenants import Client
+from frontend.callers.tenants import Tenant
 from frontend.engines import pool
 from frontend.engines.deaths import MIN_DEATHS_BEFORE_ALONE
 from frontend.engines.pool import Engines
@@ -268,7 +268,7 @@ async def test_the_rejection_of_an_unknown_engine_lists_the_known_names(
 
 async def test_a_clients_budget_is_divided_among_engines(cluster: Cluster, two: Two) -> None:
     a, _ = two
-    client = Client("x", input_tokens_per_minute=101)
+    client = Tenant("x", input_tokens_per_minute=101)
     cluster.submit(engine="a", client=client)
     assert (await submitted(a)).client.input_tokens_per_minute == 51
 

@@ -10,11 +10,11 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from frontend.api.sampling_checks import check_resume, check_sampling
-from frontend.request import Grammar, GrammarKind, Sampling
+from frontend.request import Sampling
 from frontend.text.model_files import ModelFacts
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.sampling_params import BOUNDS, SamplingNumbers
+from shared.sampling_params import BOUNDS, Grammar, GrammarKind, SamplingNumbers
 
 FACTS = ModelFacts(
     name="m",

@@ -17,7 +17,6 @@ from deploy.ports import free_port
 from frontend.engines import connection, engine
 from frontend.engines.pool import Engines
 from frontend.logprobs import LogprobRow
-from frontend.request import Grammar, GrammarKind
 from shared.errors import (
     DeadlineError,
     InternalError,
@@ -27,6 +26,7 @@ from shared.errors import (
     UnavailableError,
 )
 from shared.pb import scheduler_pb2 as pb
+from shared.sampling_params import Grammar, GrammarKind
 from tests.frontend.cluster import PROMPT, Cluster, expected, finish, request, submitted, tokens
 from tests.frontend.fake_scheduler import FakeScheduler, logprob_row, logprob_rows
 from tests.names import name_server

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend.request import Grammar, GrammarKind
 from frontend.text.structured_output import check_structured_output
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
+from shared.sampling_params import Grammar, GrammarKind
 
 KIB64 = 64 << 10
 

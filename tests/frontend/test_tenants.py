@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from frontend.callers.tenants import Client, engine_salt, read_clients
+from frontend.callers.tenants import Tenant, engine_salt, read_clients
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -53,14 +53,14 @@ async def test_the_file_has_the_limits_of_clients(tokens_file: Path) -> None:
     clients = read_clients(str(tokens_file))
     assert list(clients) == [ACME, NEW_ACME, WEB, BARE]
     assert clients[ACME] == clients[NEW_ACME]
-    assert clients[ACME] == Client("acme", weight=2.5, max_requests=1, priorities=(-5, 10))
-    assert clients[WEB] == Client(
+    assert clients[ACME] == Tenant("acme", weight=2.5, max_requests=1, priorities=(-5, 10))
+    assert clients[WEB] == Tenant(
         "web",
         input_tokens_per_minute=200_000,
         output_tokens_per_minute=50_000,
         cache="shared",
     )
-    assert clients[BARE] == Client("99734074")  # of its SHA-256
+    assert clients[BARE] == Tenant("99734074")  # of its SHA-256
     assert clients[BARE].priorities == (0, 2**31 - 1)
 
 
@@ -183,11 +183,11 @@ async def test_a_priority_outside_the_clients_range_is_rejected(
 
 
 def test_no_salt_matches_another_clients_prefixes() -> None:
-    acme, web = Client("acme"), Client("web", cache="shared")
+    acme, web = Tenant("acme"), Tenant("web", cache="shared")
     salts = ["", "acme", "acme:", ":", ":x", "x", "acme:x"]
     own = {engine_salt(acme, salt) for salt in salts}
     others = {engine_salt(client, salt) for client in (web, None) for salt in salts}
     assert len(own) == len(others) == len(salts)
     assert not own & others
-    assert not own & {engine_salt(Client("acm"), salt) for salt in salts}
+    assert not own & {engine_salt(Tenant("acm"), salt) for salt in salts}
     assert engine_salt(web, "") == engine_salt(None, "") == ""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from frontend.callers.call import CALL, Call
-from frontend.callers.tenants import Client
+from frontend.callers.tenants import Tenant
 from frontend.text.threads import FairThreads
 from frontend.text.tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ async def test_a_clients_thousand_texts_delay_another_client_by_one_per_thread(d
     gate = threading.Event()
 
     async def call(name: str, work: asyncio.Future[None] | None = None) -> None:
-        CALL.set(Call("Tokenize", "unix:", Client(name)))
+        CALL.set(Call("Tokenize", "unix:", Tenant(name)))
         await tokenizer.on_thread(lambda: gate.wait(TIMEOUT_S) if name == "first" else None)
         order.append(name)
 

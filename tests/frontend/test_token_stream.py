@@ -6,7 +6,7 @@ import pytest
 
 from frontend.engines import token_stream
 from frontend.engines.token_stream import FinishReason, TokenStream, Waiter, WakeUps
-from frontend.request import Request, Sampling
+from frontend.request import GenerationRequest, Sampling
 from shared.errors import InternalError
 from tests.frontend.cluster import read
 
@@ -23,7 +23,7 @@ def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def token_streams(count: int) -> list[TokenStream]:
     wake_ups = WakeUps()
-    request = Request("r", [1], SAMPLING, None)
+    request = GenerationRequest("r", [1], SAMPLING, None)
     return [TokenStream(number, request, Waiter(wake_ups)) for number in range(count)]
 
 

@@ -18,7 +18,7 @@ from tests.worker_svc.device import DEVICE, ON_GPU
 from worker_svc.__main__ import main
 from worker_svc.errors import CaptureError
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step_result import PendingStep
 
 if ON_GPU:
@@ -41,7 +41,7 @@ def lose_device() -> None:
 def plant(fault: str, file: Path) -> None:
     launch, run, configure = ModelRunner.launch, ModelRunner._run, ModelRunner.configure
 
-    def launch_and_lose(runner: ModelRunner, step: Step) -> PendingStep:
+    def launch_and_lose(runner: ModelRunner, step: StepArrays) -> PendingStep:
         if file.exists():
             file.unlink()
             lose_device()

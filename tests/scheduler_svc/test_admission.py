@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core.admission import sampling_problem
-from scheduler_svc.core.sampling import Grammar, SamplingParams
-from shared.sampling_params import BOUNDS, NUMBERS
+from scheduler_svc.core.sampling import SamplingParams
+from shared.sampling_params import BOUNDS, NUMBERS, Grammar
 from tests.oracle import VOCAB_SIZE
 
 NAN, INF = float("nan"), float("inf")

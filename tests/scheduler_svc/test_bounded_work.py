@@ -17,7 +17,7 @@ from scheduler_svc.core.sequence import Sequence, Started
 from scheduler_svc.core.step import Output
 from scheduler_svc.rpc import connection as connection_module
 from scheduler_svc.rpc import servicer
-from scheduler_svc.rpc.connection import Connection
+from scheduler_svc.rpc.connection import FrontendConnection
 from shared.pb import scheduler_pb2
 from tests.fake_worker import FakeWorker
 from tests.scheduler_svc.stacks import stack_of
@@ -41,7 +41,7 @@ class Written:
 async def test_outputs_that_piled_up_leave_in_slices() -> None:
     seq = Sequence((0, 1), [1], SamplingParams(max_tokens=10_001))
     seq.started = Started(0.0, 0)
-    connection, written = Connection(0), Written()
+    connection, written = FrontendConnection(0), Written()
     for offset in range(10_000):
         connection.add(Output(seq, 7, offset))
     writer: Any = asyncio.create_task(connection.write_to(written))  # type: ignore[arg-type]

@@ -10,11 +10,12 @@ import pytest
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.planning.speculation import Speculation
-from scheduler_svc.core.sampling import Grammar, GrammarKind, SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import Answer, Logprobs, Output, Step
 from scheduler_svc.rpc.step_encoding import encode_step
+from shared.sampling_params import Grammar, GrammarKind
 from tests.fake_worker import VOCAB_SIZE, completion, next_token
 from tests.scheduler_svc.schedulers import generated, make
 from tests.step_columns import ints

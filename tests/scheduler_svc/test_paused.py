@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_svc.core.sampling import Grammar, SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, Status
 from scheduler_svc.rpc.step_encoding import encode_step
+from shared.sampling_params import Grammar
 from tests.oracle import completion
 from tests.scheduler_svc.schedulers import (
     answered,

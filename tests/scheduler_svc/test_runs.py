@@ -11,12 +11,13 @@ import pytest
 
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.sampling import Grammar, GrammarKind, SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import DROPPED, Answer, Output, Step, StepTiming
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
+from shared.sampling_params import Grammar, GrammarKind
 from tests import sanitizer
 from tests.oracle import VOCAB_SIZE, completion
 from tests.scheduler_svc.schedulers import generated, make

@@ -10,9 +10,10 @@ import pytest
 from scheduler_svc.core.client import Client
 from scheduler_svc.core.guesses.guess import DRAFTED, MAX_DRAFTS
 from scheduler_svc.core.planning.speculation import Speculation
-from scheduler_svc.core.sampling import Grammar, SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Row, Sequence
 from scheduler_svc.core.step import Step, StepTiming
+from shared.sampling_params import Grammar
 
 CYCLE = [5, 6, 7, 8]
 Time = Callable[[int], float]  # seconds of a step of so many rows

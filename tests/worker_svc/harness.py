@@ -17,7 +17,7 @@ from shared.sampling_params import COLUMNS, SamplingNumbers
 from tests.worker_svc.device import DEVICE
 from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import Step, StepLimits, decode_step
+from worker_svc.step.decode import StepArrays, StepLimits, decode_step
 
 TINY: dict[str, Any] = {
     "vocab_size": 301,
@@ -185,7 +185,7 @@ class Batch:
             prompt_logprobs=prompt_logprobs(targets, num_prompt_logprobs) if targets else None,
         )
 
-    def step(self, chunks: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> Step:
+    def step(self, chunks: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> StepArrays:
         """Does the same and decodes it, as if all rows of the step before had sampled."""
         request = self.request(chunks, **kwargs)
         rows = self.limits.max_num_seqs

@@ -24,7 +24,7 @@ from shared.rpc.server import Server
 from tests.worker_svc.harness import Batch, limits, worker_settings
 from worker_svc.model_runner import ModelRunner
 from worker_svc.server import WorkerService
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import PendingStep
 
@@ -93,7 +93,7 @@ class Gate:
         self.step_ids: list[int] = []
         launch = ModelRunner.launch
 
-        def held(runner: ModelRunner, step: Step) -> PendingStep:
+        def held(runner: ModelRunner, step: StepArrays) -> PendingStep:
             self.step_ids.append(step.step_id)
             self.begun.set()
             assert self.open.wait(30)
@@ -131,7 +131,7 @@ class Device:
         self.steps: queue.Queue[DeviceArrays] = queue.Queue()
         launch = ModelRunner.launch
 
-        def launched(runner: ModelRunner, step: Step) -> PendingStep:
+        def launched(runner: ModelRunner, step: StepArrays) -> PendingStep:
             pending = launch(runner, step)
             arrays = DeviceArrays(pending.wait().token_ids)
             self.steps.put(arrays)

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker_svc.hang_watch import FIRST_STEP_S, HangWatch, StepTimes, size_of
-from worker_svc.step.decode import DRAFTED, Step
+from worker_svc.hang_watch import FIRST_STEP_S, HangWatch, StepTimeLimits, size_of
+from worker_svc.step.decode import DRAFTED, StepArrays
 
 from .harness import Batch, limits
 
 HANG_S = 0.2
 
 
-def step_of(num_tokens: int, context_len: int = 0) -> Step:
+def step_of(num_tokens: int, context_len: int = 0) -> StepArrays:
     batch = Batch(limits(max_model_len=100_000, max_num_batched_tokens=100_000, num_blocks=8000))
     batch.contexts[0] = context_len
     return batch.step([(0, [1] * num_tokens)])
@@ -100,7 +100,7 @@ def test_many_short_activities_are_no_hang(watched: Watched) -> None:
 
 
 def test_a_step_may_take_a_few_times_as_long_as_those_of_its_size() -> None:
-    times = StepTimes()
+    times = StepTimeLimits()
     small, large = size_of(step_of(1)), size_of(step_of(512))
     assert times.max_s(small) == FIRST_STEP_S
     times.record(small, 0.5)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from frontend.callers.tenants import Client
+from frontend.callers.tenants import Tenant
 from tools.reference import markdown
 from tools.reference.markdown import code, described, number, prose, table
 from tools.reference.settings import allowed, default_of
@@ -176,7 +176,7 @@ def _beyond(text: str) -> str:
 
 
 def _tenant() -> Iterator[tuple[str, ...]]:
-    for name, schema in TypeAdapter(Client).json_schema()["properties"].items():
+    for name, schema in TypeAdapter(Tenant).json_schema()["properties"].items():
         default = schema.get("default")
         shown = "..".join(map(str, default)) if isinstance(default, list | tuple) else default
         known = "none" if shown in (None, 0) else code(shown)

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 
 from worker_svc.kv_cache import NewTensor
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
 
@@ -80,13 +80,13 @@ class AttentionBackend(ABC, Generic[Metadata]):
         # there would survive the multiplication.
         return torch.zeros(tuple(shape), dtype=dtype, device=self.shape.device)
 
-    def plan_column(self, step: Step) -> Int32s:
+    def plan_column(self, step: StepArrays) -> Int32s:
         """Returns a column that `plan` needs on the device in addition to the step's columns. If
         the step only decodes, the column's length depends only on the number of sequences."""
         return step.query_lens[:0]
 
     @abstractmethod
-    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> Metadata:
+    def plan(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> Metadata:
         """Computes once the metadata that all layers of `step` share.
 
         On a GPU, the plan of a step that only decodes uses only its number of sequences. The plan

@@ -11,7 +11,7 @@ from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.errors import StartError
 from worker_svc.kernels.cpu.program import rope_store_args, run_phase, step_of, tracing
 from worker_svc.kernels.cpu.structs import LANES, AttendArgs, Cache, Phase
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors
 
 _CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -56,7 +56,7 @@ class CpuBackend(AttentionBackend[StepTensors]):
         # Not zeros, so that memory which no sequence has used yet stays untouched.
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> StepTensors:
+    def plan(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> StepTensors:
         return tensors
 
     def cache_of(self, cache: torch.Tensor) -> Any:

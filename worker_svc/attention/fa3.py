@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.attention.paged import PagedBackend, PagedMetadata, dense_block_table
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn_interface"
@@ -41,7 +41,7 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
 
     name = "fa3"
 
-    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> FlashMetadata3:
+    def plan(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> FlashMetadata3:
         shape = self.shape
         max_query_len = int(step.query_lens.max())
         # `fwd` takes the keys' maximum length from the page table's width.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend, PagedMetadata, dense_block_table
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn"
@@ -43,7 +43,7 @@ class FlashAttention2(PagedBackend[FlashMetadata2]):
         super().__init__(shape, block_size)
         self._kernels: Any = importlib.import_module(MODULE)
 
-    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> FlashMetadata2:
+    def plan(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> FlashMetadata2:
         return FlashMetadata2(
             tensors,
             block_table=dense_block_table(tensors, -(-max_context_len // self.block_size)),

@@ -10,7 +10,7 @@ import torch
 
 from worker_svc.attention.paged import PagedBackend, PagedMetadata
 from worker_svc.attention.triton_backend import TritonBackend, TritonMetadata
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
 
@@ -37,10 +37,10 @@ class PerPhase(PagedBackend[PhaseMetadata]):
         self._prompts = prompts
         self._decodes = decodes
 
-    def plan_column(self, step: Step) -> Int32s:
+    def plan_column(self, step: StepArrays) -> Int32s:
         return self._decodes.plan_column(_sequences(step, slice(self._num_decodes(step))))
 
-    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> PhaseMetadata:
+    def plan(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> PhaseMetadata:
         count = self._num_decodes(step)
         decodes = prompts = None
         if count:
@@ -66,7 +66,7 @@ class PerPhase(PagedBackend[PhaseMetadata]):
         assert out is not None
         return out
 
-    def _num_decodes(self, step: Step) -> int:
+    def _num_decodes(self, step: StepArrays) -> int:
         """How many of the step's first sequences the backend for decodes gets."""
         if step.decodes_only:
             return step.num_seqs
@@ -74,6 +74,6 @@ class PerPhase(PagedBackend[PhaseMetadata]):
         return count if count and self._decodes.splits(count) == 1 else 0
 
 
-def _sequences(step: Step, which: slice) -> Step:
+def _sequences(step: StepArrays, which: slice) -> StepArrays:
     """The step with the lengths of some of its sequences. A plan reads nothing else of it."""
     return replace(step, query_lens=step.query_lens[which], context_lens=step.context_lens[which])

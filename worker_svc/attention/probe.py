@@ -14,7 +14,7 @@ import torch
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import is_device_lost
 from worker_svc.kernels.triton.paged_attention import attention_reference
-from worker_svc.step.decode import Step, made_up_step
+from worker_svc.step.decode import StepArrays, made_up_step
 from worker_svc.step.tensors import upload_step
 
 CONTEXTS = (3, 2)  # cached tokens of the two test sequences, one block each
@@ -65,7 +65,7 @@ def _error(backend: PagedBackend[Any]) -> float:
     return float((out.float() - exact).abs().max() / exact.abs().max())
 
 
-def _step(block_size: int) -> Step:
+def _step(block_size: int) -> StepArrays:
     contexts = np.array(CONTEXTS, np.int32)
     rows = len(contexts)
     table = np.arange(rows, 0, -1, dtype=np.int32)  # not in order, and not from the first

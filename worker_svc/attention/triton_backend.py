@@ -18,7 +18,7 @@ from worker_svc.kernels.triton.decode_attention import (
 )
 from worker_svc.kernels.triton.paged_attention import converts_e4m3
 from worker_svc.kernels.triton.prompt_attention import prompt_attention, query_tiles, tile_tokens
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
 
@@ -49,7 +49,7 @@ class TritonBackend(PagedBackend[TritonMetadata]):
             shape.head_dim, shape.num_heads // shape.num_kv_heads, shape.dtype, in_8_bits=in_8_bits
         )
 
-    def plan_column(self, step: Step) -> Int32s:
+    def plan_column(self, step: StepArrays) -> Int32s:
         decodes = np.flatnonzero(step.query_lens == 1).astype(np.int32)
         # Longest first: a long sequence that starts last would leave most processors idle.
         decodes = decodes[np.argsort(-step.context_lens[decodes], kind="stable")]
@@ -63,7 +63,7 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         """The number of parts into which each of `num_decodes` sequences is split."""
         return choose_splits(num_decodes, self.shape.num_kv_heads, self._num_sms)
 
-    def plan(self, step: Step, tensors: StepTensors, max_context_len: int) -> TritonMetadata:
+    def plan(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> TritonMetadata:
         shape = self.shape
         num_decodes = int(np.count_nonzero(step.query_lens == 1))
         splits = self.splits(num_decodes) if num_decodes else 1

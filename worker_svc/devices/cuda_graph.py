@@ -18,7 +18,7 @@ from tqdm import tqdm
 from worker_svc.attention.base import Backend
 from worker_svc.devices.base import Platform
 from worker_svc.errors import CaptureError, DeviceLostError, SupersededError, chain, is_device_lost
-from worker_svc.step.decode import Step, made_up_step
+from worker_svc.step.decode import StepArrays, made_up_step
 from worker_svc.step.tensors import ALIGNMENT, StepTensors, host_columns, pack, padded, unpack
 
 
@@ -52,7 +52,7 @@ class DecodeGraphs:
         self,
         platform: Platform,
         backend: Backend,
-        run: Callable[[Step, StepTensors], torch.Tensor],
+        run: Callable[[StepArrays, StepTensors], torch.Tensor],
         max_num_seqs: int,
         max_blocks: int,
         superseded: Callable[[], bool] = lambda: False,
@@ -87,7 +87,7 @@ class DecodeGraphs:
             except RuntimeError as error:
                 raise _failed_capture(error, size, superseded()) from error
 
-    def replay(self, step: Step) -> tuple[StepTensors, torch.Tensor]:
+    def replay(self, step: StepArrays) -> tuple[StepTensors, torch.Tensor]:
         """Runs `step`, which decodes up to `max_num_seqs` sequences and nothing else -> its columns
         and logits, both padded and valid until the next step."""
         size = self._sizes[bisect_left(self._sizes, step.num_seqs)]
@@ -95,14 +95,16 @@ class DecodeGraphs:
         self._replays[size]()
         return self._tensors[size], self._logits[size]
 
-    def _run(self, run: Callable[[Step, StepTensors], torch.Tensor], step: Step) -> None:
+    def _run(
+        self, run: Callable[[StepArrays, StepTensors], torch.Tensor], step: StepArrays
+    ) -> None:
         size = step.num_seqs
         self._logits[size] = run(step, self._tensors[size])
 
-    def _columns(self, step: Step) -> list[np.ndarray]:
+    def _columns(self, step: StepArrays) -> list[np.ndarray]:
         return host_columns(step, self._backend.plan_column(step))
 
-    def _upload(self, step: Step) -> None:
+    def _upload(self, step: StepArrays) -> None:
         host = pack(self._columns(step), pinned=self._platform.pinned)
         self._buffer[: len(host)].copy_(host, non_blocking=True)
 
@@ -119,6 +121,6 @@ def _failed_capture(error: RuntimeError, size: int, superseded: bool) -> Excepti
     )
 
 
-def _nothing() -> Step:
+def _nothing() -> StepArrays:
     none = np.zeros(0, np.int32)
     return made_up_step(none, none, none, np.zeros(1, np.int32), block_size=1)

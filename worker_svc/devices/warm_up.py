@@ -8,8 +8,8 @@ import numpy as np
 
 from shared.sampling_params import COLUMNS
 from worker_svc.sampling.logprobs import PIECE
-from worker_svc.step.decode import DRAFTED, Step, made_up_step
-from worker_svc.step.features import Features, PromptTargets
+from worker_svc.step.decode import DRAFTED, StepArrays, made_up_step
+from worker_svc.step.features import FeatureArrays, PromptTargets
 from worker_svc.step.wire import Int32s
 
 # A CPU warms up with a few tokens, because a full step of a large model takes minutes there.
@@ -24,7 +24,7 @@ def warm_up_steps(
     max_model_len: int,
     block_size: int,
     vocab_size: int,
-) -> tuple[Step, Step]:
+) -> tuple[StepArrays, StepArrays]:
     """Makes a step of prompts and a step of decodes. All their tokens share one cache block."""
     longest = max_model_len
     if on_cpu:
@@ -45,30 +45,30 @@ def warm_up_steps(
     return replace(prompts, prompt_targets=scored), decodes
 
 
-def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> Step:
+def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> StepArrays:
     """Makes a step of decodes without features. All its tokens share one cache block."""
     ones = np.ones(num_seqs, np.int32)
     return _dummy_step(ones, ones * max_model_len, block_size)
 
 
-def half_drafted(step: Step) -> Step:
+def half_drafted(step: StepArrays) -> StepArrays:
     """Has a draft model draft every second token of a step of decodes."""
     ids = step.input_ids.copy()
     ids[1::2] = DRAFTED
     return replace(step, input_ids=ids)
 
 
-def _dummy_step(query_lens: Int32s, context_lens: Int32s, block_size: int) -> Step:
+def _dummy_step(query_lens: Int32s, context_lens: Int32s, block_size: int) -> StepArrays:
     offsets = np.concatenate(([0], np.cumsum(-(-context_lens // block_size)))).astype(np.int32)
     table = np.zeros(offsets[-1], np.int32)
     return made_up_step(query_lens, context_lens, table, offsets, block_size)
 
 
-def _dummy_features(num_seqs: int, vocab_size: int) -> Features:
+def _dummy_features(num_seqs: int, vocab_size: int) -> FeatureArrays:
     rows = np.arange(num_seqs, dtype=np.int32)
     zeros = np.zeros_like(rows)
     part = np.full(num_seqs, 0.5, np.float32)
-    return Features(
+    return FeatureArrays(
         rows=rows,
         numbers={name: zeros + 1 if each.whole else part for name, each in COLUMNS.items()},
         prompt_lens=zeros,

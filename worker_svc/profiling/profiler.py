@@ -17,7 +17,7 @@ import structlog
 from torch.autograd.profiler import profile, record_function
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 
 log = structlog.get_logger(__name__)
 
@@ -78,7 +78,7 @@ class Profiler:
             self._profile.recorder.__exit__(None, None, None)
             self._profile = None
 
-    def named(self, step: Step) -> AbstractContextManager[object]:
+    def named(self, step: StepArrays) -> AbstractContextManager[object]:
         """Labels the body of the `with` with the step's name in the profile."""
         if self._profile is None:
             return nullcontext()

@@ -25,7 +25,7 @@ from worker_svc.rank_models.draft_passes import Pass, passes, with_places
 from worker_svc.rank_models.rank_model import RankModel
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import upload
 
 
@@ -66,7 +66,7 @@ class DraftModel(RankModel):
             _check_tokenizers(Path(self._settings.model), self._target_dir)
             return super().load(max_model_len, memory)
 
-    def draft(self, step: Step, last_tokens: torch.Tensor) -> tuple[Step, int]:
+    def draft(self, step: StepArrays, last_tokens: torch.Tensor) -> tuple[StepArrays, int]:
         """Runs all tokens of a step, and drafts those whose ids are DRAFTED -> the step, with
         references to the drafted tokens in place of these ids, and the number of drafted tokens.
         It never waits for the device.

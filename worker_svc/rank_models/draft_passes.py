@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.step.decode import Step, ranges
+from worker_svc.step.decode import StepArrays, ranges
 from worker_svc.step.wire import Int32s
 
 
@@ -16,12 +16,12 @@ from worker_svc.step.wire import Int32s
 class Pass:
     """A step of the draft model, without features."""
 
-    step: Step
+    step: StepArrays
     rows: Int32s  # [N] of `step`, after each of which a token is drafted
     places: Int32s  # [N], where these tokens go in `last_tokens`
 
 
-def with_places(step: Step, first_place: int) -> Step:
+def with_places(step: StepArrays, first_place: int) -> StepArrays:
     """Replaces each DRAFTED id of `step` by -1-p, where p is the token's place in `last_tokens`.
     The places of drafted tokens begin at `first_place`, in the order of their rows."""
     drafted = step.drafted_rows
@@ -32,7 +32,7 @@ def with_places(step: Step, first_place: int) -> Step:
     return replace(step, input_ids=ids)
 
 
-def passes(step: Step, drafted: NDArray[np.intp], first_place: int) -> Iterator[Pass]:
+def passes(step: StepArrays, drafted: NDArray[np.intp], first_place: int) -> Iterator[Pass]:
     """Yields the passes that run all tokens of a step, in order.
 
     The first pass has the rows whose tokens are known. Each later pass has the rows whose tokens
@@ -54,12 +54,12 @@ def passes(step: Step, drafted: NDArray[np.intp], first_place: int) -> Iterator[
         yield Pass(rows_of(step, rows), proposing, following[proposing])
 
 
-def rows_of(step: Step, rows: NDArray[np.intp]) -> Step:
+def rows_of(step: StepArrays, rows: NDArray[np.intp]) -> StepArrays:
     """The step of some rows of `step`, without copies, features and prompt targets."""
     lens, starts = step.query_lens[rows], step.block_table_offsets[rows]
     tokens = ranges(_first_tokens(step)[rows], lens)
     num_blocks = step.block_table_offsets[rows + 1] - starts
-    return Step(
+    return StepArrays(
         step_id=step.step_id,
         input_ids=step.input_ids[tokens],
         positions=step.positions[tokens],
@@ -74,7 +74,7 @@ def rows_of(step: Step, rows: NDArray[np.intp]) -> Step:
     )
 
 
-def _first_tokens(step: Step) -> Int32s:
+def _first_tokens(step: StepArrays) -> Int32s:
     """The index [S] of each row's first token."""
     starts: Int32s = np.cumsum(step.query_lens, dtype=np.int32) - step.query_lens
     return starts

@@ -19,7 +19,7 @@ from worker_svc.models.config import load_model_config
 from worker_svc.models.decoder import Decoder, attention_shape
 from worker_svc.models.registry import load_model
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors, upload_step
 from worker_svc.weights.files import WeightReader
 from worker_svc.weights.fingerprint import ModelFiles
@@ -116,13 +116,13 @@ class RankModel:
         """Allocates a cache of `num_blocks` blocks, by `new` if it is given. 0 frees the cache."""
         self.caches = self.backend.allocate(num_blocks, new) if num_blocks else []
 
-    def to_device(self, step: Step) -> StepTensors:
+    def to_device(self, step: StepArrays) -> StepTensors:
         plan_column, platform = self.backend.plan_column(step), self._platform
         return upload_step(step, plan_column, platform.device, pinned=platform.pinned)
 
     def hidden_states(
         self,
-        step: Step,
+        step: StepArrays,
         tensors: StepTensors,
         last_tokens: torch.Tensor,
         max_context_len: int,

@@ -22,8 +22,8 @@ from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
 from worker_svc.sampling.filters import Limit, keep_likely
 from worker_svc.sampling.logprobs import Logprobs, LogprobScorer
 from worker_svc.sampling.sampler import Sampler
-from worker_svc.step.decode import Step
-from worker_svc.step.features import Features, PromptTargets
+from worker_svc.step.decode import StepArrays
+from worker_svc.step.features import FeatureArrays, PromptTargets
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Float32s
 
@@ -70,8 +70,8 @@ class FeatureRunner:
 
     def sample(
         self,
-        features: Features,
-        step: Step,
+        features: FeatureArrays,
+        step: StepArrays,
         tensors: StepTensors,
         logits: torch.Tensor,
         tokens: torch.Tensor,
@@ -93,7 +93,9 @@ class FeatureRunner:
 
         return [self._scorer(logits_of, tokens.index_select(0, rows), counts)]
 
-    def score(self, targets: PromptTargets, step: Step, hidden: torch.Tensor) -> list[Logprobs]:
+    def score(
+        self, targets: PromptTargets, step: StepArrays, hidden: torch.Tensor
+    ) -> list[Logprobs]:
         """Computes log-probabilities of targets from all tokens' hidden states [T, hidden]."""
         if not len(targets.targets):
             return []
@@ -175,7 +177,7 @@ class FeatureSampler:
 
 
 def feature_tensors(
-    features: Features, temperatures: Float32s, vocab: VocabPartition, upload: Upload
+    features: FeatureArrays, temperatures: Float32s, vocab: VocabPartition, upload: Upload
 ) -> FeatureTensors:
     """Uploads features to the device, all columns in one buffer.
 
@@ -213,7 +215,7 @@ def feature_tensors(
 
 
 def _local_bias(
-    features: Features, kept: NDArray[np.intp], vocab: VocabPartition
+    features: FeatureArrays, kept: NDArray[np.intp], vocab: VocabPartition
 ) -> list[NDArray[Any]]:
     """This rank's part of the bias, as row numbers of F, columns and values."""
     rows = np.repeat(np.arange(len(features.rows)), np.diff(features.bias_offsets))

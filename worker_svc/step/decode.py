@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.pb.worker_pb2 import StepRequest
 from worker_svc.step.features import (
-    Features,
+    FeatureArrays,
     PromptTargets,
     decode_features,
     decode_prompt_targets,
@@ -45,7 +45,7 @@ class StepLimits:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepArrays:
     """A step of T tokens of S sequences. It has the columns of `StepRequest` as host arrays."""
 
     step_id: int
@@ -60,7 +60,7 @@ class Step:
     temperatures: NDArray[np.float32]  # [S]
     seeds: NDArray[np.uint64]  # [S]
     copies: Int32s = field(default_factory=lambda: np.zeros((0, 2), np.int32))  # [C, 2] from, to
-    features: Features | None = None
+    features: FeatureArrays | None = None
     prompt_targets: PromptTargets | None = None
 
     @property
@@ -85,7 +85,9 @@ class Step:
         return len(self.input_ids) == len(self.query_lens)
 
 
-def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None) -> Step:
+def decode_step(
+    request: StepRequest, limits: StepLimits, previous: StepArrays | None
+) -> StepArrays:
     """Decodes and checks a step. `previous` is the previous step of the epoch, if there is one.
 
     Raises:
@@ -96,7 +98,7 @@ def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None)
     if request.step_id != expected_id:
         raise FailedPreconditionError(f"step_id: {request.step_id}, expected {expected_id}")
     samples = decode_column("samples", request.samples, UINT8)
-    step = Step(
+    step = StepArrays(
         step_id=request.step_id,
         input_ids=decode_column("input_ids", request.input_ids, INT32),
         positions=decode_column("positions", request.positions, INT32),
@@ -123,7 +125,9 @@ def decode_step(request: StepRequest, limits: StepLimits, previous: Step | None)
     return _with_features(step, request, limits)
 
 
-def decode_run(request: StepRequest, limits: StepLimits, previous: Step | None) -> list[Step]:
+def decode_run(
+    request: StepRequest, limits: StepLimits, previous: StepArrays | None
+) -> list[StepArrays]:
     """Decodes and checks the steps of a message, as `decode_step` does."""
     step, num_steps = decode_step(request, limits, previous), request.num_steps
     if num_steps in (0, 1):
@@ -135,7 +139,7 @@ def decode_run(request: StepRequest, limits: StepLimits, previous: Step | None) 
     return run
 
 
-def _check_run(step: Step, num_steps: int, limits: StepLimits) -> None:
+def _check_run(step: StepArrays, num_steps: int, limits: StepLimits) -> None:
     """Checks that the rows of a step can continue by themselves."""
     if not 1 < num_steps <= MAX_RUN:
         raise InvalidArgumentError("num_steps", f"{num_steps} is not in 0..{MAX_RUN}")
@@ -156,7 +160,7 @@ def _check_run(step: Step, num_steps: int, limits: StepLimits) -> None:
         raise InvalidArgumentError("block_table", "fewer blocks than a sequence needs in the run")
 
 
-def _following(step: Step, block_size: int) -> Step:
+def _following(step: StepArrays, block_size: int) -> StepArrays:
     """The next step of a run."""
     context_lens = step.context_lens + np.int32(1)
     columns = step.query_lens, context_lens, step.block_table, step.block_table_offsets
@@ -172,7 +176,7 @@ def _following(step: Step, block_size: int) -> Step:
     )
 
 
-def _with_features(step: Step, request: StepRequest, limits: StepLimits) -> Step:
+def _with_features(step: StepArrays, request: StepRequest, limits: StepLimits) -> StepArrays:
     features, targets = None, None
     if request.HasField("features"):
         features = decode_features(
@@ -203,7 +207,7 @@ def _decode_copies(data: bytes, limits: StepLimits) -> Int32s:
     return copies
 
 
-def _check_lengths(step: Step) -> None:
+def _check_lengths(step: StepArrays) -> None:
     if step.num_seqs == 0:
         raise InvalidArgumentError("query_lens", "a step has at least one sequence")
     for name in ("context_lens", "samples", "temperatures", "seeds"):
@@ -212,7 +216,7 @@ def _check_lengths(step: Step) -> None:
         check_length(name, getattr(step, name), step.num_tokens)
 
 
-def _check_sequences(step: Step, limits: StepLimits) -> None:
+def _check_sequences(step: StepArrays, limits: StepLimits) -> None:
     if step.num_seqs > limits.max_num_seqs:
         raise InvalidArgumentError(
             "query_lens", f"{step.num_seqs} sequences, the limit is {limits.max_num_seqs}"
@@ -238,7 +242,7 @@ def _check_sequences(step: Step, limits: StepLimits) -> None:
         raise InvalidArgumentError("temperatures", "not finite, or negative")
 
 
-def _check_block_table(step: Step, limits: StepLimits) -> None:
+def _check_block_table(step: StepArrays, limits: StepLimits) -> None:
     offsets, table = step.block_table_offsets, step.block_table
     check_offsets("block_table_offsets", offsets, step.num_seqs, len(table))
     num_blocks = offsets[1:] - offsets[:-1]
@@ -255,7 +259,7 @@ def _check_block_table(step: Step, limits: StepLimits) -> None:
         )
 
 
-def _check_tokens(step: Step, limits: StepLimits) -> None:
+def _check_tokens(step: StepArrays, limits: StepLimits) -> None:
     """Checks positions and slots. They follow from the other columns, so a difference shows that
     the sender has miscounted."""
     positions, slots = _places(
@@ -298,12 +302,12 @@ def made_up_step(
     block_table: Int32s,
     block_table_offsets: Int32s,
     block_size: int,
-) -> Step:
+) -> StepArrays:
     """Makes a step of tokens 0, of which every sequence samples greedily."""
     columns = query_lens, context_lens, block_table, block_table_offsets
     positions, slots = _places(*columns, block_size)
     num_seqs = len(query_lens)
-    return Step(
+    return StepArrays(
         0,
         np.zeros(len(positions), np.int32),
         positions.astype(np.int32),
@@ -315,7 +319,7 @@ def made_up_step(
     )
 
 
-def _check_input_ids(step: Step, limits: StepLimits, previous: Step | None) -> None:
+def _check_input_ids(step: StepArrays, limits: StepLimits, previous: StepArrays | None) -> None:
     ids = step.input_ids
     if ids.max() >= limits.vocab_size:
         raise InvalidArgumentError(
@@ -332,7 +336,7 @@ def _check_input_ids(step: Step, limits: StepLimits, previous: Step | None) -> N
         raise InvalidArgumentError("input_ids", "a row of the previous step that sampled nothing")
 
 
-def _check_drafted(step: Step, limits: StepLimits) -> None:
+def _check_drafted(step: StepArrays, limits: StepLimits) -> None:
     """Checks that each row whose token is DRAFTED continues the row before."""
     rows = step.drafted_rows
     if not len(rows):

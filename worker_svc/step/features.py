@@ -27,7 +27,7 @@ from worker_svc.step.wire import (
 
 
 @dataclass(frozen=True)
-class Features:
+class FeatureArrays:
     """The columns of `SamplingFeatures` for F rows."""
 
     rows: Int32s  # [F]
@@ -79,7 +79,7 @@ class PromptTargets:
 
 def decode_features(
     message: SamplingFeatures, samples: NDArray[np.bool_], context_lens: Int32s, vocab_size: int
-) -> Features:
+) -> FeatureArrays:
     """Decodes and checks the features of a step.
 
     Args:
@@ -92,7 +92,7 @@ def decode_features(
     masks = decode_column("features.masks", message.masks, UINT32)
     words = -(-vocab_size // 32)
     check_length("features.masks", masks, len(masked) * words)
-    features = Features(
+    features = FeatureArrays(
         rows=decode_column("features.rows", message.rows, INT32),
         numbers={name: _numbers(message, each) for name, each in COLUMNS.items()},
         prompt_lens=decode_column("features.prompt_lens", message.prompt_lens, INT32),
@@ -148,7 +148,7 @@ def _numbers(message: SamplingFeatures, parameter: Parameter) -> NDArray[Any]:
     return decode_column(name, data, dtype)
 
 
-def _check_rows(features: Features, samples: NDArray[np.bool_]) -> None:
+def _check_rows(features: FeatureArrays, samples: NDArray[np.bool_]) -> None:
     rows = features.rows
     check_ascending("features.rows", rows, len(samples))
     check_values("features.rows", rows, samples[rows], "a row that samples")
@@ -158,7 +158,7 @@ def _check_rows(features: Features, samples: NDArray[np.bool_]) -> None:
     check_length("features.num_logprobs", features.num_logprobs, len(rows))
 
 
-def _check_numbers(features: Features, vocab_size: int) -> None:
+def _check_numbers(features: FeatureArrays, vocab_size: int) -> None:
     """Checks the ranges of numbers. A NaN fails every comparison."""
     for name, each in COLUMNS.items():
         values, valid = features.numbers[name], each.engine
@@ -170,7 +170,7 @@ def _check_numbers(features: Features, vocab_size: int) -> None:
     check_values("features.num_logprobs", counts, within, f"in -1..{vocab_size}")
 
 
-def _check_bias(features: Features, vocab_size: int) -> None:
+def _check_bias(features: FeatureArrays, vocab_size: int) -> None:
     ids, values = features.bias_ids, features.bias_values
     check_offsets("features.bias_offsets", features.bias_offsets, len(features.rows), len(ids))
     check_values(

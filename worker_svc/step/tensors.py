@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.uniforms import uniforms
 from worker_svc.step.wire import Int32s
 
@@ -34,7 +34,7 @@ class StepTensors:
     block_table: torch.Tensor  # ragged; the last column, so that no other moves with its length
 
 
-def host_columns(step: Step, plan_column: Int32s) -> list[NDArray[Any]]:
+def host_columns(step: StepArrays, plan_column: Int32s) -> list[NDArray[Any]]:
     """Makes a step's columns on the host, in the order of `StepTensors`."""
     query_starts = np.zeros(step.num_seqs + 1, np.int32)
     np.cumsum(step.query_lens, out=query_starts[1:])
@@ -95,13 +95,13 @@ def upload(
 
 
 def upload_step(
-    step: Step, plan_column: Int32s, device: torch.device, *, pinned: bool = False
+    step: StepArrays, plan_column: Int32s, device: torch.device, *, pinned: bool = False
 ) -> StepTensors:
     """Uploads a step's columns to the device, with the attention backend's `plan_column`."""
     return StepTensors(*upload(host_columns(step, plan_column), device, pinned=pinned))
 
 
-def padded(step: Step, size: int) -> Step:
+def padded(step: StepArrays, size: int) -> StepArrays:
     """Pads `step`, which only decodes, to `size` sequences. An added sequence has no context and
     writes to no slot."""
     missing = size - step.num_seqs
@@ -111,7 +111,7 @@ def padded(step: Step, size: int) -> Step:
     def pad(column: NDArray[Any], value: int) -> NDArray[Any]:
         return np.concatenate((column, np.full(missing, value, column.dtype)))
 
-    return Step(
+    return StepArrays(
         step_id=step.step_id,
         input_ids=pad(step.input_ids, 0),
         positions=pad(step.positions, 0),

@@ -24,7 +24,7 @@ from frontend.api.vllm_engine.kv_events import KvEventStream
 from frontend.api.vllm_engine.requests import generate_request
 from frontend.api.vllm_engine.tokenizer_files import TokenizerArchive
 from frontend.callers.call import CALL, Call
-from frontend.engines.engine import Engine
+from frontend.engines.engine import EngineClient
 from frontend.generation import Generation
 from shared.errors import (
     FailedPreconditionError,
@@ -249,11 +249,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
 
 async def _call_all(
-    engines: Sequence[Engine], make: Callable[[Any], Awaitable[Response]]
+    engines: Sequence[EngineClient], make: Callable[[Any], Awaitable[Response]]
 ) -> list[Response]:
     """Calls all engines at once. `make`: makes the call with an engine's stub."""
 
-    async def call(engine: Engine) -> Response:
+    async def call(engine: EngineClient) -> Response:
         with engine.connection.stub() as stub:
             return await make(stub)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from bench.metrics import Trace
 from bench.peers.driver import Job, Server, main
-from bench.workload import Request
+from bench.workload import WorkloadRequest
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def serve(job: Job) -> Iterator[Server]:
     first_s = 0.001 * int(weights) if weights.isdecimal() else 0.002
     missing = 1 if weights == "short" else 0
 
-    def generate(requests: Sequence[Request]) -> list[Trace]:
+    def generate(requests: Sequence[WorkloadRequest]) -> list[Trace]:
         print("the server says something")
         return [
             Trace(

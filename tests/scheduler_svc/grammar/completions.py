@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Iterable
 from collections.abc import Sequence as Seq
 from typing import TypeVar
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.grammar import GrammarUse, RemoteMatcher
 from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
+from shared.sampling_params import GrammarKind
 from tests.scheduler_svc.grammar.host import DEMO
 from tests.scheduler_svc.grammar.schema.walks import allowed
 

@@ -14,7 +14,7 @@ import numpy as np
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.client import Client
-from scheduler_svc.core.sampling import Grammar, GrammarKind, SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.core.step import Answer, Output, Step
@@ -22,6 +22,7 @@ from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
+from shared.sampling_params import Grammar, GrammarKind
 from tests.oracle import VOCAB_SIZE, completion
 from tests.sanitizer import Limits as StepLimits
 from tests.sanitizer import Sanitizer

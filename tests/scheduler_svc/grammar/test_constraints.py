@@ -11,13 +11,14 @@ import pytest
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.planning.step_times import StepTimes
-from scheduler_svc.core.sampling import GrammarKind, SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Sequence
 from scheduler_svc.core.step import End, Output
 from scheduler_svc.engine import Engine
 from scheduler_svc.grammar import constraints
 from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
+from shared.sampling_params import GrammarKind
 from tests.oracle import VOCAB_SIZE, completion
 from tests.scheduler_svc.grammar.rig import (
     END,

@@ -13,7 +13,6 @@ from typing import Any
 import jsonschema
 import pytest
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.compiler import (
     Compilers,
     Matcher,
@@ -22,6 +21,7 @@ from scheduler_svc.grammar.compiler import (
 )
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.vocabulary import read_vocabulary
+from shared.sampling_params import GrammarKind
 from tests.scheduler_svc.grammar.schema.walks import allowed
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"

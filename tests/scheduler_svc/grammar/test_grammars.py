@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import (
     Death,
     GrammarError,
@@ -22,8 +21,9 @@ from scheduler_svc.grammar.errors import (
     GuiltyGrammarError,
     ProcessDiedError,
 )
-from scheduler_svc.grammar.grammar import Grammar
+from scheduler_svc.grammar.grammar import RemoteGrammar
 from scheduler_svc.grammar.grammars import MAX_TEXT_BYTES, Grammars
+from shared.sampling_params import GrammarKind
 from tests.scheduler_svc.grammar.attempts import ATTEMPTS, surroundings
 from tests.scheduler_svc.grammar.completions import (
     ENDS,
@@ -97,13 +97,13 @@ async def test_a_grammar_bomb_ends_alone_and_is_rejected_at_once_the_next_time(
     grammars: Grammars, host: TestHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts: list[str] = []
-    start = Grammar.start
+    start = RemoteGrammar.start
 
-    def noted(grammar: Grammar, timeout_s: float) -> Any:
+    def noted(grammar: RemoteGrammar, timeout_s: float) -> Any:
         starts.append(grammar.text)
         return start(grammar, timeout_s)
 
-    monkeypatch.setattr(Grammar, "start", noted)
+    monkeypatch.setattr(RemoteGrammar, "start", noted)
     bombs = [
         asyncio.ensure_future(
             grammars.compile(GrammarKind.JSON_SCHEMA, BOMB.replace("p1", f"q{i}"), ENDS, "bomber")
@@ -241,18 +241,18 @@ async def test_waiting_grammars_are_not_examined_repeatedly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = 0
-    real = Grammar.is_evictable.fget  # type: ignore[attr-defined]
+    real = RemoteGrammar.is_evictable.fget  # type: ignore[attr-defined]
 
-    def is_evictable(self: Grammar) -> bool:
+    def is_evictable(self: RemoteGrammar) -> bool:
         nonlocal looks
         looks += 1
         return bool(real(self))
 
     async def nothing(*_: object) -> None: ...
 
-    monkeypatch.setattr(Grammar, "is_evictable", property(is_evictable))
+    monkeypatch.setattr(RemoteGrammar, "is_evictable", property(is_evictable))
     monkeypatch.setattr(Grammars, "_load", nothing)
-    monkeypatch.setattr(Grammar, "start", nothing)
+    monkeypatch.setattr(RemoteGrammar, "start", nothing)
     link: Any = None
     grammars = Grammars(link, max_processes=4)
     uses = [await grammars.compile(REGEX, f"use {i}", []) for i in range(4)]

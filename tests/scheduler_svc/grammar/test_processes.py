@@ -19,14 +19,14 @@ from typing import Any
 import psutil
 import pytest
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar import process
 from scheduler_svc.grammar.compiler import Matcher, compile_grammar, make_compilers
 from scheduler_svc.grammar.errors import Death, ProcessDiedError, VocabularyError
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.grammar.process import Outcome
 from scheduler_svc.grammar.vocabulary import read_vocabulary
-from scheduler_svc.grammar.wire import Answer, Draft, Row, answer
+from scheduler_svc.grammar.wire import AnswerType, MaskedDraft, MaskRow, answer
+from shared.sampling_params import GrammarKind
 from tests.scheduler_svc.grammar.completions import (
     ENDS,
     REGEX,
@@ -74,8 +74,8 @@ async def test_drafts_come_with_a_mask_for_each_position(grammars: Grammars) -> 
     guessed, forced, plain = (Completion(compiled, tokens) for tokens in ([], [a, b, a], []))
     matchers = [each.matcher for each in (guessed, forced, plain)]
     first, second, third = await guessed.matcher.grammar.masks(matchers, [[a, b], [c], None])
-    assert isinstance(first, Draft)
-    assert isinstance(second, Draft)
+    assert isinstance(first, MaskedDraft)
+    assert isinstance(second, MaskedDraft)
     assert list(first.tokens) == [a, b]
     spelled = b"".join(VOCABULARY[token] for token in second.tokens)
     assert spelled == b"cat"
@@ -239,7 +239,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         child.kill()
 
 
-MASK, SAME_MASK, ERROR = Answer.MASK, Answer.SAME_MASK, Answer.ERROR
+MASK, SAME_MASK, ERROR = AnswerType.MASK, AnswerType.SAME_MASK, AnswerType.ERROR
 LIMIT = bytes([Death.AT_LIMIT])
 
 
@@ -250,8 +250,8 @@ LIMIT = bytes([Death.AT_LIMIT])
         (answer(SAME_MASK, b"\xff" * 4), Death.CRASHED),
         (answer(SAME_MASK), Death.CRASHED),
         (answer(ERROR, b"\xff"), Death.CRASHED),
-        (answer(Answer.DRAFT), Death.CRASHED),
-        (answer(Answer.DRAFT, b"\x02" + bytes(11)), Death.CRASHED),
+        (answer(AnswerType.DRAFT), Death.CRASHED),
+        (answer(AnswerType.DRAFT, b"\x02" + bytes(11)), Death.CRASHED),
         (bytes(4) + b"\x09", Death.CRASHED),
         (answer(MASK, bytes(9))[:-1] + LIMIT, Death.CRASHED),  # never a mask
         (answer(MASK, bytes(9))[:-2] + LIMIT, Death.AT_LIMIT),
@@ -270,7 +270,7 @@ async def test_an_invalid_answer_ends_its_process(
         theirs.shutdown(socket.SHUT_WR)
         outcomes: list[Outcome] = []
         with pytest.raises(ProcessDiedError) as caught:
-            await made.masks([Row(1, None, [])], [], outcomes, careful=False)
+            await made.masks([MaskRow(1, None, [])], [], outcomes, careful=False)
         assert caught.value.death is death
         assert not outcomes
         assert not made.is_usable

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.compiler import Compilers, Matcher, compile_grammar, make_compilers
 from scheduler_svc.grammar.vocabulary import read_vocabulary
+from shared.sampling_params import GrammarKind
 from tests.gguf_files import spm_keys
 from tests.scheduler_svc.grammar.schema.walks import allowed
 from tests.scheduler_svc.grammar.test_grammar import KINDS, walk

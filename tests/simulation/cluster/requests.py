@@ -10,7 +10,7 @@ from random import Random
 
 from frontend.engines.pool import Engines
 from frontend.engines.token_stream import FinishReason, TokenStream
-from frontend.request import Request, Sampling
+from frontend.request import GenerationRequest, Sampling
 from shared.errors import (
     DeadlineError,
     InvalidArgumentError,
@@ -117,7 +117,7 @@ class Client:
             else:
                 return
 
-    def _request(self) -> Request:
+    def _request(self) -> GenerationRequest:
         plan = self.plan
         sampling = Sampling(
             seed=plan.number,
@@ -128,7 +128,7 @@ class Client:
             n=plan.n,
         )
         deadline = None if plan.timeout_s is None else self.submitted_at + plan.timeout_s
-        return Request(
+        return GenerationRequest(
             str(plan.number),
             array("I", plan.prompt),
             sampling,

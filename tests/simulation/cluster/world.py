@@ -14,11 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from frontend.engines.engine import Engine
+from frontend.engines.engine import EngineClient
 from frontend.engines.placement import _MIN_IMBALANCE
 from frontend.engines.pool import Engines
 from frontend.engines.token_stream import TokenStream
-from frontend.request import Request
+from frontend.request import GenerationRequest
 from shared.errors import QueueFullError
 from tests.simulation.cluster.engines import Owner, Process, Shape
 from tests.simulation.cluster.hosts import Host
@@ -47,12 +47,12 @@ class _CountingEngines(Engines):
     """Counts what it moves, and notes when engines were last ready or not any more."""
 
     counts: Counter[str]
-    changed_at: dict[Engine, float]
+    changed_at: dict[EngineClient, float]
 
     world: World
     number: int
 
-    def submit(self, request: Request) -> list[TokenStream]:
+    def submit(self, request: GenerationRequest) -> list[TokenStream]:
         began = time.thread_time()
         try:
             streams = super().submit(request)
@@ -65,11 +65,11 @@ class _CountingEngines(Engines):
             self.world.check_placement(self.number, engine)
         return streams
 
-    async def _on_engine_ready(self, engine: Engine, ready: bool) -> None:
+    async def _on_engine_ready(self, engine: EngineClient, ready: bool) -> None:
         self.changed_at[engine] = asyncio.get_running_loop().time()
         await super()._on_engine_ready(engine, ready)
 
-    def _move(self, engine: Engine, streams: Sequence[TokenStream]) -> None:
+    def _move(self, engine: EngineClient, streams: Sequence[TokenStream]) -> None:
         number = streams[0].number
         super()._move(engine, streams)
         if streams[0].number != number:
@@ -99,7 +99,7 @@ class Frontend:
             self.links[address] = Link(rng, self._world.delays, on_lost)
         return self.links[address]
 
-    def steady(self, seconds: float) -> list[Engine]:
+    def steady(self, seconds: float) -> list[EngineClient]:
         """The engines that have been serving for so long, as it knows."""
         then = asyncio.get_running_loop().time() - seconds
         changed_at = self.engines.changed_at
@@ -189,7 +189,7 @@ class World:
     def is_cut(self, frontend: int, host: Host) -> bool:
         return self.frontends[frontend].link(host.address).is_cut
 
-    def check_placement(self, frontend: int, engine: Engine) -> None:
+    def check_placement(self, frontend: int, engine: EngineClient) -> None:
         """Checks that an engine which is given a new request serves, if any does."""
         (host,) = [each for each in self.hosts if each.name == engine.name]
         reachable_since = KNOWN_S + (
@@ -201,7 +201,7 @@ class World:
             assert not others, f"{host.name} gets a request but does not serve"
         self._check_balance(frontend, engine)
 
-    def _check_balance(self, frontend: int, chosen: Engine) -> None:
+    def _check_balance(self, frontend: int, chosen: EngineClient) -> None:
         """Checks that others do not have much less. What frontends have sent at the same time they
         do not know of each other."""
         counts = {engine.name: 0 for engine in self.frontends[frontend].steady(0.0)}

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from frontend.text.detokenizer import IncrementalDetokenizer
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar import vocabulary as grammar_vocabulary
 from scheduler_svc.grammar.compiler import Matcher, compile_grammar, make_compilers
+from shared.sampling_params import GrammarKind
 from shared.vocabulary import read_vocabulary
 from tests.others import smollm2, vocabulary
 from tests.scheduler_svc.grammar.schema.walks import allowed

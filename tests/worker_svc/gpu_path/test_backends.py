@@ -20,7 +20,7 @@ from worker_svc.attention import fa3, flash_attn
 from worker_svc.attention.base import AttentionShape, KvDtype
 from worker_svc.attention.choice import BACKENDS, HOPPER
 from worker_svc.kernels.triton.paged_attention import attention_reference
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import padded, upload_step
 
 # The first test of each backend compiles its kernels.
@@ -66,7 +66,7 @@ def make_cases() -> dict[str, Case]:
 CASES = make_cases()
 
 
-def make_step(case: Case, block_size: int) -> tuple[Step, np.ndarray, int]:
+def make_step(case: Case, block_size: int) -> tuple[StepArrays, np.ndarray, int]:
     """Makes a step -> it, the slots of everything its sequences have in the cache, and the cache's
     blocks."""
     num_blocks = sum(-(-context // block_size) for context in case.context_lens) + 1

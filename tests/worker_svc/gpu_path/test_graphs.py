@@ -30,7 +30,7 @@ from worker_svc.attention.choice import BACKENDS
 from worker_svc.devices.cuda_graph import graph_sizes
 from worker_svc.errors import CaptureError, DeviceLostError, SupersededError
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 
 # The first test of a model on a GPU compiles its kernels.
 pytestmark = pytest.mark.timeout(240)
@@ -76,7 +76,7 @@ def pair(request: pytest.FixtureRequest, larger_dir: Path) -> Pair:
     return Pair(captured, uncaptured, blocks, torch.nan if name == "triton" else 0.0)
 
 
-def make_steps(pair: Pair, rows: int) -> list[Step]:
+def make_steps(pair: Pair, rows: int) -> list[StepArrays]:
     """Makes prompts, then decodes of the tokens that the previous step sampled, which the host need
     not know, in another order in each step. Half of the sequences are greedy."""
     batch = batch_for(pair.captured, pair.num_blocks)
@@ -95,7 +95,7 @@ def make_steps(pair: Pair, rows: int) -> list[Step]:
 
 
 def run(
-    runner: ModelRunner, steps: Sequence[Step], ahead: int, unwritten: float
+    runner: ModelRunner, steps: Sequence[StepArrays], ahead: int, unwritten: float
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Launches `ahead` steps beyond the one whose tokens are waited for -> the tokens of each step,
     and the caches."""

@@ -30,7 +30,7 @@ from worker_svc.models.registry import load_model
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import PIECE
 from worker_svc.sampling.sampler import Sampler
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors, host_columns
 
 GPU = torch.device("meta")
@@ -103,7 +103,7 @@ def model_config(shape: dict[str, Any], dtype: torch.dtype) -> ModelConfig:
     )
 
 
-def make_step(query_lens: list[int], context_lens: list[int], block_size: int) -> Step:
+def make_step(query_lens: list[int], context_lens: list[int], block_size: int) -> StepArrays:
     batch = Batch(limits(block_size=block_size, max_model_len=MAX_MODEL_LEN))
     lengths = list(enumerate(zip(query_lens, context_lens, strict=True)))
     batch.contexts = {seq: context - new for seq, (new, context) in lengths}

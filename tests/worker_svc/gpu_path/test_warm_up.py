@@ -10,7 +10,7 @@ from tests.worker_svc.harness import worker_settings
 from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.devices.cuda_graph import graph_sizes
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step_result import PendingStep
 
 
@@ -20,11 +20,11 @@ class CompilingPlatform(CpuPlatform):
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    steps: list[Step] = []
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[StepArrays]:
+    steps: list[StepArrays] = []
     launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner, step: Step) -> PendingStep:
+    def noted(runner: ModelRunner, step: StepArrays) -> PendingStep:
         steps.append(step)
         return launch(runner, step)
 
@@ -33,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
 
 
 def test_without_graphs_decodes_of_every_size_have_run(
-    tiny_dir: Path, launched: list[Step]
+    tiny_dir: Path, launched: list[StepArrays]
 ) -> None:
     """The number of sequences decides how attention is divided, and so which kernels run; a later
     step would have to wait for those. Graphs run each size when they are captured."""
@@ -47,7 +47,9 @@ def test_without_graphs_decodes_of_every_size_have_run(
     assert not [step for step in launched if step.decodes_only and step.features is None]
 
 
-def test_with_a_draft_model_both_have_run_every_size(tiny_dir: Path, launched: list[Step]) -> None:
+def test_with_a_draft_model_both_have_run_every_size(
+    tiny_dir: Path, launched: list[StepArrays]
+) -> None:
     """Also beside graphs, in which the draft model is not."""
     settings = worker_settings(tiny_dir, max_num_seqs=20, max_model_len=40)
     settings = settings.model_copy(update={"speculation": str(tiny_dir)})

@@ -24,7 +24,7 @@ from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kv_cache import TokenCache
 from worker_svc.sampling.features import FeatureSampler, feature_tensors
 from worker_svc.sampling.sampler import Sampler
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors, upload, upload_step
 
 VOCAB = 301
@@ -38,7 +38,7 @@ def make_step(
     asked: dict[int, Asked],
     temperatures: Sequence[float],
     vocab: int = VOCAB,
-) -> Step:
+) -> StepArrays:
     batch = Batch(limits(vocab_size=vocab))
     seeds = list(range(len(texts)))
     return batch.step(
@@ -46,18 +46,18 @@ def make_step(
     )
 
 
-def history_of(step: Step) -> TokenCache:
+def history_of(step: StepArrays) -> TokenCache:
     """The history of sequences that have all their tokens in `step`."""
     cache = TokenCache.allocate(256, 16, torch.device("cpu"))
     cache.slots[step.slot_mapping.tolist()] = torch.from_numpy(step.input_ids.copy())
     return cache
 
 
-def on_device(step: Step) -> StepTensors:
+def on_device(step: StepArrays) -> StepTensors:
     return upload_step(step, step.query_lens[:0], CPU)
 
 
-def process(logits: torch.Tensor, step: Step, ranks: int = 1) -> torch.Tensor:
+def process(logits: torch.Tensor, step: StepArrays, ranks: int = 1) -> torch.Tensor:
     """Whole logits [S, vocab] of all rows -> those of the rows that features change, [F, vocab]."""
     tensors, history = on_device(step), history_of(step)
 
@@ -74,7 +74,7 @@ def process(logits: torch.Tensor, step: Step, ranks: int = 1) -> torch.Tensor:
     return torch.cat(on_ranks(ranks, run), dim=1)
 
 
-def sample(logits: torch.Tensor, step: Step, ranks: int = 1) -> list[int]:
+def sample(logits: torch.Tensor, step: StepArrays, ranks: int = 1) -> list[int]:
     """The tokens of the rows that features change; all ranks must sample the same."""
     tensors, history = on_device(step), history_of(step)
 

@@ -17,7 +17,7 @@ from tests.worker_svc.harness import (
     prompt_logprobs,
     sampling_features,
 )
-from worker_svc.step.decode import Step, decode_step
+from worker_svc.step.decode import StepArrays, decode_step
 
 VOCAB = 70  # three words of a mask, the last one not full
 LIMITS = limits(vocab_size=VOCAB, block_size=4)
@@ -42,7 +42,7 @@ def valid() -> StepRequest:
     return request
 
 
-def decode(request: StepRequest) -> Step:
+def decode(request: StepRequest) -> StepArrays:
     return decode_step(request, LIMITS, None)
 
 

@@ -13,8 +13,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError as InvalidSchemaError
 from jsonschema.validators import validator_for
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.errors import GrammarError
+from shared.sampling_params import GrammarKind
 from tests.scheduler_svc.grammar.schema.schemas import PAIRS, document, pair
 from tests.scheduler_svc.grammar.schema.walks import completions, mismatch
 

@@ -9,9 +9,9 @@ import warnings
 
 import pytest
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.compiler import Matcher, compile_grammar
 from scheduler_svc.grammar.errors import GrammarError
+from shared.sampling_params import GrammarKind
 from tests.scheduler_svc.grammar.schema.walks import END, allows, compilers, completions
 
 REJECTED = {

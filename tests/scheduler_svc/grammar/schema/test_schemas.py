@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.compiler import compile_grammar
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.schema.errors import SchemaError
 from scheduler_svc.grammar.schema.reader import enforced_text
+from shared.sampling_params import GrammarKind
 from tests.scheduler_svc.grammar.schema.walks import (
     allows,
     check_enforced,

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from scheduler_svc.core.sampling import GrammarKind
+from shared.sampling_params import GrammarKind
 from tests.scheduler_svc.grammar.schema.schemas import PAIRS
 from tests.scheduler_svc.grammar.schema.test_accepted import ACCEPTED
 from tests.scheduler_svc.grammar.schema.test_regex import MATCHES
@@ -15,7 +15,7 @@ from tests.scheduler_svc.grammar.schema.test_schemas import ENFORCED
 _COMPILE = """
 import json, random, sys
 from xgrammar import Grammar
-from scheduler_svc.core.sampling import GrammarKind
+from shared.sampling_params import GrammarKind
 from scheduler_svc.grammar.compiler import compile_grammar
 from scheduler_svc.grammar.errors import GrammarError
 from tests.scheduler_svc.grammar.schema.schemas import PAIRS, document, pair

@@ -13,8 +13,8 @@ import numpy as np
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
-from scheduler_svc.core.sampling import GrammarKind
 from scheduler_svc.grammar.compiler import Compilers, Matcher, compile_grammar, make_compilers
+from shared.sampling_params import GrammarKind
 from shared.vocabulary import Vocabulary
 
 END = 256

@@ -24,7 +24,7 @@ from worker_svc.loader import WeightLoader
 from worker_svc.models.config import load_model_config
 from worker_svc.models.decoder import Decoder, attention_shape
 from worker_svc.models.registry import load_model
-from worker_svc.step.decode import Step
+from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import upload_step
 from worker_svc.weights.files import WeightReader
 from worker_svc.weights.quantization.choice import choose_quantization
@@ -56,7 +56,7 @@ class Pair:
             cache.zero_()
         self.caches, self.eager_caches = caches, [cache.clone() for cache in caches]
 
-    def check(self, step: Step, *, every_token: bool = False) -> torch.Tensor:
+    def check(self, step: StepArrays, *, every_token: bool = False) -> torch.Tensor:
         """Both ways lead to the same bits."""
         tensors = upload_step(step, self.backend.plan_column(step), CPU)
         given: Any = tensors, self.last_tokens
