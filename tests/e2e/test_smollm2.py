@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,32 @@ def model() -> Path:
     return resolve_model(str(smollm2()))
 
 
+Check = Callable[[str, GenerateRequest, Sequence[int]], None]
+
+
 @pytest.fixture(scope="module")
-def oracle(model: Path) -> Any:
-    config = AutoConfig.from_pretrained(model)
-    transformer = LlamaForCausalLM(config).float().eval()
+def check_tokens(model: Path) -> Check:
+    """Checks that a prompt's tokens are the likeliest ones, each after those before it."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    transformer = LlamaForCausalLM(AutoConfig.from_pretrained(model)).float().eval()
     read_gguf(smollm2(), transformer)
-    return transformer
+
+    @cache  # every stack gives the same tokens
+    def likeliest(ids: tuple[int, ...]) -> list[int]:
+        tokens: list[int] = oracle_logits(transformer, [*ids]).argmax(1).tolist()
+        return tokens
+
+    def check(prompt: str, request: GenerateRequest, tokens: Sequence[int]) -> None:
+        text = prompt
+        if request.HasField("chat"):
+            messages = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert [*tokens] == likeliest((*ids, *tokens))[len(ids) - 1 : -1], prompt
+
+    return check
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -97,21 +118,8 @@ def all_requests() -> dict[str, GenerateRequest]:
     return requests | {text: GenerateRequest(text=text, sampling=sampling) for text in texts()}
 
 
-def check_tokens(
-    oracle: Any, model: Path, prompt: str, request: GenerateRequest, tokens: Sequence[int]
-) -> None:
-    """Checks that tokens are the likeliest ones, each after those before it."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    if request.HasField("chat"):
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    logits = oracle_logits(oracle, ids + list(tokens))[len(ids) - 1 : -1]
-    assert list(tokens) == logits.argmax(1).tolist(), prompt
-
-
 def test_tokens_equal_transformers_though_a_worker_is_killed(
-    stack: RealStack, oracle: Any, model: Path
+    stack: RealStack, check_tokens: Check
 ) -> None:
     requests = all_requests()
     assert len(requests) == 50
@@ -122,17 +130,17 @@ def test_tokens_equal_transformers_though_a_worker_is_killed(
         transcripts = streams.wait_ended()
     stack.wait_replaced("worker", rank, pid)
     for prompt, request in requests.items():
-        check_tokens(oracle, model, prompt, request, transcripts[prompt].parts[0].token_ids)
+        check_tokens(prompt, request, transcripts[prompt].parts[0].token_ids)
 
 
-def test_answers_are_those_of_the_prefix_cache(stack: RealStack, oracle: Any, model: Path) -> None:
+def test_answers_are_those_of_the_prefix_cache(stack: RealStack, check_tokens: Check) -> None:
     stack.wait_serving()
     requests = [chat(question) for question in QUESTIONS[:8]]
     for _ in range(2):
         answers = run_all(stack.address, requests)
     assert any(answer.usage.cached_prompt_tokens for answer in answers)
     for question, request, answer in zip(QUESTIONS, requests, answers, strict=False):
-        check_tokens(oracle, model, question, request, answer.completions[0].token_ids)
+        check_tokens(question, request, answer.completions[0].token_ids)
     assert "Paris" in answers[0].completions[0].text
 
 

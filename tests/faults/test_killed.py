@@ -53,13 +53,16 @@ def maps(pid: int, library: str) -> bool:
 
 @EACH
 def test_killed_mid_decode(victim: Victim, killed: Killed) -> None:
-    stack, before = victim.stack, survivors(victim, killed)
+    """The cache is kept: nothing in it is computed again."""
+    stack, before, lost = victim.stack, survivors(victim, killed), victim.stack.load().lost_tokens
     with open_streams(stack.address, REQUESTS) as streams:
         streams.wait_for_tokens(10, *LONG, "schema")
         host, *_ = of_grammars(stack)
         pid = stack.kill(*killed, while_true=lambda: streams.are_open(*LONG))
         assert_undamaged(streams.wait_ended(), victim.expected)
     stack.wait_replaced(*killed, pid)
+    if "worker" in killed:
+        assert stack.load().lost_tokens == lost
     victim.rest()
     assert survivors(victim, killed) == before
     assert host.is_running()
@@ -78,7 +81,7 @@ def test_killed_mid_prompt(victim: Victim, killed: Killed) -> None:
     assert survivors(victim, killed) == before
 
 
-@pytest.mark.parametrize("victim", [1, 2], ids=["TP 1", "TP 2"], indirect=True)
+@TP_2
 def test_a_killed_scheduler_leaves_the_cache(victim: Victim) -> None:
     """Only tokens of partly filled blocks are computed again, and those that no frontend has."""
     stack, names = victim.stack, LONG[:4]
@@ -94,20 +97,14 @@ def test_a_killed_scheduler_leaves_the_cache(victim: Victim) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "rank", "number", "is_kept"),
-    [
-        (1, 0, signal.SIGKILL, True),
-        (2, 0, signal.SIGKILL, True),
-        (2, 1, signal.SIGKILL, True),
-        (1, 0, signal.SIGSEGV, False),
-        (2, 1, signal.SIGABRT, False),
-    ],
+    ("victim", "rank", "number"),
+    [(1, 0, signal.SIGSEGV), (2, 1, signal.SIGABRT)],
     indirect=["victim"],
 )
-def test_a_killed_worker_leaves_the_cache(
-    victim: Victim, rank: int, number: signal.Signals, is_kept: bool
+def test_a_worker_that_crashes_loses_the_cache(
+    victim: Victim, rank: int, number: signal.Signals
 ) -> None:
-    """Unless a signal killed it that means that the cache may be damaged."""
+    """Its signal means that the cache may be damaged."""
     stack, names = victim.stack, LONG[:4]
     lost = stack.load().lost_tokens
     with open_streams(stack.address, {name: REQUESTS[name] for name in names}) as streams:
@@ -115,14 +112,14 @@ def test_a_killed_worker_leaves_the_cache(
         pid = stack.kill("worker", rank, lambda: streams.are_open(*names), number)
         assert_undamaged(streams.wait_ended(), victim.expected)
     stack.wait_replaced("worker", rank, pid)
-    assert (stack.load().lost_tokens == lost) == is_kept
+    assert stack.load().lost_tokens > lost
     victim.rest()
 
 
 @pytest.mark.parametrize(
     ("victim", "service"),
-    [(1, "worker"), (2, "worker"), (1, "scheduler")],
-    ids=["TP 1, worker", "TP 2, workers", "TP 1, scheduler"],
+    [(2, "worker"), (1, "scheduler")],
+    ids=["TP 2, workers", "TP 1, scheduler"],
     indirect=["victim"],
 )
 def test_a_restart_leaves_the_cache(victim: Victim, service: str) -> None:
@@ -145,8 +142,8 @@ def test_a_restart_leaves_the_cache(victim: Victim, service: str) -> None:
 
 @pytest.mark.parametrize(
     ("victim", "service"),
-    [(1, "worker"), (2, "worker"), (2, "scheduler")],
-    ids=["TP 1, worker", "TP 2, workers", "TP 2, scheduler"],
+    [(2, "worker"), (2, "scheduler")],
+    ids=["TP 2, workers", "TP 2, scheduler"],
     indirect=["victim"],
 )
 def test_killed_again_and_again(victim: Victim, service: str) -> None:
@@ -165,9 +162,7 @@ def test_killed_again_and_again(victim: Victim, service: str) -> None:
 
 
 @pytest.mark.parametrize("victim", [1], ids=["TP 1"], indirect=True)
-@pytest.mark.parametrize(
-    "killed", [("worker",), ("scheduler",), ("worker", "scheduler")], ids="+".join
-)
+@pytest.mark.parametrize("killed", [("worker",), ("worker", "scheduler")], ids="+".join)
 def test_new_streams_wait_for_the_successor(victim: Victim, killed: tuple[str, ...]) -> None:
     """A whole round of streams arrives before the successor is started."""
     stack = victim.stack

@@ -160,7 +160,7 @@ def test_a_parent_whose_successor_cannot_start_is_not_final(victim: Victim) -> N
     assert victim.generate()
 
 
-@pytest.mark.parametrize("victim", [{"NANO_HANG_TIMEOUT_S": "5"}], ids=["5 s"], indirect=True)
+@pytest.mark.parametrize("victim", [{"NANO_HANG_TIMEOUT_S": "3"}], ids=["3 s"], indirect=True)
 @pytest.mark.parametrize("service", ["frontend", "scheduler", "worker"])
 @pytest.mark.parametrize("role", ["fork", "parent"])
 def test_a_process_that_is_stopped_is_replaced_and_streams_go_on(

@@ -86,7 +86,6 @@ def _start(name: str, hosts: Hosts, logs: Path) -> None:
     "ways",
     [
         [("scheduler", "worker"), ("worker", "scheduler")],
-        [("frontend", "scheduler"), ("scheduler", "frontend")],
         [("scheduler", "worker")],
         [("worker", "scheduler")],
         [("frontend", "scheduler")],

@@ -69,7 +69,7 @@ def test_a_request_that_kills_the_scheduler_ends_and_the_others_go_on(tmp_path: 
 
 def test_a_step_that_never_ends_ends_its_worker(tmp_path: Path) -> None:
     healthy = {f"{n}": request(n) for n in range(10, 13)}
-    with faulty_stack(f"hang:{tmp_path}/hung", NANO_HANG_TIMEOUT_S="10") as stack:
+    with faulty_stack(f"hang:{tmp_path}/hung", NANO_HANG_TIMEOUT_S="5") as stack:
         expected = undisturbed(stack.address, healthy)
         last = {"last": request(9, trigger=True)}
         with open_streams(stack.address, healthy) as streams:
