@@ -130,7 +130,7 @@ def test_a_stack_in_the_foreground_ends_with_its_command(
     assert (launcher.directory / run_directory(port) / "frontend-0.log").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSTOP])
 def test_nothing_ends_with_the_supervisor_and_up_replaces_it(
     launcher: Launcher, port: int, number: signal.Signals
 ) -> None:

@@ -172,6 +172,10 @@ def test_other_users_reach_no_socket_nor_its_directory(opened: Open) -> None:
     assert not any(each.stat().st_mode & 0o077 for each in sockets)
 
 
+# The stack that listens on more ports.
+PLAINTEXT = pytest.mark.parametrize("opened", ["plaintext"], indirect=True)
+
+
 def listening_ports(stack: RealStack) -> set[int]:
     """The TCP ports on which frontends and dashboard listen."""
     pids = [stack.pid(*name) for name in CLIENTS_PROCESSES]
@@ -182,11 +186,11 @@ def listening_ports(stack: RealStack) -> set[int]:
         if connection.status == psutil.CONN_LISTEN
     }
     assert {stack.stack.port, stack.stack.ui_port} < ports
-    # Each frontend also has its metrics and, with HTTP, the engine protocol.
-    assert len(ports) == (6 if stack.stack.http_port else 4)
+    assert len(ports) == 6  # each frontend also has its metrics and the engine protocol
     return ports
 
 
+@PLAINTEXT
 def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) -> None:
     """But for the gateway's, which docs/deploy/security.md says."""
     stack, ports = opened.stack, listening_ports(opened.stack)
@@ -205,6 +209,7 @@ def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) ->
     stack.wait_serving()
 
 
+@PLAINTEXT
 def test_no_other_user_can_take_a_port_during_a_restart(opened: Open) -> None:
     stack, ports = opened.stack, listening_ports(opened.stack)
     with refused(*ports):
