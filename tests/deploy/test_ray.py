@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from deploy.errors import LaunchError
 from deploy.plan import StackSettings
 from deploy.ray.layout import Endpoint, RayStack
-from deploy.stack import Process, make_directory
+from deploy.stack import Process
 
 from .conftest import Launcher
 
@@ -65,26 +63,6 @@ def test_a_scheduler_needs_all_its_ranks_and_a_frontend_no_scheduler() -> None:
 )
 def test_address_of_a_frontend(host: str, address: str) -> None:
     assert stack(host=host).address(Process("frontend", 0), "10.0.0.1", 2000) == address
-
-
-def test_a_directory_that_others_may_have_made_is_refused(tmp_path: Path) -> None:
-    private, link = tmp_path / "private", tmp_path / "link"
-    make_directory(private)
-    assert private.stat().st_mode & 0o777 == 0o700
-    make_directory(private)
-    link.symlink_to(private)
-    with pytest.raises(LaunchError, match="link is not a directory"):
-        make_directory(link)
-    private.chmod(0o720)
-    with pytest.raises(LaunchError, match="other users may write to"):
-        make_directory(private)
-    private.chmod(0o755)
-    make_directory(private)
-    assert private.stat().st_mode & 0o777 == 0o700
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "geteuid", lambda: 12345)
-        with pytest.raises(LaunchError, match="belongs to user"):
-            make_directory(private)
 
 
 def test_without_ray(launcher: Launcher) -> None:

@@ -74,7 +74,10 @@ def test_a_directory_of_this_user_is_used(directory: Path) -> None:
     assert find_supervisor(directory) is None
     modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in directory.iterdir()}
     assert set(modes.values()) == {0o600}
-    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    for mode in (0o700, 0o755):
+        directory.chmod(mode)
+        make_directory(directory)
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
 
 
 def test_a_link_to_a_directory_is_not_used(directory: Path) -> None:

@@ -121,6 +121,14 @@ def test_a_trace_goes_through_all_processes_and_a_workers_death() -> None:
         wait_for(lambda: complete(collector), "the last spans of all processes")
         log = stack.stack.log("frontend-0").read_text()
 
+    check_calls(collector, root)
+    check_steps(collector)
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    ended = [line for line in lines if line["event"] == "request ended"]
+    assert [line["trace_id"] for line in ended] == ["1" * 32, TRACE]
+
+
+def check_calls(collector: Collector, root: Span) -> None:
     assert not any("Once" in span.text for span in collector.spans)  # no text of a client
     (own,) = collector.find("Tokenize")
     assert not own.parent
@@ -136,6 +144,10 @@ def test_a_trace_goes_through_all_processes_and_a_workers_death() -> None:
     (detokenize,) = collector.find("detokenize")
     assert {generation.parent, tokenize.parent, detokenize.parent} == {root.id}
     assert 0 < detokenize.attributes["busy_seconds"] < (detokenize.end - detokenize.start) / 1e9
+
+
+def check_steps(collector: Collector) -> None:
+    (generation,) = collector.find("generation")
     (queue,) = collector.find("queue")
     (recovery,) = collector.find("recovery")
     steps = collector.find("step")
@@ -160,9 +172,6 @@ def test_a_trace_goes_through_all_processes_and_a_workers_death() -> None:
         for rank in (0, 1)
     }
     assert ranks[0] & ranks[1] >= {step.attributes["number"] for step in after}
-    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
-    ended = [line for line in lines if line["event"] == "request ended"]
-    assert [line["trace_id"] for line in ended] == ["1" * 32, TRACE]
 
 
 def test_a_trace_comes_over_http() -> None:

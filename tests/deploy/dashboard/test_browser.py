@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from deploy.model import resolve_model
 from deploy.ports import free_port
-from tests.others import smollm2
 from tests.stack import DEMO_MODEL, RealStack, running_stack
 from tests.waiting import wait_for
 
@@ -115,20 +112,3 @@ def test_all_of_it_fits_a_small_screen_in_either_theme(tab: Tab, theme: str) -> 
         for name in ("backgroundColor", "color")
     )
     assert (sum(back) > sum(text)) == (theme == "light")
-
-
-def test_smollm2_answers_in_the_page(tmp_path: Path) -> None:
-    model = tmp_path / "greedy"  # the page asks for the model's own way of sampling
-    shutil.copytree(resolve_model(str(smollm2())), model, symlinks=True)
-    config = model / "generation_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"temperature": 0}))
-    with (
-        running_stack(model=model, ui_port=free_port()) as stack,
-        opened(stack.stack.dashboard_url) as tab,
-    ):
-        tab.wait_for("#health.good", "serving")
-        tab.wait_for("#prompt:focus")
-        tab.type("What is the capital of France?")
-        tab.press("Enter")
-        tab.wait_for(ANSWER, "Paris")
-        assert not tab.complaints
