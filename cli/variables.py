@@ -32,9 +32,8 @@ NOT_OPTIONS = (
     "engines_on_host",
     "exit_with_parent",
     "index",
+    "metrics_address",
     "metrics_directory",
-    "metrics_host",
-    "metrics_port",
     "rank",
 )
 

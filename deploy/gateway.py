@@ -142,7 +142,7 @@ class Admission(NamedTuple):
 
 
 def router_args(
-    settings: GatewaySettings, metrics_port: int, admission: Admission, budgets: Path
+    settings: GatewaySettings, metrics_address: str, admission: Admission, budgets: Path
 ) -> RouterArgs:
     """Returns smg's settings; all others have smg's defaults.
 
@@ -153,6 +153,7 @@ def router_args(
         ModelError: the model is of no family that is served, or a file cannot be read.
     """
     parsers = choose_parsers(Path(settings.model))
+    metrics_host, _, metrics_port = metrics_address.rpartition(":")
     budgets.write_text(json.dumps(admission.budgets))  # JSON is YAML, too
     return RouterArgs(
         worker_urls=[f"grpc://{address}" for address in settings.gateway_addresses],
@@ -185,8 +186,8 @@ def router_args(
         server_key_path=settings.tls_key or None,
         # Nobody knows this key, so nobody can add a worker, load a module or profile over HTTP.
         control_plane_api_keys=[("launcher", "launcher", secrets.token_hex(32), "admin")],
-        prometheus_host=settings.metrics_host,
-        prometheus_port=metrics_port,
+        prometheus_host=metrics_host.strip("[]"),
+        prometheus_port=int(metrics_port),
         enable_trace=bool(settings.otlp_endpoint),
         otlp_traces_endpoint=settings.otlp_endpoint,
         log_level="info" if settings.otlp_endpoint else "warn",  # the level of spans
@@ -205,18 +206,18 @@ async def serve(settings: GatewaySettings, ready: Ready) -> None:
     # smg has no settings for this.
     os.environ["OTEL_TRACES_SAMPLER"] = "parentbased_traceidratio"
     os.environ["OTEL_TRACES_SAMPLER_ARG"] = str(settings.trace_sample_ratio)
-    metrics_port = settings.metrics_port or free_port()
+    metrics_address = settings.metrics_address or f"127.0.0.1:{free_port()}"
     admission = Admission.read(settings)
     stopping = asyncio.Event()
     # Before smg installs its own handler, which then calls this one, too.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     with tempfile.TemporaryDirectory() as directory:
-        args = router_args(settings, metrics_port, admission, Path(directory, "budgets"))
+        args = router_args(settings, metrics_address, admission, Path(directory, "budgets"))
         router = Router.from_args(args)
         listing = None
         if settings.metrics_directory:
             file = Path(settings.metrics_directory, "gateway-0.json")
-            listing = asyncio.create_task(list_endpoint(file, f"127.0.0.1:{metrics_port}"))
+            listing = asyncio.create_task(list_endpoint(file, metrics_address))
         running = asyncio.ensure_future(asyncio.to_thread(router.start))
         drained = asyncio.create_task(_drained(settings.http_port, stopping))
         # With tracing, smg must end by itself, because it sends spans as it ends.

@@ -104,8 +104,8 @@ def plan_stack(
     settings = read_settings(environment)
     if unknown := set(layout.services) - set(SERVICES):
         raise LaunchError(f"SERVICES: {min(unknown)} is not one of {', '.join(SERVICES)}")
-    if settings.metrics_port:
-        raise LaunchError("NANO_METRICS_PORT: must be 0: each process of a stack has its own")
+    if settings.metrics_address:
+        raise LaunchError("NANO_METRICS_ADDRESS: must be empty: each process has its own")
     stack = _plan_processes(settings, layout, directory, port)
     check_engines(stack)
     _check_internal_tls(settings, stack)

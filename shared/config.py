@@ -50,8 +50,11 @@ class ServiceSettings(SecuritySettings):
     )
     exit_with_parent: bool = Field(False, description="end with the parent process")
     max_message_bytes: int = Field(4 << 20, gt=0, description="maximum size of a message, in bytes")
-    metrics_host: str = Field("127.0.0.1", description="address that metrics_port listens on")
-    metrics_port: int = Field(0, ge=0, le=65535, description="port for Prometheus (0: none)")
+    metrics_address: str = Field(
+        "",
+        pattern=r"^(\S+:[1-9]\d{0,4})?$",
+        description="host:port for Prometheus (empty: none)",
+    )
     metrics_directory: str = Field(
         "",
         description="directory in which the process lists a free loopback port for Prometheus",

@@ -95,21 +95,22 @@ def open_endpoint(
     Raises:
         OSError: the port cannot be bound.
     """
-    host, port, directory = "127.0.0.1", 0, settings.metrics_directory
-    if not directory:
-        host, port = settings.metrics_host, settings.metrics_port
-        if not port:
-            return None
+    directory = settings.metrics_directory
+    address = "127.0.0.1:0" if directory else settings.metrics_address
+    if not address:
+        return None
     try:
-        listener = _listen(host, port, found)
-    except OSError as error:
-        raise OSError(f"metrics_port: cannot listen on {host}:{port}: {error}") from error
+        listener = _listen(address, found)
+    except (OSError, OverflowError) as error:  # overflow: the port is above 65,535
+        raise OSError(f"metrics_address: cannot listen on {address}: {error}") from error
     listener.setblocking(False)
     file = Path(directory, f"{service}-{index}.json") if directory else None
     return MetricsEndpoint(listener, metrics, file, labels)
 
 
-def _listen(host: str, port: int, found: socket.socket | None) -> socket.socket:
+def _listen(address: str, found: socket.socket | None) -> socket.socket:
+    host, _, number = address.rpartition(":")
+    host, port = host.strip("[]"), int(number)
     if found:
         if port in (0, found.getsockname()[1]):
             return found

@@ -215,7 +215,7 @@ def test_an_impossible_setting_is_named(variables: dict[str, str], named: str) -
         (Layout(ranks="1"), {}, "RANKS"),
         (Layout(ranks="0-x"), {}, "RANKS"),
         (Layout(services=("worker",), ranks="1"), {**RANKS, "MASTER_PORT": "0"}, "MASTER_PORT"),
-        (Layout(), {"METRICS_PORT": "9464"}, "NANO_METRICS_PORT"),
+        (Layout(), {"METRICS_ADDRESS": "0.0.0.0:9464"}, "NANO_METRICS_ADDRESS"),
         (Layout(engines=2), ADDRESS, "ENGINES: must be 1 with NANO_SCHEDULER_ADDRESS"),
         (
             Layout(engines=2),

@@ -64,13 +64,13 @@ def test_parsers_are_those_of_the_models_family(tmp_path: Path) -> None:
     addresses = ("127.0.0.1:1",)
     settings = GatewaySettings(gateway_addresses=addresses, model=str(DEMO_MODEL))
     admission, budgets = Admission.read(settings), tmp_path / "budgets"
-    args = router_args(settings, 1, admission, budgets)
+    args = router_args(settings, "127.0.0.1:1", admission, budgets)
     assert (args.reasoning_parser, args.tool_call_parser) == ("qwen3", "qwen")
 
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     other = GatewaySettings(gateway_addresses=addresses, model=str(tmp_path))
     with pytest.raises(ModelError, match="architectures: GPT2LMHeadModel is not served"):
-        router_args(other, 1, admission, budgets)
+        router_args(other, "127.0.0.1:1", admission, budgets)
 
 
 def completion(**options: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class NoMetrics(ServiceMetrics):
 
 held = held_ports(asked["alone"], asked["together"])
 held.__enter__()
-settings = ServiceSettings(metrics_port=asked["metrics"])
+settings = ServiceSettings(metrics_address=asked["metrics"])
 endpoint = open_endpoint(settings, "some", 0, NoMetrics(), listening_socket())
 """
 
@@ -63,13 +63,13 @@ def ask(
     folder: Path,
     alone: Sequence[str] = (),
     together: Sequence[str] = (),
-    metrics: int = 0,
+    metrics: str = "",
     tried: Sequence[tuple[str, int]] = (),
 ) -> None:
     """Says what the program holds from its next start on.
 
     Args:
-        metrics: the port of an endpoint for metrics, which listens; 0: there is none.
+        metrics: the address of an endpoint for metrics, which listens; empty: there is none.
         tried: what another user tries to take.
     """
     values = {"alone": alone, "together": together, "metrics": metrics, "tried": tried}
@@ -116,7 +116,7 @@ def test_no_other_user_can_take_a_port_while_the_program_starts_again(
     alone, together, metrics = free_port(), free_port(), free_port()
     names = [(each, port) for each in tried for port in (alone, together)]
     names += [("127.0.0.1", metrics), ("0.0.0.0", metrics)]
-    ask(tmp_path, [f"{host}:{alone}"], [f"{host}:{together}"], metrics, names)
+    ask(tmp_path, [f"{host}:{alone}"], [f"{host}:{together}"], f"127.0.0.1:{metrics}", names)
     with running_parent(tmp_path / "starts", BODY, PRELUDE) as parent:
         parent.next_fork()
         before = sockets(parent.process)
@@ -127,10 +127,10 @@ def test_no_other_user_can_take_a_port_while_the_program_starts_again(
 
 def test_a_port_that_a_program_no_longer_asks_for_is_free(tmp_path: Path) -> None:
     first, second, third, fourth = (free_port() for _ in range(4))
-    ask(tmp_path, [f"127.0.0.1:{first}"], metrics=second)
+    ask(tmp_path, [f"127.0.0.1:{first}"], metrics=f"127.0.0.1:{second}")
     with running_parent(tmp_path / "starts", BODY, PRELUDE) as parent:
         parent.next_fork()
-        ask(tmp_path, together=[f"127.0.0.1:{third}"], metrics=fourth)
+        ask(tmp_path, together=[f"127.0.0.1:{third}"], metrics=f"127.0.0.1:{fourth}")
         start_again(parent)
         assert [is_free("127.0.0.1", each) for each in (first, second, third, fourth)] == [
             *(True, True, False, False)

@@ -143,8 +143,7 @@ class Process:
     @property
     def ports(self) -> list[int]:
         """The ports that other pods can reach: of its service first, of its metrics last."""
-        metrics = f"{self.settings.metrics_host}:{self.settings.metrics_port}"
-        addresses = [*self.served, metrics]
+        addresses = [*self.served, self.settings.metrics_address]
         return [int(each.rpartition(":")[2]) for each in addresses if not stays_on_host(each)]
 
     @property
