@@ -22,12 +22,12 @@ KEEPALIVE_S = 10.0
 _ANSWER_SHARE = 0.5  # of the interval, in which a ping must be answered
 
 
-def keepalive_options(keepalive_s: float = KEEPALIVE_S) -> Options:
-    """Options for either end. gRPC pings after `keepalive_s` seconds without a byte while there are
+def keepalive_options() -> Options:
+    """Options for either end. gRPC pings after `KEEPALIVE_S` seconds without a byte while there are
     calls, and ends the connection if there is no answer within half of that."""
-    timeout_ms = round(1000 * _ANSWER_SHARE * keepalive_s)
+    timeout_ms = round(1000 * _ANSWER_SHARE * KEEPALIVE_S)
     return (
-        ("grpc.keepalive_time_ms", round(1000 * keepalive_s)),
+        ("grpc.keepalive_time_ms", round(1000 * KEEPALIVE_S)),
         ("grpc.keepalive_timeout_ms", timeout_ms),
         # This option really ends a connection (grpcio 1.85). Its default is a minute.
         ("grpc.http2.ping_timeout_ms", timeout_ms),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from grpc import aio
 
-from nano_vllm_grpc.channels import KEEPALIVE_S, Options, keepalive_options, open_channel
+from nano_vllm_grpc.channels import Options, keepalive_options, open_channel
 from nano_vllm_grpc.tls import ClientTls
 from shared.pb import scheduler_pb2, worker_pb2
 
@@ -18,11 +18,11 @@ _FILES = scheduler_pb2.DESCRIPTOR.serialized_pb + worker_pb2.DESCRIPTOR.serializ
 USER_AGENT = CONTRACT + hashlib.sha256(_FILES).hexdigest()[:16]
 
 
-def internal_options(keepalive_s: float) -> Options:
+def internal_options() -> Options:
     """Options for channels between services: messages of any size, quick reconnection,
     and the version of the contract."""
     return (
-        *keepalive_options(keepalive_s),
+        *keepalive_options(),
         ("grpc.primary_user_agent", USER_AGENT),
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
@@ -42,7 +42,6 @@ class Dialer:
     """Opens channels from one service to another."""
 
     tls: ClientTls | None = None
-    keepalive_s: float = KEEPALIVE_S
 
     def open(self, address: str) -> aio.Channel:
         """Opens a channel with the present contents of the certificate files.
@@ -50,7 +49,7 @@ class Dialer:
         Raises:
             FileError: a file cannot be used.
         """
-        return open_channel(address, self.tls, internal_options(self.keepalive_s))
+        return open_channel(address, self.tls, internal_options())
 
     def stamp(self) -> object:
         """Returns a value that changes when the certificate files change."""

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from nano_vllm_grpc.channels import KEEPALIVE_S, stays_on_host
+from nano_vllm_grpc.channels import stays_on_host
 from nano_vllm_grpc.tls import ClientTls
 from shared.channels import Dialer
 from shared.tls import ServerTls
@@ -36,11 +36,6 @@ class SecuritySettings(BaseSettings):
     )
     reflection: Literal["auto", "on", "off"] = Field(
         "auto", description="gRPC reflection (auto: off if clients need tokens)"
-    )
-    keepalive_s: float = Field(
-        KEEPALIVE_S,
-        gt=0,
-        description="seconds of silence on a connection with open calls until a ping",
     )
 
     @classmethod
@@ -89,7 +84,7 @@ class SecuritySettings(BaseSettings):
     def dialer(self) -> Dialer:
         """The dialer of this service's channels to others."""
         files = self.internal_tls_ca, self.internal_tls_cert, self.internal_tls_key
-        return Dialer(ClientTls(*files) if all(files) else None, self.keepalive_s)
+        return Dialer(ClientTls(*files) if all(files) else None)
 
     def _check_listening(self, name: str, address: str) -> None:
         """Rejects a listening address at which others could read plaintext traffic."""

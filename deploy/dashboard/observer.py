@@ -19,7 +19,7 @@ from deploy.health import CHANNEL_OPTIONS
 from deploy.native.processes import running_processes
 from deploy.native.status import ProcessStatus, stack_status, supervisor_status
 from deploy.stack import Stack
-from nano_vllm_grpc.channels import KEEPALIVE_S, open_channel
+from nano_vllm_grpc.channels import open_channel
 from shared.channels import internal_options
 
 _INTERVAL_S = 1.0
@@ -94,7 +94,7 @@ class Observer:
     async def _watch_health(self) -> None:
         """Watches the health of the public address, which costs nothing while it is unchanged."""
         address, tls = self._stack.address, self._stack.public_tls
-        options = (*internal_options(KEEPALIVE_S), *CHANNEL_OPTIONS)
+        options = (*internal_options(), *CHANNEL_OPTIONS)
         while True:
             with suppress(aio.AioRpcError, OSError):
                 async with open_channel(address, tls, options) as channel:

@@ -196,7 +196,7 @@ def _options(settings: ServiceSettings, reuse_port: bool, calls_per_connection: 
         # message that is being read needs.
         ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
         ("grpc.http2.bdp_probe", 0),
-        *keepalive_options(settings.keepalive_s),
+        *keepalive_options(),
         # The server answers any number of pings. By default gRPC closes a connection with too many
         # pings, but only after pending writes, and each ping costs more than the ping before.
         # Floods then kept all its threads from other connections for up to a second (gRPC 1.85).

@@ -72,7 +72,7 @@ def test_help_shows_common_options_and_help_all_every_option_with_its_values() -
     )
     for option in ("--help-all", "--tp,--tensor-parallel-size", "--max-num-seqs", "--engines"):
         assert f"{option} " in common
-    for option in ("--keepalive-s", "--ranks"):
+    for option in ("--hang-timeout-s", "--ranks"):
         assert option not in common
     assert "auto|none|int8|int4|fp8" in everything
     assert "(default: 256)" in everything

@@ -11,6 +11,7 @@ import pytest
 
 from deploy.health import SERVING, check_health
 from deploy.stack import MODULES, SERVICES
+from tests.faults.faulty import faulty_environment
 from tests.faults.network import Hosts, missing
 from tests.faults.streams import REQUESTS, assert_undamaged, open_streams, undisturbed
 from tests.faults.transcript import Transcript
@@ -74,9 +75,9 @@ def _start(name: str, hosts: Hosts, logs: Path) -> None:
         "NANO_WORKER_ADDRESSES": f"{hosts.address('worker')}:50053",
         "NANO_KV_BLOCKS": "1024",
         "NANO_BLOCK_SIZE": "16",
-        "NANO_KEEPALIVE_S": "2",
         "NANO_ALLOW_PLAINTEXT": "1",
         "NANO_ALLOW_PUBLIC_PLAINTEXT": "1",
+        **faulty_environment(KEEPALIVE_S="2"),
     }
     with (logs / name).open("ab") as log:
         hosts.start(name, MODULES[name], environment, log)

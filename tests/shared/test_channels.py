@@ -79,27 +79,30 @@ async def network_to(address: str) -> AsyncIterator[tuple[str, Network]]:
         await asyncio.gather(*tasks)
 
 
+@pytest.fixture(autouse=True)
+def keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nano_vllm_grpc.channels.KEEPALIVE_S", KEEPALIVE_S)
+
+
 async def test_a_silent_stream_outlives_many_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     # The pings pass through this process, and each may take longer than a second.
     monkeypatch.setattr("nano_vllm_grpc.channels._ANSWER_SHARE", 30)
-    async with (
-        echo_server(keepalive_s=KEEPALIVE_S) as (address, echo),
-        network_to(address) as (through, network),
+    async with echo_server() as (address, echo), network_to(address) as (through, network):
         # Pings sooner than the server, which otherwise would always ping first.
-        Dialer(keepalive_s=0.75 * KEEPALIVE_S).open(through) as channel,
-    ):
-        stream = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
-        assert (await stream.read()).text == "open"
-        while not network.sent.locked():
-            await network.sent.acquire()
-        # From now on the client has nothing to say, so these are pings: more than the two that gRPC
-        # sends by default.
-        async with asyncio.timeout(TIMEOUT_S):
-            for _ in range(4):
+        monkeypatch.setattr("nano_vllm_grpc.channels.KEEPALIVE_S", 0.75 * KEEPALIVE_S)
+        async with Dialer().open(through) as channel:
+            stream = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
+            assert (await stream.read()).text == "open"
+            while not network.sent.locked():
                 await network.sent.acquire()
-        assert not echo.abandoned.is_set()
-        echo.finish.set()
-        assert (await stream.read()).text == "done"
+            # From now on the client has nothing to say, so these are pings: more than the two that
+            # gRPC sends by default.
+            async with asyncio.timeout(TIMEOUT_S):
+                for _ in range(4):
+                    await network.sent.acquire()
+            assert not echo.abandoned.is_set()
+            echo.finish.set()
+            assert (await stream.read()).text == "done"
 
 
 async def test_any_number_of_pings_is_answered() -> None:
@@ -115,9 +118,9 @@ async def test_any_number_of_pings_is_answered() -> None:
 
 async def test_both_ends_notice_that_the_other_is_gone() -> None:
     async with (
-        echo_server(keepalive_s=KEEPALIVE_S) as (address, echo),
+        echo_server() as (address, echo),
         network_to(address) as (through, network),
-        Dialer(keepalive_s=KEEPALIVE_S).open(through) as channel,
+        Dialer().open(through) as channel,
     ):
         stream = InferenceServiceStub(channel).GenerateStream(pb.GenerateRequest())
         assert (await stream.read()).text == "open"

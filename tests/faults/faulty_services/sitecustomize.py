@@ -10,6 +10,8 @@ suspects may take long.
 
 EXPORT_TIMEOUT_S: the seconds that a collector has to accept spans.
 
+KEEPALIVE_S: the seconds of silence on a connection until a ping.
+
 USUAL_GARBAGE: processes collect old objects as often as Python does by itself, whatever
 `shared.process.run` asks for.
 """
@@ -110,6 +112,10 @@ def _patch_tracing(module: Any) -> None:
     module._EXPORT_TIMEOUT_S = float(os.environ["EXPORT_TIMEOUT_S"])
 
 
+def _patch_channels(module: Any) -> None:
+    module.KEEPALIVE_S = float(os.environ["KEEPALIVE_S"])
+
+
 _PATCHES: dict[str, Any] = {}  # by module
 if "WORKER_FAULT" in os.environ:
     _PATCHES["worker_svc.model_runner"] = _patch_worker
@@ -119,6 +125,8 @@ if "SCHEDULER_FAULT" in os.environ:
     _PATCHES["frontend.engines.deaths"] = _patch_trials
 if "EXPORT_TIMEOUT_S" in os.environ:
     _PATCHES["shared.telemetry.tracing"] = _patch_tracing
+if "KEEPALIVE_S" in os.environ:
+    _PATCHES["nano_vllm_grpc.channels"] = _patch_channels
 if "USUAL_GARBAGE" in os.environ:
     gc.set_threshold = lambda *_: None  # type: ignore[assignment]
 
