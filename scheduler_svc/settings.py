@@ -15,6 +15,9 @@ from shared.config import (
     split_commas,
 )
 
+MAX_WAITING_TOKENS = 1 << 20
+_TOKENS_OF_REQUEST = 256  # with which the usual queue is full in requests and in tokens
+
 
 class SchedulerSettings(ServiceSettings):
     """Settings of an engine's scheduler."""
@@ -45,9 +48,6 @@ class SchedulerSettings(ServiceSettings):
     max_waiting: int = Field(
         4096, gt=0, description="maximum number of requests in the waiting queue"
     )
-    max_waiting_tokens: int = Field(
-        1 << 20, gt=0, description="maximum number of tokens in the waiting queue"
-    )
     kv_blocks: AutoInt = Field(
         "auto", description="blocks of the KV cache (auto: as the workers report)"
     )
@@ -58,6 +58,11 @@ class SchedulerSettings(ServiceSettings):
     sync: bool = Field(False, description="plan a step only after the previous step's answer")
 
     _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
+
+    @property
+    def max_waiting_tokens(self) -> int:
+        """The maximum number of tokens in the waiting queue, which grows with a longer queue."""
+        return max(MAX_WAITING_TOKENS, _TOKENS_OF_REQUEST * self.max_waiting)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -85,7 +85,7 @@ _NAMES_OF_SERVICES = """
     gateway_policy host http_port index
     kv_blocks kv_dtype master_addr master_port max_model_len
     max_num_batched_tokens max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting
-    max_waiting_tokens memory_utilization model port
+    memory_utilization model port
     quantization rank report_cached_tokens scheduler_address scheduler_addresses
     served_model_name speculation sync threads tls_cert tls_client_ca tls_key tp
     ui_port worker_addresses

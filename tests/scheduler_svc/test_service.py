@@ -14,6 +14,7 @@ import pytest
 from grpc import aio
 
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.settings import SchedulerSettings
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, completion
@@ -171,6 +172,13 @@ async def test_a_full_queue_says_when_to_retry(tmp_path: Path) -> None:
         worker.gate.set()
         await frontend.read_until_finished(1, 2)
         assert frontend.tokens[1] == frontend.tokens[2] == completion([1] * 14, 2)
+
+
+@pytest.mark.parametrize(
+    ("max_waiting", "tokens"), [(1, 1 << 20), (4096, 1 << 20), (8192, 1 << 21)]
+)
+def test_a_longer_queue_may_have_more_tokens(max_waiting: int, tokens: int) -> None:
+    assert SchedulerSettings(max_waiting=max_waiting).max_waiting_tokens == tokens
 
 
 async def test_a_deadline_ends_the_request_and_frees_its_blocks(tmp_path: Path) -> None:

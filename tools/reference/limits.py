@@ -83,7 +83,12 @@ _CLIENT = (
 _SERVER = "shared.rpc.server"
 _PROCESS = (
     Limit("waiting requests of an engine", "max_waiting", "", _FULL),
-    Limit("waiting tokens of an engine", "max_waiting_tokens", "", _FULL),
+    Limit(
+        "waiting tokens of an engine, or 256 for each of `max_waiting` if that is more",
+        "scheduler_svc.settings:MAX_WAITING_TOKENS",
+        "",
+        _FULL,
+    ),
     Limit(
         "wait of a new request for a lost engine, from the loss",
         "frontend.engines.engine:_RECOVERY_S",
