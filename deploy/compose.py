@@ -39,8 +39,6 @@ from shared.config import PREFIX
 from worker_svc.settings import NO_DRAFT_MODEL
 
 DOCKER = Path(__file__).parents[1] / "docker"
-SCHEDULER_PORT, WORKER_PORT = 50052, 50053  # within the stack's private network
-_USUAL_HTTP_PORTS = {50051: 8000}  # by the stack's port
 # A setting without a fixed value in a compose file.
 _PASSED = re.compile(rf"^ +{PREFIX}(\w+):(?: \$.*| +#.*)?$", re.MULTILINE)
 # Settings that `up` itself applies, or that containers have anyway.
@@ -70,7 +68,9 @@ def up(environment: Environment, layout: Layout) -> int:
     has_docker = bool(shutil.which("docker"))
     if layout.frontends > 1 and not has_docker:
         raise LaunchError("FRONTENDS: must be 1 with podman, which cannot give each replica a port")
-    _write_ranks(settings, layout, profile)
+    ranks = rank_services(settings.tp, layout.engines, profile)
+    make_directory(run_directory(settings.port))
+    replace_file(_ranks_file(settings.port), json.dumps({"services": ranks}, indent=1))
     # podman can wait for healthy containers only where systemd runs their health checks.
     wait = ["--wait"] * has_docker
     _compose(
@@ -114,33 +114,39 @@ def ps(environment: Environment, as_json: bool = False) -> int:
 
 
 def logs(environment: Environment, service: str | None) -> int:
-    """Follows the logs of `service`'s containers, or of all."""
-    port = read_settings(environment).port
-    _compose(port, ["logs", "--follow", *service_names(service)], environment)
+    """Follows the logs of `service`'s containers, or of all.
+
+    Raises:
+        LaunchError: `service` is `worker`, which has several names in the compose file.
+    """
+    if service == "worker":
+        raise LaunchError("SERVICE=worker: with RUNTIME=docker, read the logs of all services")
+    words = ["logs", "--follow", *([service] if service else [])]
+    _compose(read_settings(environment).port, words, environment)
     return 0
 
 
 def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]:
     """Returns the variables that docker/compose.yaml reads besides the services' settings."""
-    last_port = settings.port + layout.frontends - 1
-    model = resolve_model(settings.model)
+    ports, model = str(settings.port), resolve_model(settings.model)
     check_weights(settings.model, model)
-    several = {
-        f"{PREFIX}ENGINES_ON_HOST": str(layout.engines),
-        f"{PREFIX}SCHEDULER_ADDRESSES": ",".join(
-            f"{_scheduler(engine)}:{SCHEDULER_PORT}" for engine in range(layout.engines)
-        ),
-    }
-    return (several if layout.engines > 1 else {}) | {
+    if layout.frontends > 1:
+        ports += f"-{settings.port + layout.frontends - 1}"
+    variables = {
         "MODEL_DIRECTORY": str(_without_links(model)),
         "HOST": bracket_host(settings.host),
-        "PORTS": f"{settings.port}-{last_port}" if layout.frontends > 1 else str(settings.port),
+        "PORTS": ports,
         "FRONTENDS": str(layout.frontends),
         "HTTP_PORT": str(http_port(settings)),
         f"{PREFIX}SERVED_MODEL_NAME": settings.served_model_name
         or model_name(settings.model, model),
         f"{PREFIX}WORKER_ADDRESSES": _worker_addresses(0, settings.tp),
     }
+    if layout.engines > 1:
+        schedulers = map(_scheduler_address, range(layout.engines))
+        variables[f"{PREFIX}SCHEDULER_ADDRESSES"] = ",".join(schedulers)
+        variables[f"{PREFIX}ENGINES_ON_HOST"] = str(layout.engines)
+    return variables
 
 
 def ignored_settings(environment: Mapping[str, str], layout: Layout) -> list[str]:
@@ -160,9 +166,7 @@ def http_port(settings: StackSettings) -> int:
     """Returns the gateway's port on the host, 0 for none. It does not depend on which ports are
     free, so a second `up` does not change it."""
     if settings.http_port == "auto":
-        if settings.tls_client_ca:
-            return 0
-        return _USUAL_HTTP_PORTS.get(settings.port, 0)
+        return 8000 if settings.port == 50051 and not settings.tls_client_ca else 0
     return settings.http_port
 
 
@@ -184,26 +188,19 @@ def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
     services: dict[str, object] = {}
     for index in range(1, engines * tp):
         engine, rank = divmod(index, tp)
-        flags = {
-            "rank": rank,
-            "index": index,
-            "worker-addresses": _worker_addresses(engine, tp),
-            "master-addr": f"worker-{engine * tp}",
-            "engine-name": engine,
-        }
-        extended = _extend("worker.yaml", profile, flags)
+        flags = {"rank": rank, "index": index, "master-addr": f"worker-{engine * tp}"}
+        extended = _extend("worker.yaml", profile, tp, engine, flags)
         services[f"worker-{index}"] = extended | {"profiles": [profile]}
     for engine in range(1, engines):
-        flags = {
-            "scheduler-address": f"{_scheduler(engine)}:{SCHEDULER_PORT}",
-            "worker-addresses": _worker_addresses(engine, tp),
-            "engine-name": engine,
-        }
-        services[_scheduler(engine)] = _extend("compose.yaml", "scheduler", flags)
+        flags = {"scheduler-address": _scheduler_address(engine)}
+        services[f"scheduler-{engine}"] = _extend("compose.yaml", "scheduler", tp, engine, flags)
     return services
 
 
-def _extend(file: str, service: str, flags: Mapping[str, object]) -> dict[str, object]:
+def _extend(
+    file: str, service: str, tp: int, engine: int, flags: Mapping[str, object]
+) -> dict[str, object]:
+    flags = {"engine-name": engine, "worker-addresses": _worker_addresses(engine, tp), **flags}
     return {
         "extends": {"file": str(DOCKER / file), "service": service},
         "command": [word for name, value in flags.items() for word in (f"--{name}", str(value))],
@@ -221,29 +218,12 @@ def file_variables(settings: StackSettings) -> dict[str, str]:
     return variables
 
 
-def _scheduler(engine: int) -> str:
-    return f"scheduler-{engine}" if engine else "scheduler"
+def _scheduler_address(engine: int) -> str:
+    return f"scheduler-{engine}:50052" if engine else "scheduler:50052"
 
 
 def _worker_addresses(engine: int, tp: int) -> str:
-    first = engine * tp
-    return ",".join(f"worker-{index}:{WORKER_PORT}" for index in range(first, first + tp))
-
-
-def service_names(service: str | None) -> list[str]:
-    """Returns the names of `service` in compose.yaml; an empty list stands for all services."""
-    if service == "worker":
-        raise LaunchError(
-            "SERVICE=worker: with docker, read the logs of all services, or use docker compose logs"
-        )
-    return [service] if service else []
-
-
-def _write_ranks(settings: StackSettings, layout: Layout, profile: str) -> None:
-    path = _ranks_file(settings.port)
-    make_directory(path.parent)
-    services = rank_services(settings.tp, layout.engines, profile)
-    replace_file(path, json.dumps({"services": services}, indent=1))
+    return ",".join(f"worker-{index}:50053" for index in range(engine * tp, (engine + 1) * tp))
 
 
 def _ranks_file(port: int) -> Path:
