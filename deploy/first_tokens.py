@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import grpc
 
@@ -24,19 +24,15 @@ def show_completion(address: str, tls: ClientTls | None, token: str | None) -> N
         LaunchError: the request failed; the message has its status.
     """
     print(f"\n{PROMPT}", end="", flush=True)
-    stream_completion(address, lambda text: print(text, end="", flush=True), tls, token)
+    for text in completion(address, tls, token):
+        print(text, end="", flush=True)
     print("\n")
 
 
-def stream_completion(
-    address: str,
-    write: Callable[[str], None],
-    tls: ClientTls | None = None,
-    token: str | None = None,
-    *,
-    max_tokens: int = _MAX_TOKENS,
-) -> None:
-    """Streams a greedy completion of `PROMPT`, passing each piece of text to `write` as it comes.
+def completion(
+    address: str, tls: ClientTls | None, token: str | None, max_tokens: int = _MAX_TOKENS
+) -> Iterator[str]:
+    """Yields the pieces of a greedy completion of `PROMPT` as they come.
 
     Raises:
         LaunchError: the request failed; the message has its status.
@@ -49,7 +45,7 @@ def stream_completion(
         stub = frontend_pb2_grpc.InferenceServiceStub(channel)
         try:
             for response in stub.GenerateStream(request, timeout=_TIMEOUT_S, metadata=metadata):
-                write(response.text)
+                yield response.text
         except grpc.RpcError as error:
             reason = f"{error.code().name}: {error.details()}"
             raise LaunchError(f"a request failed: {reason}") from error

@@ -22,7 +22,7 @@ from deploy.engines import (
     wait_until_left,
 )
 from deploy.errors import LaunchError, StartError, SupervisorGoneError
-from deploy.first_tokens import stream_completion
+from deploy.first_tokens import completion
 from deploy.model import check_weights, resolve_model
 from deploy.native.ending import KILL_AFTER_S, end_in_order
 from deploy.native.guards import uninterrupted
@@ -233,7 +233,7 @@ def _answers(stack: Stack) -> bool:
         return True
     token = first_token(stack.auth_tokens_file)
     try:
-        stream_completion(stack.address, lambda _: None, stack.public_tls, token, max_tokens=1)
+        list(completion(stack.address, stack.public_tls, token, max_tokens=1))
     except LaunchError as error:
         code = error.__cause__.code() if isinstance(error.__cause__, grpc.RpcError) else None
         if code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):

@@ -22,7 +22,7 @@ import structlog
 from deploy.certificates import check_certificates
 from deploy.child import Child, rotate
 from deploy.errors import LaunchError
-from deploy.first_tokens import stream_completion
+from deploy.first_tokens import completion
 from deploy.health import UNREACHABLE, check_health
 from deploy.logs import failure_reason
 from deploy.native.status import ProcessStatus, listens
@@ -128,10 +128,8 @@ class ProcessActor:
 
     def complete(self) -> str:
         """Returns a first completion, requested from this frontend on its own node."""
-        pieces: list[str] = []
         token = first_token(self._settings.auth_tokens_file)
-        stream_completion(self._own.address, pieces.append, self._tls, token)
-        return "".join(pieces)
+        return "".join(completion(self._own.address, self._tls, token))
 
     def _idle(self) -> tuple[str, int | None, str]:
         """Returns state, exit status and trouble of a process that does not run."""
