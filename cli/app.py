@@ -20,7 +20,7 @@ from deploy.native import commands
 from deploy.native.profile import profile as record_profile
 from deploy.native.restart import restart as restart_processes
 from deploy.plan import Environment, Layout, read_settings
-from deploy.stack import MODULES, SERVICES, dialled_address, run_directory
+from deploy.stack import SERVICES, dialled_address
 from deploy.top import top as show_load
 from nano_vllm_grpc import SamplingParams
 from nano_vllm_grpc.chat import hold_conversation
@@ -62,12 +62,9 @@ def _options(
 
 
 def _service(name: str) -> str:
-    """Returns the service with this name, or whose package has this name."""
-    packages = {package: service for service, package in MODULES.items()}
-    service = packages.get(name, name)
-    if service not in SERVICES:
+    if name not in SERVICES:
         raise typer.BadParameter(f"{name!r} is not one of {', '.join(SERVICES)}")
-    return service
+    return name
 
 
 _COMMANDS = {
@@ -276,7 +273,7 @@ def _environment(port: str | None) -> Environment:
 
 
 def _directory(port: str | None) -> Path:
-    return run_directory(read_settings(_environment(port)).port)
+    return commands.directory_of(_environment(port))
 
 
 def _address(port: str | None) -> str:

@@ -15,7 +15,7 @@ import psutil
 from deploy.errors import LaunchError
 from deploy.native.processes import is_running, parent_processes, stack_members
 from deploy.ports import reserve_port
-from deploy.stack import run_directory
+from deploy.stack import RUN, run_directory
 
 _MIN_DESCRIPTORS = 4096  # each client's connection takes one
 _MIN_FREE_BYTES = 1 << 30
@@ -83,7 +83,7 @@ def has_stack(directory: Path) -> bool:
 
 
 def check_stacks() -> Iterator[Check]:
-    for directory in sorted(Path(".run").glob("[0-9]*")):
+    for directory in sorted(RUN.glob("[0-9]*")):
         try:
             running = is_running(directory)
         except LaunchError as error:

@@ -22,7 +22,6 @@ from deploy.native.guards import ignore_signals, locked, signals_interrupt
 from deploy.native.processes import (
     is_running,
     replace_supervisor,
-    stack_grace_s,
     stack_members,
     start_supervisor,
     stop_stack,
@@ -65,7 +64,7 @@ def serve(environment: Environment, layout: Layout) -> int:
         return 0
     finally:
         ignore_signals()
-        stop_stack(directory, stack_grace_s(directory), print)
+        stop_stack(directory, print)
         logs.terminate()
 
 
@@ -96,7 +95,7 @@ def run(environment: Environment, layout: Layout) -> int:
             raise LaunchError(error.reason) from error
         finally:
             ignore_signals()
-            stop_stack(directory, stack_grace_s(directory), lambda _: None)
+            stop_stack(directory, lambda _: None)
 
 
 def _interrupt_at_end_of_input() -> None:
@@ -118,7 +117,8 @@ def _named(environment: Environment) -> tuple[int, Path]:
     return port, run_directory(port)
 
 
-def _directory(environment: Environment) -> Path:
+def directory_of(environment: Environment) -> Path:
+    """The directory of the stack on the port that `environment` names."""
     return run_directory(read_settings(environment).port)
 
 
@@ -127,7 +127,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     """Starts a stack, and shows its progress and its answer to a first request. Returns its
     supervisor."""
-    stop_stack(directory, stack_grace_s(directory), print)  # leftovers of a killed supervisor
+    stop_stack(directory, print)  # leftovers of a killed supervisor
     stack, shared = plan_stack(environment, layout, directory, port)
     serves_public = stack.count("frontend") > 0
     reservation = reserve_port(stack.host, stack.port) if serves_public else nullcontext()
@@ -142,20 +142,20 @@ def _start(
         except BaseException:
             ignore_signals()
             print("stopping the stack", file=sys.stderr)
-            stop_stack(directory, stack_grace_s(directory), print)
+            stop_stack(directory, print)
             raise
     return supervisor
 
 
 def down(environment: Environment) -> int:
     """Stops a stack, or the processes that are left of one."""
-    return _down(_directory(environment))
+    return _down(directory_of(environment))
 
 
 def _down(directory: Path) -> int:
     if stack_members(directory):
         print(f"stopping the stack on port {directory.name}", flush=True)
-    count = stop_stack(directory, stack_grace_s(directory), print)
+    count = stop_stack(directory, print)
     _remove_if_empty(directory)
     print(f"stopped {count} processes" if count else f"nothing runs on port {directory.name}")
     return 0
@@ -183,17 +183,17 @@ def down_all() -> int:
 
 def scale(environment: Environment, engines: int) -> int:
     """Starts or stops engines of a running stack until it has this number."""
-    return scale_stack(_directory(environment), engines)
+    return scale_stack(directory_of(environment), engines)
 
 
 def logs(environment: Environment, service: str | None) -> NoReturn:
     """Follows the logs of a stack, of all its services or one."""
-    follow(_directory(environment), service)
+    follow(directory_of(environment), service)
 
 
 def ps(environment: Environment, as_json: bool = False) -> int:
     """Prints a line per process, or a list in JSON; returns 1 if no stack is running."""
-    directory = _directory(environment)
+    directory = directory_of(environment)
     check_directory(directory)
     try:
         stack = Stack.load(directory)

@@ -216,14 +216,6 @@ def stop_timeout_s(stack: Stack) -> float:
     return stack.drain_timeout_s + KILL_AFTER_S
 
 
-def stack_grace_s(directory: Path) -> float:
-    """Seconds that all services together may take to stop, one after another."""
-    try:
-        return len(SERVICES) * stop_timeout_s(Stack.load(directory)) + KILL_AFTER_S
-    except LaunchError:
-        return 0.0
-
-
 def stop_processes(stack: Stack, names: Collection[str]) -> None:
     """Stops these processes, clients before the servers they call; returns once they have ended.
     The supervisor does not restart them until `start_processes`."""
@@ -316,11 +308,9 @@ def stack_members(directory: Path) -> list[psutil.Process]:
     return members
 
 
-def stop_stack(
-    directory: Path, grace_s: float, report: Callable[[str], None], spared: int = 0
-) -> int:
+def stop_stack(directory: Path, report: Callable[[str], None], spared: int = 0) -> int:
     """Stops all processes of the stack, clients before the servers they call. Kills those that
-    still run after `grace_s` seconds. Idempotent.
+    still run after the time that all services need one after another. Idempotent.
 
     Args:
         spared: the process id of a member that is not to be stopped.
@@ -330,11 +320,13 @@ def stop_stack(
     """
     members = _others(directory, spared)
     signalled: set[psutil.Process] = set()
-    deadline = time.monotonic() + grace_s
+    grace_s, began = 0.0, time.monotonic()
     with suppress(LaunchError):
-        stack = Stack.load(directory)
+        limit_s = stop_timeout_s(Stack.load(directory))
+        grace_s = len(SERVICES) * limit_s + KILL_AFTER_S
         (directory / "stack.json").unlink()  # from now on the supervisor starts nothing
-        end_in_order(parent_processes(directory), None, stop_timeout_s(stack), deadline)
+        end_in_order(parent_processes(directory), None, limit_s, began + grace_s)
+    deadline = began + grace_s
     # A process that is ending may have lost its environment, but still has its ports.
     while alive := [process for process in members if is_alive(process)]:
         pids = {process.pid for process in alive}

@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 import structlog
 from prometheus_client.metrics_core import Metric
@@ -35,7 +34,6 @@ from deploy.native.processes import (
     NAME,
     RunningProcess,
     parent_processes,
-    stack_grace_s,
     stop_stack,
     stopped_processes,
     supervisor_lock,
@@ -53,12 +51,6 @@ from shared.telemetry.metrics_endpoint import open_endpoint
 log = structlog.get_logger(__name__)
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class SupervisorSettings(ServiceSettings):
-    """The stack's settings that the supervisor reads."""
-
-    program: ClassVar[str] = "python -m deploy.native.supervisor"
 
 
 class Supervisor:
@@ -193,12 +185,12 @@ class SupervisorMetrics(ServiceMetrics):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog=SupervisorSettings.program)
+    parser = argparse.ArgumentParser(prog="python -m deploy.native.supervisor")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--tied-to", type=int, metavar="PID")
     parser.add_argument("--remove", action="store_true", help="remove the directory at the end")
     args = parser.parse_args()
-    settings = settings_or_exit(SupervisorSettings, [])
+    settings = settings_or_exit(ServiceSettings, [])
     configure_logging(settings, "supervisor")
     if args.tied_to is not None:
         end_with_parent(args.tied_to, signal.SIGTERM)
@@ -218,8 +210,7 @@ def main() -> int:
         supervisor.run()
     finally:
         if args.tied_to is not None:
-            grace_s = stack_grace_s(args.directory)
-            stop_stack(args.directory, grace_s, log.error, spared=os.getpid())
+            stop_stack(args.directory, log.error, spared=os.getpid())
         if args.remove:
             shutil.rmtree(args.directory, ignore_errors=True)
     return 0

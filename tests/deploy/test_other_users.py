@@ -56,7 +56,7 @@ def test_a_process_of_another_user_is_no_member_and_gets_no_signal(
         assert not parent_processes(tmp_path)
         # A stack.json that is left of a crash is not enough to adopt it.
         assert replace_supervisor(tmp_path) is None
-        assert stop_stack(tmp_path, 0.0, print) == 0
+        assert stop_stack(tmp_path, print) == 0
         assert process.poll() is None
 
 

@@ -39,7 +39,7 @@ def other_model(launcher: Launcher, name: str) -> Path:
 def test_processes_of_one_engine_restart_one_after_another(launcher: Launcher, port: int) -> None:
     launcher.succeed("up", "--port", port, "--tp", 2, "--frontends", 2)
     first = launcher.pids(port)
-    said = launcher.succeed("restart", "--port", port, "--service", "worker_svc")
+    said = launcher.succeed("restart", "--port", port, "--service", "worker")
     assert "restarted 2 processes" in said
     assert "worker-1     RUNNING/SERVING" in said
     second = launcher.pids(port)

@@ -146,7 +146,7 @@ def test_a_process_that_ignores_signals_is_killed_after_the_grace(tmp_path: Path
         assert [member.pid for member in stack_members(tmp_path)] == [process.pid]
         assert not stack_members(tmp_path.parent)
         said: list[str] = []
-        assert stop_stack(tmp_path, 0.1, said.append) == 1
+        assert stop_stack(tmp_path, said.append) == 1
         assert process.wait() == -signal.SIGKILL
     assert "killing 1 processes" in said[0]
 
