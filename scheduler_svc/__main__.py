@@ -169,7 +169,7 @@ def main() -> int:
         settings,
         partial(serve, link=link, metrics=metrics, records=records),
         (WorkerMismatchError,),
-        companion=run_grammars,
+        sidecar=run_grammars,
         on_fork_ended=records.fork_ended,
         metrics=metrics,
         index=settings.index,

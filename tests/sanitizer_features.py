@@ -14,8 +14,7 @@ from shared.pb import worker_pb2
 from tests.oracle import VOCAB_SIZE, logprobs, sample
 from tests.step_columns import Ints, StepColumns
 from worker_svc.step.decode import StepArrays
-from worker_svc.step.features import FeatureArrays as SamplingFeatures
-from worker_svc.step.features import PromptTargets
+from worker_svc.step.features import FeatureArrays, PromptTargets
 
 _NEVER = -math.inf
 
@@ -55,7 +54,7 @@ class Asked:
         return banned
 
 
-class FeatureArrays:
+class Features:
     """The features of a step, by row."""
 
     def __init__(self, step: StepColumns, decoded: StepArrays) -> None:
@@ -123,7 +122,7 @@ class FeatureArrays:
         )
 
 
-def _asked(features: SamplingFeatures) -> dict[int, Asked]:
+def _asked(features: FeatureArrays) -> dict[int, Asked]:
     numbers = zip(*(column.tolist() for column in features.numbers.values()), strict=True)
     masks = dict(zip(features.masked.tolist(), features.masks, strict=True))
     asked = {}

@@ -37,9 +37,9 @@ from deploy.stack import (
     replace_file,
 )
 from shared.config import PREFIX
-from shared.process.board import read_board
 from shared.process.owner import is_own
 from shared.process.parent_state import read_parent_state
+from shared.process.published_state import read_published_state
 
 if TYPE_CHECKING:
     from deploy.plan import Environment
@@ -51,8 +51,8 @@ NAME = "NANOVLLM_PROCESS"
 
 _TIED = f"{PREFIX}EXIT_WITH_PARENT"  # set in the environment of a stack that ends with a process
 
-BOARD = "supervisor"  # on which the supervisor shows its state
-BEAT_S = 1.0  # maximum time between its updates of the board
+STATE_NAME = "supervisor"  # by which the supervisor publishes its state
+BEAT_S = 1.0  # maximum time between its updates of its state
 _SILENT_S = 5.0  # without an update
 _LOCK_FILE = "supervisor.lock"
 _LOCK = "hhqqi"  # struct flock: type, whence, start, length, process id
@@ -174,7 +174,9 @@ def find_supervisor(directory: Path) -> SupervisorState | None:
         return None
     if pid is None or not is_own(pid):
         return None
-    shown = read_board(pid, BOARD) or read_board(pid, BOARD)  # again, if it was being written
+    shown = read_published_state(pid, STATE_NAME) or read_published_state(
+        pid, STATE_NAME
+    )  # again, if it was being written
     if shown is None:
         return SupervisorState(pid, "STARTING", ())
     silent = time.monotonic() - shown["beat"] > _SILENT_S

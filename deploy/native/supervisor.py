@@ -30,8 +30,8 @@ from deploy.child import Child, rotate
 from deploy.errors import LaunchError
 from deploy.native.processes import (
     BEAT_S,
-    BOARD,
     NAME,
+    STATE_NAME,
     RunningProcess,
     parent_processes,
     stop_stack,
@@ -40,9 +40,9 @@ from deploy.native.processes import (
 )
 from deploy.stack import MODULES, Process, Stack
 from shared.config import ServiceSettings, settings_or_exit
-from shared.process.board import Board
 from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START
+from shared.process.published_state import PublishedState
 from shared.process.run import raise_descriptor_limit
 from shared.telemetry.logging import configure_logging
 from shared.telemetry.metrics import ServiceMetrics
@@ -58,7 +58,7 @@ class Supervisor:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._board = Board(BOARD)
+        self._published = PublishedState(STATE_NAME)
         self._children: dict[str, Child] = {}
         self._is_stopping = False
         self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -102,7 +102,7 @@ class Supervisor:
         for log_file in self._directory.glob("*.log"):
             rotate(log_file)
         shown = [vars(_described(child, name in stopped)) for name, child in self._children.items()]
-        self._board.show({"beat": time.monotonic(), "processes": shown})
+        self._published.show({"beat": time.monotonic(), "processes": shown})
 
     def restarts(self) -> dict[str, int]:
         """Returns how often each process has been restarted, by name."""

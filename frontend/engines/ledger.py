@@ -51,7 +51,7 @@ class Ledger:
         self._num_unstarted += 1
         self._load.unstarted_tokens += fit.uncached_tokens
         if fit.index:
-            fit.index.promise(self._engine, fit.missing)
+            fit.index.add_pending(self._engine, fit.missing)
         entries = []
         for stream in streams:
             entries.append(Entry(stream))
@@ -75,7 +75,7 @@ class Ledger:
             self._num_unstarted -= 1
             self._load.unstarted_tokens -= fit.uncached_tokens
             if fit.index:
-                fit.index.withdraw(self._engine, fit.missing)
+                fit.index.remove_pending(self._engine, fit.missing)
 
     def disconnect(self, *, died: bool, alone: bool) -> TokenStream | None:
         """Handles the loss of the scheduler. `alone`: it had no completion but the one on trial.

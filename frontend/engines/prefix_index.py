@@ -54,7 +54,7 @@ class PrefixIndex:
     def __init__(self, block_size: int) -> None:
         self._bytes_per_block = 4 * block_size
         self._holders: dict[Name, int] = {}  # bit n: engine n holds the block
-        self._promised: dict[Name, Counter[int]] = {}
+        self._pending: dict[Name, Counter[int]] = {}
         # By engine: names here by the engine's names.
         self._names: dict[int, dict[bytes, Name]] = {}
         # By engine; no request finds these blocks until their parent is back.
@@ -90,13 +90,13 @@ class PrefixIndex:
         return names
 
     def matches(self, names: Iterable[Name], engines: Iterable[int]) -> dict[int, int]:
-        """The number of leading blocks that each of `engines` holds or has been promised."""
+        """The number of leading blocks that each of `engines` holds or is about to compute."""
         found = dict.fromkeys(engines, 0)
         left, depth = sum(1 << engine for engine in found), 0
         for name in names:
             holders = self._holders.get(name, 0)
-            if name in self._promised:
-                for engine in self._promised[name]:
+            if name in self._pending:
+                for engine in self._pending[name]:
                     holders |= 1 << engine
             if left & ~holders:  # the matches of these engines end here
                 found.update((e, depth) for e in found if left & ~holders & 1 << e)
@@ -107,20 +107,20 @@ class PrefixIndex:
         found.update((engine, depth) for engine in found if left & 1 << engine)
         return found
 
-    def promise(self, engine: int, names: Iterable[Name]) -> None:
-        """Counts blocks that an engine is about to compute as held by it, until `withdraw`.
+    def add_pending(self, engine: int, names: Iterable[Name]) -> None:
+        """Counts blocks that an engine is about to compute as held by it, until `remove_pending`.
         Requests that follow at once with this prompt then go to this engine."""
         for name in names:
-            self._promised.setdefault(name, Counter())[engine] += 1
+            self._pending.setdefault(name, Counter())[engine] += 1
 
-    def withdraw(self, engine: int, names: Iterable[Name]) -> None:
+    def remove_pending(self, engine: int, names: Iterable[Name]) -> None:
         for name in names:
-            promised = self._promised[name]
-            promised[engine] -= 1
-            if not promised[engine]:
-                del promised[engine]
-                if not promised:
-                    del self._promised[name]
+            pending = self._pending[name]
+            pending[engine] -= 1
+            if not pending[engine]:
+                del pending[engine]
+                if not pending:
+                    del self._pending[name]
 
     async def _store(self, engine: int, block: pb.StoredBlock) -> None:
         names = self._names.setdefault(engine, {})

@@ -20,21 +20,21 @@ Context = aio.ServicerContext[pb.FrontendMessage, pb.SchedulerMessage]
 class FrontendConnection:
     """Buffers the outputs that have not been sent to one frontend yet. Outputs that arrive while a
     message is being written join the next message. If the frontend falls too far behind, its
-    outputs are dropped and it is cut off: `cut` is done, with the reason."""
+    outputs are dropped and its stream is closed: `closed` is done, with the reason."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self._messages: list[pb.SchedulerMessage] = []  # these go ahead of the outputs
         self._outputs: list[Output] = []
         self._news = asyncio.Event()
-        self.cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()  # set once none of its requests is open
 
     def send_state(self, state: pb.EngineState) -> None:
         self._send(pb.SchedulerMessage(engine_state=state))
 
     def add(self, output: Output) -> None:
-        if self.cut.done():
+        if self.closed.done():
             return
         if not self._outputs:
             self._news.set()
@@ -45,8 +45,8 @@ class FrontendConnection:
 
     def cut_off(self, reason: str) -> None:
         """Ends the stream. Its frontend keeps the outputs that it has, and resubmits the rest."""
-        if not self.cut.done():
-            self.cut.set_result(reason)
+        if not self.closed.done():
+            self.closed.set_result(reason)
 
     async def write_to(self, context: Context) -> None:
         """Writes states and outputs as they arrive, until cancelled."""

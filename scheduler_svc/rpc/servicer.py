@@ -133,7 +133,7 @@ class SchedulerServicer(SchedulerServiceServicer):
             await context.write(scheduler_pb2.SchedulerMessage(engine_info=self._info))
             reader = asyncio.create_task(self._read(number, messages, engine))
             tasks += reader, asyncio.create_task(connection.write_to(context))
-            ends: tuple[asyncio.Future[Any], ...] = (*tasks, connection.cut)
+            ends: tuple[asyncio.Future[Any], ...] = (*tasks, connection.closed)
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             if self._failed:
@@ -150,8 +150,8 @@ class SchedulerServicer(SchedulerServiceServicer):
             connection.ended.set()
             log.info("frontend disconnected", connection=number)
             await asyncio.gather(*tasks, return_exceptions=True)
-        if connection.cut.done():
-            raise StreamEndedError(f"{connection.cut.result()}: connect again")
+        if connection.closed.done():
+            raise StreamEndedError(f"{connection.closed.result()}: connect again")
         if not reader.cancelled():
             reader.result()
 

@@ -20,12 +20,12 @@ from dataclasses import asdict
 
 import structlog
 
-from shared.process.board import Board
 from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START, Fork, Serve
 from shared.process.heartbeat import BEATS, Heartbeat
 from shared.process.kept import UnusableFileError, close_unclaimed, restart_program
-from shared.process.parent_state import BOARD
+from shared.process.parent_state import STATE_NAME
+from shared.process.published_state import PublishedState
 
 log = structlog.get_logger(__name__)
 
@@ -35,7 +35,7 @@ _HANDLED = (*_SIGNALS, RESTART)
 
 
 class ParentProcess:
-    """Keeps `serve` running in a fork of this process, and `companion`, if given, in another.
+    """Keeps `serve` running in a fork of this process, and `sidecar`, if given, in another.
 
     Once a service fork has been ready, the parent always forks again, whatever ends a fork or
     keeps the next one from starting. It passes on SIGTERM and SIGINT. No fork outlives it. The
@@ -47,7 +47,7 @@ class ParentProcess:
             `Heartbeat.fail` with the reason, and ends with CANNOT_START.
         hang_timeout_s: a fork that has called `Heartbeat.beat` is killed if it does not call again
             for this long. A fork that is stopped (SIGSTOP) for this long is killed, too.
-        companion: outlives service forks: it is forked before the first of them, and again
+        sidecar: outlives service forks: it is forked before the first of them, and again
             whenever it ends, until this process ends.
         on_fork_ended: called with the exit status of a service fork before the next one starts. A
             negative status is the signal that killed it.
@@ -57,20 +57,20 @@ class ParentProcess:
         self,
         serve: Serve,
         hang_timeout_s: float,
-        companion: Serve | None = None,
+        sidecar: Serve | None = None,
         on_fork_ended: Callable[[int], object] | None = None,
     ) -> None:
         self._on_fork_ended = on_fork_ended
         self._hang_timeout_s = hang_timeout_s
-        self._board = Board(BOARD)
+        self._published = PublishedState(STATE_NAME)
         self._signals: list[int] = []  # signals to pass on
         self._woken, self._waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._ending = False  # a stop signal has arrived
         self._restarts_program = False  # instead of the next fork
         self._service = Fork(serve, hang_timeout_s)
         self._forks = [self._service]
-        if companion is not None:
-            self._forks.insert(0, Fork(companion, hang_timeout_s, serves=False))
+        if sidecar is not None:
+            self._forks.insert(0, Fork(sidecar, hang_timeout_s, serves=False))
 
     def run(self) -> int:
         """Returns the exit status of a service fork that ended in order, was told to end, or died
@@ -105,7 +105,7 @@ class ParentProcess:
                     fork.plan_next()
                 if fork.due is not None and fork.due <= time.monotonic():
                     self._start(fork)
-            self._board.show(asdict(self._service.state))
+            self._published.show(asdict(self._service.state))
             self._sleep(
                 min([next_check, *(fork.due or 0.0 for fork in self._forks if not fork.pid)])
             )
@@ -128,7 +128,7 @@ class ParentProcess:
         end_with_parent(parent)
         for each in self._forks:
             each.close()
-        self._board.close()
+        self._published.close()
         os.close(self._woken)
         os.close(self._waking)
         gc.enable()
@@ -170,7 +170,7 @@ class ParentProcess:
     def _restart_program(self) -> None:
         """Does not return, unless a signal to pass on has arrived."""
         for fork in self._forks:
-            if fork.pid:  # the companion
+            if fork.pid:  # the sidecar
                 os.kill(fork.pid, signal.SIGKILL)
                 os.waitpid(fork.pid, 0)
         for number in _SIGNALS:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 
-from shared.process.board import read_board
 from shared.process.owner import is_own
+from shared.process.published_state import read_published_state
 
-BOARD = "parent"
+STATE_NAME = "parent"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ParentState:
 def read_parent_state(parent: int) -> ParentState | None:
     """Returns the state of the parent process with this id; None if it shows none. A fork counts
     only while it is a child of the parent process."""
-    shown = read_board(parent, BOARD)
+    shown = read_published_state(parent, STATE_NAME)
     if not shown:
         return None
     state = ParentState(**shown)

@@ -48,7 +48,7 @@ def run_service(
     serve: Callable[[Settings, Ready], Coroutine[Any, Any, None]],
     start_errors: tuple[type[Exception], ...] = (),
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-    companion: Callable[[Callable[[], None]], None] | None = None,
+    sidecar: Callable[[Callable[[], None]], None] | None = None,
     on_fork_ended: Callable[[int], object] | None = None,
     metrics: ServiceMetrics | None = None,
     index: int = 0,
@@ -63,7 +63,7 @@ def run_service(
         name: the service's name; log lines contain it, and `bound`.
         serve: calls `ready` exactly once, when it serves.
         start_errors: exceptions of `serve`, besides OSError, if it cannot start; logged as a line.
-        companion, on_fork_ended: see `ParentProcess`. The companion's argument is a function to
+        sidecar, on_fork_ended: see `ParentProcess`. The sidecar's argument is a function to
             call at least every `hang_timeout_s` / 6 s; after the first call, silence is a hang.
         metrics: served to Prometheus if the settings have an address for it.
         index: the number of this process among the service's.
@@ -96,10 +96,10 @@ def run_service(
     def accompany(heartbeat: Heartbeat) -> None:
         if endpoint:
             endpoint.close()
-        assert companion is not None
-        companion(heartbeat.beat)
+        assert sidecar is not None
+        sidecar(heartbeat.beat)
 
-    parent = ParentProcess(run, settings.hang_timeout_s, companion and accompany, on_fork_ended)
+    parent = ParentProcess(run, settings.hang_timeout_s, sidecar and accompany, on_fork_ended)
     with held:
         return parent.run()
 

@@ -31,11 +31,11 @@ pytestmark = [needs_root, pytest.mark.system]
 # A program that shows another process as its fork, and ignores the signal to restart.
 IMPOSTOR = """
 import os, signal, sys
-from shared.process.board import Board
+from shared.process.published_state import PublishedState
 os.setresuid({user}, {user}, {user})
 signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-board = Board("parent")
-board.show({{"pid": {victim}, "reason": "", "due": 0.0}})
+state = PublishedState("parent")
+state.show({{"pid": {victim}, "reason": "", "due": 0.0}})
 print(flush=True)
 sys.stdin.read()
 """

@@ -13,7 +13,7 @@ from frontend.request import GenerationRequest, Sampling
 SAMPLING = Sampling(seed=0, max_tokens=100, eos_token_ids=(), stop_token_ids=(), stop=())
 
 
-def test_a_prompt_is_promised_until_its_first_completion_begins_or_ends() -> None:
+def test_a_prompt_is_pending_until_its_first_completion_begins_or_ends() -> None:
     load, index = EngineLoad(), PrefixIndex(4)
     ledger = Ledger(0, load)
     names: Sequence[int] = [11, 12]

@@ -87,18 +87,18 @@ async def test_the_index_finds_what_the_engines_find(seed: int) -> None:
     assert not any(index._names.values())
 
 
-def test_promised_blocks_count_until_they_are_withdrawn() -> None:
+def test_pending_blocks_count_until_they_are_removed() -> None:
     index = PrefixIndex(BLOCK_SIZE)
     names = index.names_of(array("I", range(9)), "")
     assert len(names) == 2
-    index.promise(1, names)
-    index.promise(1, names[:1])
+    index.add_pending(1, names)
+    index.add_pending(1, names[:1])
     assert index.matches(names, [0, 1]) == {0: 0, 1: 2}
-    index.withdraw(1, names)
+    index.remove_pending(1, names)
     assert index.matches(names, [0, 1]) == {0: 0, 1: 1}
-    index.withdraw(1, names[:1])
+    index.remove_pending(1, names[:1])
     assert index.matches(names, [0, 1]) == {0: 0, 1: 0}
-    assert not index._promised
+    assert not index._pending
 
 
 def chain(length: int) -> list[pb.StoredBlock]:

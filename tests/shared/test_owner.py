@@ -1,4 +1,4 @@
-"""A process's board is believed if the process is this user's."""
+"""A process's published state is believed if the process is this user's."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.process.board import Board, read_board
 from shared.process.kept import memory_file
 from shared.process.owner import is_own
-from shared.process.parent_state import BOARD, read_parent_state
+from shared.process.parent_state import STATE_NAME, read_parent_state
+from shared.process.published_state import PublishedState, read_published_state
 from tests.other_user import OTHER_USER, needs_root, process_of_another_user, running
 
-SHOWING = "from shared.process.board import Board"
+SHOWING = "from shared.process.published_state import PublishedState"
 
 
 @pytest.fixture
 def name() -> str:
-    """Of a board that no other test shows."""
+    """Of a state that no other test shows."""
     return f"test-{os.urandom(4).hex()}"
 
 
@@ -35,20 +35,22 @@ def name() -> str:
     ],
 )
 def test_no_process_with_another_user_is_own_or_shows_anything(users: tuple[int, ...]) -> None:
-    show = "board = Board('board'); board.show({'pid': 1})"
+    show = "state = PublishedState('state'); state.show({'pid': 1})"
     with process_of_another_user({}, users, show, SHOWING) as process:
         assert not is_own(process.pid)
-        assert read_board(process.pid, "board") is None
+        assert read_published_state(process.pid, "state") is None
 
 
 @needs_root
-def test_a_board_that_another_user_has_made_is_not_read() -> None:
+def test_a_state_that_another_user_has_published_is_not_read() -> None:
     """A program with the set-user-ID bit may keep the descriptors of the user who has started it,
     and become its owner's altogether."""
-    show = "os.seteuid(65534); board = Board('board'); board.show({'pid': 1}); os.seteuid(0)"
+    show = (
+        "os.seteuid(65534); state = PublishedState('state'); state.show({'pid': 1}); os.seteuid(0)"
+    )
     with process_of_another_user({}, (0, 0, 0), show, SHOWING) as process:
         assert is_own(process.pid)
-        assert read_board(process.pid, "board") is None
+        assert read_published_state(process.pid, "state") is None
 
 
 def test_a_process_of_this_user_is_own_while_it_runs() -> None:
@@ -60,31 +62,31 @@ def test_a_process_of_this_user_is_own_while_it_runs() -> None:
     assert not is_own(0)
 
 
-def test_a_board_is_read_up_to_its_size(name: str) -> None:
-    board = Board(name)
+def test_a_state_is_read_up_to_its_size(name: str) -> None:
+    state = PublishedState(name)
     shown = {"text": "x" * 60_000}
-    board.show(shown)
-    assert read_board(os.getpid(), name) == shown
-    board.close()
+    state.show(shown)
+    assert read_published_state(os.getpid(), name) == shown
+    state.close()
     huge = memory_file(name)
     try:
         os.write(huge, json.dumps({"text": "x" * 70_000}).encode())
-        assert read_board(os.getpid(), name) is None
+        assert read_published_state(os.getpid(), name) is None
     finally:
         os.close(huge)
 
 
 @pytest.fixture
-def parent_board() -> Iterator[Board]:
+def parent_published() -> Iterator[PublishedState]:
     """This process's, as if it were a parent process."""
-    board = Board(BOARD)
-    yield board
-    board.close()
+    state = PublishedState(STATE_NAME)
+    yield state
+    state.close()
 
 
-def test_a_fork_is_believed_only_if_it_is_a_child(parent_board: Board) -> None:
+def test_a_fork_is_believed_only_if_it_is_a_child(parent_published: PublishedState) -> None:
     def shown_fork(pid: int) -> int:
-        parent_board.show({"pid": pid, "reason": "it crashed"})
+        parent_published.show({"pid": pid, "reason": "it crashed"})
         state = read_parent_state(os.getpid())
         assert state
         assert state.reason == "it crashed"

@@ -46,9 +46,9 @@ async def beat(heartbeat):
     say_pid()
     await heartbeat.exchange()
 
-companion = None
+sidecar = None
 {prelude}
-sys.exit(ParentProcess(serve, {hang_timeout_s}, companion).run())
+sys.exit(ParentProcess(serve, {hang_timeout_s}, sidecar).run())
 """
 
 
@@ -120,8 +120,8 @@ def running_parent(
 
 LASTS = "time.sleep(600)"
 COMPANION = """
-def companion(heartbeat):
-    say_pid("companion")
+def sidecar(heartbeat):
+    say_pid("sidecar")
     {body}
 """
 
@@ -158,7 +158,7 @@ threading.Thread(target=signal_yourself, daemon=True).start()
 
 
 def test_a_program_that_starts_again_finds_what_the_same_program_kept(tmp_path: Path) -> None:
-    """It keeps its process id. Its companion does not outlive it."""
+    """It keeps its process id. Its sidecar does not outlive it."""
     (version := tmp_path / "version").write_text("1")
     prelude = """
 from shared.process.kept import KeptObject
@@ -173,13 +173,13 @@ kept = KeptObject("number", version=starts.with_name("version").read_text())
     {LASTS}
 """
     with running_parent(tmp_path / "starts", body, prelude) as parent:
-        fork, companion = parent.next_pid("first"), parent.next_pid("companion")
+        fork, sidecar = parent.next_pid("first"), parent.next_pid("sidecar")
 
         def restarted(role: str) -> None:
-            nonlocal fork, companion
-            before = psutil.Process(companion)
+            nonlocal fork, sidecar
+            before = psutil.Process(sidecar)
             parent.process.send_signal(RESTART)
-            fork, companion = parent.next_pid(role), parent.next_pid("companion")
+            fork, sidecar = parent.next_pid(role), parent.next_pid("sidecar")
             assert psutil.Process(fork).ppid() == parent.process.pid
             assert not before.is_running()
 
@@ -223,13 +223,13 @@ def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
 def test_a_companion_outlives_forks_that_serve_and_has_successors(tmp_path: Path) -> None:
     body = f"ready(); say_pid(); {LASTS}"
     with running_parent(tmp_path / "starts", body, COMPANION.format(body=LASTS)) as parent:
-        companion = psutil.Process(parent.next_pid("companion"))
+        sidecar = psutil.Process(parent.next_pid("sidecar"))
         service = parent.next_fork()
         service.kill()
         successor = parent.next_fork()
-        assert companion.is_running()
-        companion.kill()
-        assert parent.next_pid("companion") != companion.pid
+        assert sidecar.is_running()
+        sidecar.kill()
+        assert parent.next_pid("sidecar") != sidecar.pid
         assert successor.is_running()
         forks = parent.process.children()
         assert len(forks) == 2
@@ -269,8 +269,8 @@ def test_a_companion_that_is_stopped_is_replaced(tmp_path: Path, beat: str) -> N
     with running_parent(
         tmp_path / "starts", f"ready(); {LASTS}", prelude, hang_timeout_s=0.3
     ) as parent:
-        first = parent.next_pid("companion")
-        assert parent.next_pid("companion") != first
+        first = parent.next_pid("sidecar")
+        assert parent.next_pid("sidecar") != first
         wait_gone(first)
 
 

@@ -26,8 +26,8 @@ class Guess:
 
     __slots__ = (
         "_acceptance",
-        "_evidence",
         "_index",
+        "_match_lens",
         "_num_known",
         "_sequence",
         "num_accepted",
@@ -43,7 +43,7 @@ class Guess:
         self._index = None if by_model else DraftIndex(sequence)
         self._acceptance = acceptance
         self.tokens: Seq[int] = ()
-        self._evidence: list[int] = []  # for each token, as `Acceptance` defines it
+        self._match_lens: list[int] = []  # for each token, as `Acceptance` defines it
         self.num_drafted = self.num_accepted = 0
 
     @property
@@ -56,18 +56,18 @@ class Guess:
         if self.is_current:
             return
         new = self._sequence[self._num_known : self._num_known + len(self.tokens)]
-        for guessed, evidence, token in zip(self.tokens, self._evidence, new, strict=False):
+        for guessed, match_len, token in zip(self.tokens, self._match_lens, new, strict=False):
             if guessed != DRAFTED:  # else the model was not asked
-                self._acceptance.learn(evidence, right=guessed == token)
+                self._acceptance.learn(match_len, right=guessed == token)
             if guessed != token:
                 break
         self._num_known = len(self._sequence)
         if self._index is None:
-            self.tokens, first_evidence = [DRAFTED] * MAX_DRAFTS, 0
+            self.tokens, first_len = [DRAFTED] * MAX_DRAFTS, 0
         else:
-            self.tokens, first_evidence = self._index.propose(MAX_DRAFTS)
-        last_evidence = first_evidence + len(self.tokens)
-        self._evidence = [min(each, MAX_MATCH) for each in range(first_evidence, last_evidence)]
+            self.tokens, first_len = self._index.propose(MAX_DRAFTS)
+        last_len = first_len + len(self.tokens)
+        self._match_lens = [min(each, MAX_MATCH) for each in range(first_len, last_len)]
 
     def constrain(self, tokens: Seq[int]) -> None:
         """Replaces the guess by tokens of which the first may be the guess's, and the others are
@@ -75,7 +75,7 @@ class Guess:
         pairs = zip(self.tokens, tokens, strict=False)
         num_guessed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         forced = [FORCED] * (len(tokens) - num_guessed)
-        self.tokens, self._evidence = tokens, [*self._evidence[:num_guessed], *forced]
+        self.tokens, self._match_lens = tokens, [*self._match_lens[:num_guessed], *forced]
 
     def gains(self, num_sampled: int, max_tokens: int) -> Iterator[float]:
         """The gain of each drafted token as `Speculation` defines it, in their order.
@@ -85,8 +85,8 @@ class Guess:
             max_tokens: that may be guessed.
         """
         expected, likely = 1.0, 1.0
-        for i, evidence in enumerate(self._evidence[:max_tokens]):
-            likely *= self._acceptance.probability(evidence)
+        for i, match_len in enumerate(self._match_lens[:max_tokens]):
+            likely *= self._acceptance.probability(match_len)
             if i < num_sampled:
                 continue
             if likely < _MIN_LIKELY:

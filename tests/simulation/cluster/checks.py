@@ -203,7 +203,7 @@ def _check_rest(world: World) -> None:
         engines = frontend.engines
         assert frontend.ready == engines.serving == any(host.serving for host in world.hosts)
         for index in engines._indexes.values():
-            assert not index._promised, f"promised: {index._promised}"
+            assert not index._pending, f"pending: {index._pending}"
         for place, engine in engines._engines.items():
             assert not engine.num_open, f"{engine.open_streams()} at {place}"
             unstarted = engine.load.unstarted_tokens

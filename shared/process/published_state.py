@@ -17,7 +17,7 @@ from shared.process.owner import opened, own_process
 _BYTES = 64 << 10
 
 
-class Board:
+class PublishedState:
     """Shows an object to other processes, which read it by `name`."""
 
     def __init__(self, name: str) -> None:
@@ -37,13 +37,13 @@ class Board:
             self._shown = value
 
     def close(self) -> None:
-        """Closes the inherited board in a fork."""
+        """Closes the inherited memory in a fork."""
         self._memory.close()
         if self._fd >= 0:
             os.close(self._fd)
 
 
-def read_board(pid: int, name: str) -> dict[str, Any] | None:
+def read_published_state(pid: int, name: str) -> dict[str, Any] | None:
     """Returns the object that a process of this user shows; None if there is none, or it is being
     written."""
     try:
