@@ -63,7 +63,7 @@ def refusal(
 def _full(seq: Sequence, limits: Limits, waiting: WaitingQueue) -> str:
     """Names the limit of the queue that a sequence would exceed; empty if none. A client with
     nothing in the queue finds room, so that others cannot keep it out."""
-    if not waiting.usages.is_waiting(seq.request.client, seq.key.connection):
+    if not waiting.has_any_of(seq.request.client, seq.key.connection):
         return ""
     if len(waiting) >= limits.max_waiting:
         return f"{len(waiting)} requests are waiting; the limit is {limits.max_waiting}"

@@ -54,10 +54,9 @@ class ClientUsages:
         """Whether several clients have open sequences. Anonymous clients count as one."""
         return len({isinstance(key, str) and key for key in self._num_open}) > 1
 
-    def is_waiting(self, client: Client, connection: int) -> bool:
-        """Whether a sequence from `client` on `connection` waits that has never run."""
-        usage = self._usages.get(client.name or connection)
-        return usage is not None and usage.num_waiting > 0
+    def get(self, client: Client, connection: int) -> ClientUsage | None:
+        """The usage of a client that has open sequences or had some lately, or None."""
+        return self._usages.get(client.name or connection)
 
     def of(self, client: Client, connection: int) -> ClientUsage:
         """The usage that a new sequence from `client` on `connection` adds to."""

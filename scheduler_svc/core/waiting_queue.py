@@ -15,7 +15,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence as Seq
 
-from scheduler_svc.core.client import ANONYMOUS
+from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.client_usage import ClientUsage, ClientUsages
 from scheduler_svc.core.heap import Heap
 from scheduler_svc.core.sequence import Rank, Sequence
@@ -81,6 +81,7 @@ class WaitingQueue:
         self.usages = ClientUsages()
         self._max_short_tokens = max_short_tokens
         self._sequences: dict[Sequence, ClientUsage] = {}  # the usage by which each is ordered
+        self._num_of: Counter[ClientUsage] = Counter()  # sequences of each client; no zeros
         # The usage of sequences that count as preempted, which go ahead of all others.
         self._preempted = ClientUsage(ANONYMOUS)
         self._preempted.num_tokens = -1.0
@@ -92,6 +93,10 @@ class WaitingQueue:
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._sequences
+
+    def has_any_of(self, client: Client, connection: int) -> bool:
+        """Whether a sequence from `client` on `connection` is in the queue."""
+        return self.usages.get(client, connection) in self._num_of
 
     def arrive(self, seq: Sequence) -> None:
         """Gives a new sequence a rank and a usage without queueing it. When it is queued later, it
@@ -108,6 +113,7 @@ class WaitingQueue:
             self.usages.join(seq.usage)
             usage = seq.usage
         self._sequences[seq] = usage
+        self._num_of[seq.usage] += 1
         for order in self._orders_of(seq):
             order.push(seq, usage)
         self.num_tokens += seq.num_tokens
@@ -145,6 +151,9 @@ class WaitingQueue:
         usage = self._sequences.pop(seq)
         if usage is not self._preempted:
             self.usages.leave(usage)
+        self._num_of[seq.usage] -= 1
+        if not self._num_of[seq.usage]:
+            del self._num_of[seq.usage]
         for order in self._orders_of(seq):
             order.remove(seq, usage)
         self.num_tokens -= seq.num_tokens
@@ -157,6 +166,7 @@ class WaitingQueue:
         assert self.num_uncached_tokens == uncached, "uncached tokens"
         waiting = Counter(u for u in self._sequences.values() if u is not self._preempted)
         assert all(usage.num_waiting == n for usage, n in waiting.items()), "usages"
+        assert self._num_of == Counter(seq.usage for seq in self._sequences), "clients"
         self._order.check_integrity()
         self._short_order.check_integrity()
 

@@ -199,6 +199,18 @@ def test_a_client_with_nothing_in_the_queue_finds_room(
     assert scheduler.add(make(A, length)) is None
 
 
+def test_completions_that_wait_for_a_slot_are_their_clients() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, max_waiting=1)
+    several = make(A)
+    assert scheduler.add(several, n=4) is None
+    step(scheduler)
+    assert scheduler.num_waiting == 3
+    full = scheduler.add(make(A, connection=1))
+    assert full
+    assert full.cause is FinishCause.QUEUE_FULL
+    assert scheduler.add(make(B, connection=1)) is None
+
+
 def test_short_prompts_overtake_only_as_long_as_their_client_had_no_more() -> None:
     """Half of a step is for short prompts, but not for a flood of them if others wait."""
     scheduler = make_scheduler(max_num_seqs=16, max_waiting=10_000)

@@ -274,7 +274,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             Request(deadline=deadline, priority=priority, cache_salt=str(salt)),
             generated_ids=tokens[:has],
         )
-        waits = self.scheduler._waiting.usages.is_waiting(seq.request.client, seq.key.connection)
+        waits = self.scheduler._waiting.has_any_of(seq.request.client, seq.key.connection)
         room = self.scheduler.num_waiting < self.LIMITS.max_waiting or not waits
         refused = self.scheduler.add(seq, n)
         if len(prompt) + max_tokens > self.LIMITS.max_model_len:
