@@ -7,6 +7,7 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
 from functools import partial
 
 import psutil
@@ -55,7 +56,8 @@ asyncio.run(main())
 def stack() -> Iterator[RealStack]:
     # All garbage goes soon, so that only what is kept is seen to grow.
     environment = faulty_environment(USUAL_GARBAGE="1")
-    with running_stack(environment, kv_blocks=4096, block_size=16) as running:
+    limits = {"max_requests_per_client": 1000}
+    with running_stack(environment, kv_blocks=4096, block_size=16, **limits) as running:
         yield running
 
 
@@ -135,10 +137,17 @@ async def open_and_cancel(stack: RealStack) -> None:
     """
     sampled = stack.load().sampled_tokens
     params = SamplingParams(temperature=1, max_tokens=1900, ignore_eos=True)
-    async with aio.insecure_channel(stack.address) as channel:
-        stub = InferenceServiceStub(channel)
+    async with AsyncExitStack() as channels:
+        apart = (("grpc.use_local_subchannel_pool", 1),)  # a connection takes 128 calls
+        stubs = [
+            InferenceServiceStub(
+                await channels.enter_async_context(aio.insecure_channel(stack.address, apart))
+            )
+            for _ in range(8)
+        ]
         calls = [
-            stub.GenerateStream(encode_request(f"Once {number}", params)) for number in range(1000)
+            stubs[number % 8].GenerateStream(encode_request(f"Once {number}", params))
+            for number in range(1000)
         ]
         load = await asyncio.to_thread(stack.wait_load, partial(has_a_thousand, sampled))
         assert load.waiting
