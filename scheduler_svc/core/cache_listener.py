@@ -1,4 +1,4 @@
-"""The interface of what follows the contents of the prefix cache."""
+"""The interface of objects that follow the contents of the prefix cache."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class StoredBlock(NamedTuple):
 
 
 class CacheListener(Protocol):
-    """Is called at each change, before a step is planned that may write to a removed block."""
+    """Receives each change, before a step is planned that may write to a removed block."""
 
     def stored(self, block: int, content: StoredBlock) -> None:
         """This block holds a published content."""
 
     def removed(self, block: int, name: bytes) -> None:
-        """This block holds the content of this name no more."""
+        """This block has lost the content of this name."""
 
     def cleared(self) -> None:
-        """Nothing is stored any more."""
+        """All blocks have lost their contents."""

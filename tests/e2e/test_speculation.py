@@ -45,7 +45,7 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def without(requests: list[Request]) -> Callable[..., dict[str, Transcript]]:
-    """What a stack with these formats says without speculation."""
+    """The tokens of a stack with these formats and without speculation."""
 
     @cache
     def found(**formats: Any) -> dict[str, Transcript]:
@@ -106,5 +106,5 @@ def test_tokens_are_those_without_speculation(
             return last.complete.spec_accepted_tokens and last.complete
 
         # A busy machine may hide for some time that drafts are worth theirs.
-        last = wait_for(drafted, "drafts of what a grammar forces")
+        last = wait_for(drafted, "drafts of tokens that a grammar forces")
     assert last.spec_accepted_tokens <= last.spec_draft_tokens

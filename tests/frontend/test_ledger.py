@@ -1,4 +1,4 @@
-"""What a ledger counts of the completions at an engine."""
+"""The counts that a ledger keeps of the completions at an engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One loop for all interfaces: hostile messages are sent beside honest requests.
 
-The honest ones must get what they get alone. Afterwards, nothing may be left of any message."""
+The honest ones must get what they get alone. In the end, nothing of any message may be left."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SHOWING = "from shared.process.published_state import PublishedState"
 
 @pytest.fixture
 def name() -> str:
-    """Of a state that no other test shows."""
+    """The name of a state that no other test publishes."""
     return f"test-{os.urandom(4).hex()}"
 
 

@@ -39,7 +39,7 @@ def _prompts(length: int, count: int) -> list[list[int]]:
 
 @attack()
 async def full_queue(target: Target) -> None:
-    """As many requests at once as one client may have."""
+    """Sends as many requests at once as one client may have."""
     await _flood(target, [_request(p, max_tokens=128) for p in _prompts(16, 64)], _CALLS)
 
 

@@ -1,4 +1,4 @@
-"""What is stored in caches in 8 bits. gpu_path/test_backends has what attention makes of it."""
+"""The contents of caches in 8 bits. gpu_path/test_backends tests attention over them."""
 
 from __future__ import annotations
 
