@@ -43,7 +43,7 @@ def taught(seconds: Time, wait_s: float = 0.0) -> Speculation:
     for size in range(1, 65):
         rows = [Row(decoding(CYCLE), 3, 1, True)] * size
         step = Step(1, rows, num_decodes=size, num_drafts=size - 1)
-        for _ in range(100):
+        for _ in range(10):
             speculation.step_times.step_answered(step, StepTiming(seconds(size), wait_s, 0.0))
     return speculation
 
@@ -143,7 +143,7 @@ def test_nothing_is_drafted_before_the_time_of_a_step_is_known() -> None:
     speculation, seq = Speculation(), decoding(CYCLE * 4)
     assert not speculation.choose([seq], 100)
     speculation.step_times.step_answered(plain_step(seq), StepTiming(0.01, 0.0, 0.0))
-    assert len(speculation.choose([seq], 100)[seq]) == 1  # which doubles the rows
+    assert 1 <= len(speculation.choose([seq], 100)[seq]) <= 7  # a step of at most 8 rows
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,11 @@ def test_a_draft_model_guesses_until_it_is_wrong() -> None:
         raise AssertionError("never stops drafting")
 
 
-def test_under_a_grammar_only_what_it_allows_is_drafted() -> None:
-    speculation = taught(flat)
+@pytest.mark.parametrize("wait_s", [0.0, 10.0])
+def test_under_a_grammar_only_what_it_allows_is_drafted(wait_s: float) -> None:
+    """Its steps wait for the last answer with and without drafts, so that the wait is no reason to
+    draft nothing."""
+    speculation = taught(flat, wait_s)
     seq = Sequence((0, 1), CYCLE * 4, SamplingParams(100, grammar=Grammar(1, "{}")))
     seq.begin_at(15)
     assert not speculation.choose([seq], 100)

@@ -83,6 +83,20 @@ def test_a_pause_of_the_machine_is_not_taken_for_the_time_of_a_number_of_rows() 
     assert known(_8=1.0, _12=60.0).seconds(12) < 5.0
 
 
+def test_drafts_are_tried_again_where_they_were_measured_on_a_busy_machine() -> None:
+    times = known(_1=1.0)
+    measure(times, 8, 100.0, drafts=7)
+    measure(times, 8, 100.0, drafts=7)
+    measure(times, 1, 1.0)
+    assert not times.max_drafts(1, 7)
+    for _ in range(1000):
+        measure(times, 1, 1.0)
+    assert not times.max_drafts(1, 7)
+    for _ in range(100):
+        measure(times, 1, 1.0)
+    assert times.max_drafts(1, 100) == 7
+
+
 def measure_prompt(times: StepTimes, seconds: float, context: int, tokens: int, rows: int) -> Step:
     """Tells of a step with these decodes, and with tokens of a prompt up to `context`."""
     decodes = [Row(SEQ, 1, 1, True)] * rows

@@ -46,7 +46,9 @@ class Speculation:
     def choose(self, decodes: Seq[Sequence], room: int) -> dict[Sequence, Seq[int]]:
         """The tokens to draft, at most `room` in all. Those of a sequence whose last token is not
         known yet begin with a guess at that token."""
-        room = self.step_times.max_drafts(len(decodes), room) if decodes else 0
+        # The step after drafts waits for their answer. Grammars have each step wait for the last.
+        waits = all(seq.params.stepwise for seq in decodes)
+        room = self.step_times.max_drafts(len(decodes), room, waits=waits) if decodes else 0
         if not room:
             return {}
         gains: list[tuple[float, Sequence]] = []
@@ -61,7 +63,8 @@ class Speculation:
         if not gains:
             return {}
         gains.sort(key=lambda each: -each[0])  # stable, so that a token follows those before it
-        num_drafts = self._best_number([gain for gain, _ in gains[:room]], len(decodes))
+        without_s = self.step_times.seconds_without(len(decodes), waits=waits)
+        num_drafts = self._best_number([gain for gain, _ in gains[:room]], len(decodes), without_s)
         counts = Counter(seq for _, seq in gains[:num_drafts])
         return {seq: seq.guess.tokens[:count] for seq, count in counts.items() if seq.guess}
 
@@ -101,16 +104,13 @@ class Speculation:
             return seq.guess if seq.guess and seq.guess.is_current else None
         return self.guess(seq)
 
-    def _best_number(self, gains: Seq[float], num_seqs: int) -> int:
-        """How many drafts are best in a step of sequences, of the drafts that gain this much. The
-        step after drafts has to wait for their answer."""
+    def _best_number(self, gains: Seq[float], num_seqs: int, without_s: float) -> int:
+        """How many drafts are best, of those that gain this much, in a step of sequences that takes
+        `without_s` seconds without any."""
         best, best_value, value = 0, 0.0, 0.0
-        without_s = self.step_times.seconds_without(num_seqs)
         for number, gain in enumerate(gains, 1):
             value += gain
-            seconds = (
-                max(self.step_times.seconds(num_seqs + number), without_s) + self.step_times.wait_s
-            )
+            seconds = self.step_times.seconds_with(num_seqs, num_seqs + number)
             if (net := value - num_seqs * log(seconds / without_s)) > best_value:
                 best, best_value = number, net
         return best

@@ -17,26 +17,31 @@ _SCALE_WEIGHT, _SIZE_WEIGHT = 0.1, 0.05
 _NUM_FIRST, _FALL = 20, 0.5
 _TOKEN_FALL, _TOKEN_RISE = 0.25, 0.1  # weights of shorter and longer times of prompts
 _WAIT_WEIGHT = 0.1
+_REMEMBERED = 1024  # steps of decodes, after which a size that none of them had is forgotten
 _MAX_FACTOR = 4.0  # between the known time and one measurement, because machines pause
 _MIN_S = 1e-7  # the minimum time of a token or a step
 _MIN_GAIN = 1.1  # below which guesses are not worth the time that they take
 # The part of a step's time that is due to its rows, before two sizes have shown it. With a quarter,
 # likely drafts are tried once, and then the time of that step is known.
 _UNKNOWN_PART = 0.25
+_FEW_ROWS = 8  # in a step that may be tried at any time
 _USUAL_CONTEXT = 512  # tokens
 
 
 class StepTimes:
     """Times in seconds. Those of decodes between known numbers of rows are interpolated. Those
     beyond lie on the line through two known numbers, of which one is at least twice the other. A
-    prompt's tokens take longer with more tokens before them. Such contexts are grouped by the power
-    of two below."""
+    number of rows that no step had for long is forgotten, because the machine may have done other
+    work when it was measured. A prompt's tokens take longer with more tokens before them. Such
+    contexts are grouped by the power of two below."""
 
     def __init__(self) -> None:
         self._scale = 1.0
         self._relative: dict[int, float] = {}  # seconds at a scale of 1, by number of rows
         self._counts: dict[int, int] = {}  # of measurements, by number of rows
         self._sizes: list[int] = []  # of these, ascending
+        self._last_steps: dict[int, int] = {}  # by number of rows, the one with the oldest first
+        self._num_steps = 0  # of decodes
         self._tokens: dict[int, float] = {}  # seconds of a prompt token, by group of its context
         self._num_drafted = 0  # steps with drafts since the last one without
         self._num_waits = 0
@@ -49,29 +54,37 @@ class StepTimes:
         else:
             self._learn_decodes(step, max(timing.took_s, _MIN_S), timing.gap_s)
 
-    def max_drafts(self, num_seqs: int, room: int) -> int:
+    def max_drafts(self, num_seqs: int, room: int, *, waits: bool = False) -> int:
         """How many of up to `room` drafts may be worth their time in a step of sequences. Larger
-        steps are tried in small increments: none has more than twice the rows of any step so far.
+        steps are tried in small increments: one of more than 8 rows has at most twice the rows of
+        any step so far.
 
         The number is 0 where a step gains less than a tenth even if all drafts are right, as where
         its time is proportional to its rows. It is also 0 before any time is known, and when a step
         without drafts is to be measured again, lest drafts seem good for long because it was slow
-        by chance. Each of its measurements is trusted for twice as many steps."""
+        by chance. Each of its measurements is trusted for twice as many steps. Sequences of which
+        each step `waits` for the last answer, drafts or not, lose nothing by that."""
         if not self._sizes or self._num_drafted >> self._counts.get(num_seqs, 0):
             return 0
-        room = min(room, 2 * max(num_seqs, self._sizes[-1]) - num_seqs)
-        without_s = self.seconds_without(num_seqs)
+        most = max(_FEW_ROWS, 2 * num_seqs, 2 * self._sizes[-1])
+        room = min(room, most - num_seqs)
+        without_s = self.seconds_without(num_seqs, waits=waits)
         for rows in {num_seqs + min(factor * num_seqs, room) for factor in (1, 3, 7)}:
-            seconds = max(self.seconds(rows), without_s) + self.wait_s
-            if rows * without_s > _MIN_GAIN * num_seqs * seconds:
+            if rows * without_s > _MIN_GAIN * num_seqs * self.seconds_with(num_seqs, rows):
                 return room
         return 0
 
-    def seconds_without(self, num_seqs: int) -> float:
-        """The time of a step of sequences without drafts: not more than that of more rows."""
+    def seconds_without(self, num_seqs: int, *, waits: bool = False) -> float:
+        """The time of a step of sequences without drafts: not more than that of more rows. That of
+        a step that `waits` for the last answer includes the wait."""
         larger = self._sizes[bisect_left(self._sizes, num_seqs) :]
         least = min(map(self._relative.__getitem__, larger), default=inf)
-        return min(self.seconds(num_seqs), self._scale * least)
+        return min(self.seconds(num_seqs), self._scale * least) + (self.wait_s if waits else 0)
+
+    def seconds_with(self, num_seqs: int, rows: int) -> float:
+        """The time of a step of sequences with drafts, which has so many rows, and of the wait for
+        its answer."""
+        return max(self.seconds(rows), self.seconds_without(num_seqs)) + self.wait_s
 
     def may_guess(self, rows: int) -> bool:
         """Whether steps were measured that had more than half as many rows."""
@@ -119,15 +132,30 @@ class StepTimes:
             insort(self._sizes, rows)
             self._relative[rows] = seconds / self._scale
             self._counts[rows] = 1
-        elif step.num_drafts or not gap_s or took_s < known_s:  # else its way took time, too
-            factor = _bounded(took_s / known_s)
+        else:
             self._counts[rows] += 1
-            if self._counts[rows] > _NUM_FIRST:
-                self._scale *= factor**_SCALE_WEIGHT
-                self._relative[rows] *= factor**_SIZE_WEIGHT
-            else:
-                weight = 1 / self._counts[rows]
-                self._relative[rows] *= factor ** (max(weight, _FALL) if factor < 1 else weight)
+            if step.num_drafts or not gap_s or took_s < known_s:  # else its way took time, too
+                self._adjust(rows, _bounded(took_s / known_s))
+        self._forget_others(rows)
+
+    def _adjust(self, rows: int, factor: float) -> None:
+        """Learns that a step took `factor` times what is known of its number of rows."""
+        if self._counts[rows] > _NUM_FIRST:
+            self._scale *= factor**_SCALE_WEIGHT
+            self._relative[rows] *= factor**_SIZE_WEIGHT
+        else:
+            weight = 1 / self._counts[rows]
+            self._relative[rows] *= factor ** (max(weight, _FALL) if factor < 1 else weight)
+
+    def _forget_others(self, rows: int) -> None:
+        """Forgets what was last measured long before this step, which had so many rows."""
+        self._num_steps += 1
+        self._last_steps.pop(rows, None)
+        self._last_steps[rows] = self._num_steps
+        oldest = next(iter(self._last_steps))
+        if self._last_steps[oldest] <= self._num_steps - _REMEMBERED:
+            del self._last_steps[oldest], self._relative[oldest], self._counts[oldest]
+            self._sizes.remove(oldest)
 
     def _learn_prompts(self, step: Step, took_s: float) -> None:
         """Learns from what the step took longer than its decodes alone would have."""
