@@ -24,7 +24,6 @@ _MIN_GAIN = 1.1  # below which guesses are not worth the time that they take
 # The part of a step's time that is due to its rows, before two sizes have shown it. With a quarter,
 # likely drafts are tried once, and then the time of that step is known.
 _UNKNOWN_PART = 0.25
-_FEW_ROWS = 8  # in a step that may be tried at any time
 _USUAL_CONTEXT = 512  # tokens
 
 
@@ -56,8 +55,7 @@ class StepTimes:
 
     def max_drafts(self, num_seqs: int, room: int, *, waits: bool = False) -> int:
         """How many of up to `room` drafts may be worth their time in a step of sequences. Larger
-        steps are tried in small increments: one of more than 8 rows has at most twice the rows of
-        any step so far.
+        steps are tried in small increments: none has more than twice the rows of any step so far.
 
         The number is 0 where a step gains less than a tenth even if all drafts are right, as where
         its time is proportional to its rows. It is also 0 before any time is known, and when a step
@@ -66,8 +64,7 @@ class StepTimes:
         each step `waits` for the last answer, drafts or not, lose nothing by that."""
         if not self._sizes or self._num_drafted >> self._counts.get(num_seqs, 0):
             return 0
-        most = max(_FEW_ROWS, 2 * num_seqs, 2 * self._sizes[-1])
-        room = min(room, most - num_seqs)
+        room = min(room, 2 * max(num_seqs, self._sizes[-1]) - num_seqs)
         without_s = self.seconds_without(num_seqs, waits=waits)
         for rows in {num_seqs + min(factor * num_seqs, room) for factor in (1, 3, 7)}:
             if rows * without_s > _MIN_GAIN * num_seqs * self.seconds_with(num_seqs, rows):
