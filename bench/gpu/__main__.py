@@ -13,6 +13,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -67,15 +68,12 @@ def main(args: Sequence[str]) -> int:
     from bench.machine import this_machine  # needs psutil
 
     options.out.mkdir(parents=True, exist_ok=True)
-    here = this_machine()
     about = {
         "rehearsal": options.rehearse,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": options.seed,
         "gpu": gpu,
-        "machine": here.machine,
-        "versions": here.versions,
-        "commit": here.commit,
+        **asdict(this_machine()),
     }
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)

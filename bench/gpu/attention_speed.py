@@ -20,7 +20,6 @@ from bench.gpu.steps import Heads, blocks_needed, make_step, snapshot
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.kernels.triton.decode_attention import decode_attention, decode_workspace
 from worker_svc.kernels.triton.paged_attention import Tiling
-from worker_svc.kernels.triton.prompt_attention import prompt_attention
 from worker_svc.step.tensors import StepTensors, upload_step
 
 TARGET = 0.85  # share of the bandwidth, at the largest batch
@@ -79,13 +78,12 @@ def make_load(
     name: str,
     heads: Heads,
     contexts: Sequence[int],
-    block_size: int | str = "auto",
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto",
 ) -> Load:
     rows = len(contexts)
     itemsize = setup.dtype.itemsize if kv_dtype == "auto" else 1
     layers = setup.sizes.layers(sum(contexts) * heads.kv_heads * heads.head_dim * 2 * itemsize)
-    backend = setup.backend(name, heads, layers=layers, block_size=block_size, kv_dtype=kv_dtype)
+    backend = setup.backend(name, heads, layers=layers, kv_dtype=kv_dtype)
     step = make_step([1] * rows, contexts, backend.block_size, vocab=2)
     tensors = upload_step(step, backend.plan_column(step), setup.device)
     generator = setup.generator(name)
@@ -154,53 +152,23 @@ def describe(contexts: Sequence[int]) -> str:
     return f"{len(contexts)} {lengths}"
 
 
-class Prompts:
-    """Prompts of one length."""
-
-    def __init__(
-        self, setup: Setup, name: str, heads: Heads, rows: int, queries: int, context: int
-    ) -> None:
-        self.case = f"{rows} x {queries} of {context}"
-        self._timer = setup.timer
-        self._flops = rows * attention_flops(heads, queries, context)
-        self._backend = backend = setup.backend(name, heads)
-        generator = setup.generator(name)
-        step = make_step([queries] * rows, [context] * rows, backend.block_size, vocab=2)
-        self._cache = backend.allocate(int(step.block_table.max()) + 1)[0]
-        self._cache.normal_(generator=generator)
-        size = (step.num_tokens, heads.heads, heads.head_dim)
-        q = torch.randn(size, device=setup.device, generator=generator)
-        self._q = q.to(setup.dtype)
-        self._tensors = upload_step(step, backend.plan_column(step), setup.device)
-        self._metadata: Any = backend.plan(step, self._tensors, context)
-
-    def rate(self, tiling: Tiling | None = None) -> float:
-        """Measures TFLOP/s; with a tiling, measures only this project's kernel."""
-        if tiling is None:
-            attend = partial(self._backend.attend, self._q, self._cache, self._metadata)
-            return self._flops / self._timer.in_graph([attend]) / 1e12
-        tensors = self._tensors
-        out = torch.empty_like(self._q)
-        kernel = partial(
-            prompt_attention,
-            self._q,
-            self._cache,
-            self._metadata.tiles,
-            tensors.query_starts,
-            tensors.context_lens,
-            tensors.block_table,
-            tensors.table_offsets,
-            self._backend.shape.scale,
-            out,
-            tiling,
-        )
-        return self._flops / self._timer.in_graph([kernel]) / 1e12
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 def measure_prompts(setup: Setup, report: Report, name: str) -> None:
+    """Measures prompts of one length."""
     for label, heads in setup.sizes.heads:
-        for sizes in setup.sizes.prompts:
-            prompts = Prompts(setup, name, heads, *sizes)
-            case = f"prompt attention, {name}, {label}, {prompts.case}"
-            report.figure(case, prompts.rate(), "TFLOP/s", matmul_rate(setup, report))
+        for rows, queries, context in setup.sizes.prompts:
+            backend, generator = setup.backend(name, heads), setup.generator(name)
+            step = make_step([queries] * rows, [context] * rows, backend.block_size, vocab=2)
+            cache = backend.allocate(int(step.block_table.max()) + 1)[0]
+            cache.normal_(generator=generator)
+            size = (step.num_tokens, heads.heads, heads.head_dim)
+            q = torch.randn(size, device=setup.device, generator=generator).to(setup.dtype)
+            tensors = upload_step(step, backend.plan_column(step), setup.device)
+            metadata: Any = backend.plan(step, tensors, context)
+            seconds = setup.timer.in_graph([partial(backend.attend, q, cache, metadata)])
+            report.figure(
+                f"prompt attention, {name}, {label}, {rows} x {queries} of {context}",
+                rows * attention_flops(heads, queries, context) / seconds / 1e12,
+                "TFLOP/s",
+                matmul_rate(setup, report),
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,20 +21,32 @@ from tools.make_model import tensor_shapes
 
 BANDWIDTH = "bandwidth"
 MATMUL = "matrix product"
-# The count of numbers that a program reads, the count that it reads at a time, and its warps.
-READS = ((2**14, 4096, 8), (2**15, 8192, 8), (2**16, 4096, 4))
+STRETCH, TILE = 2**14, 4096  # numbers that a program reads in all and at a time
 
 
 def bandwidth(setup: Setup, report: Report) -> float:
-    """GB/s of the fastest of several ways to move random bytes; measured once per run."""
+    """GB/s of a kernel that reads random bytes; measured once per run. Copies are slower."""
     rate = report.value(BANDWIDTH)
     if rate is None:
-        ways = dict(_ways(setup))
-        report.detail("ways to move bytes, GB/s", ways)
-        best = max(ways, key=lambda way: ways[way])
-        rate = ways[best]
+        size = setup.sizes.read_bytes
+        generator = setup.generator("bytes")
+        source = torch.randint(
+            -(2**31),
+            2**31,
+            (size // 4,),
+            generator=generator,
+            device=setup.device,
+            dtype=torch.int32,
+        )
+        stretch = min(STRETCH, source.numel())
+        maxima = torch.empty(source.numel() // stretch, dtype=torch.int32, device=setup.device)
+        constants = {"STRETCH": stretch, "TILE": min(TILE, stretch), "num_warps": 8}
+        seconds = setup.timer.in_graph(
+            [partial(_read[(len(maxima),)], source, maxima, **constants)]
+        )
+        assert torch.equal(maxima, source.view(-1, stretch).amax(1))  # the kernel read everything
+        rate = 1e-9 * size / seconds
         report.figure(BANDWIDTH, rate, "GB/s")
-        report.note(best)
     return float(rate)
 
 
@@ -53,26 +65,6 @@ def matmul_rate(setup: Setup, report: Report) -> float:
         rate = 2 * size**3 / seconds / 1e12
         report.figure(MATMUL, rate, "TFLOP/s")
     return float(rate)
-
-
-def _ways(setup: Setup) -> Iterator[tuple[str, float]]:
-    size, timer = setup.sizes.copied_bytes, setup.timer
-    generator = setup.generator("bytes")
-    source = torch.randint(
-        -(2**31), 2**31, (size // 4,), generator=generator, device=setup.device, dtype=torch.int32
-    )
-    target = torch.empty_like(source)
-    yield "copy, in a graph", 2e-9 * size / timer.in_graph([lambda: target.copy_(source)])
-    yield "copy, on the stream", 2e-9 * size / timer.eager(lambda: target.copy_(source))
-    assert torch.equal(source, target)
-    for stretch, tile, warps in READS:
-        stretch = min(stretch, source.numel())
-        maxima = torch.empty(source.numel() // stretch, dtype=torch.int32, device=setup.device)
-
-        constants = {"STRETCH": stretch, "TILE": min(tile, stretch), "num_warps": warps}
-        seconds = timer.in_graph([partial(_read[(len(maxima),)], source, maxima, **constants)])
-        assert torch.equal(maxima, source.view(-1, stretch).amax(1))  # the kernel read everything
-        yield f"read, {stretch} x 4 bytes a program", 1e-9 * size / seconds
 
 
 @triton.jit  # type: ignore[untyped-decorator]

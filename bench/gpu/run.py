@@ -148,7 +148,7 @@ def environment(
     records: Path, files: Sequence[str], model: Path, options: argparse.Namespace
 ) -> dict[str, str]:
     """The environment of pytest, which can import the checkout but loads no installed plugins."""
-    paths = {"model": model, "peer": options.peer, "trace": options.out / "trace.json.gz"}
+    paths = {"model": model, "peer": options.peer}
     given = {
         "records": str(records),
         "paths": {name: str(path.resolve()) for name, path in paths.items() if path},

@@ -111,32 +111,24 @@ class Product(NamedTuple):
 class Sizes:
     """Sizes to measure; the defaults are for a GPU and Qwen3-0.6B."""
 
-    copied_bytes: int = 2**30
+    read_bytes: int = 2**30
     rotated_bytes: int = 2**29  # several times the L2 cache
     heads: tuple[tuple[str, Heads], ...] = (("0.6B", QWEN_0_6B), ("8B", QWEN_8B))
     batches: tuple[int, ...] = (1, 64, 256)
     contexts: tuple[int, ...] = (600, 4096)
-    block_sizes: tuple[int, ...] = (16, 64, 256)
     matmul: int = 8192
     products: tuple[Product, ...] = (
-        Product("qkv", 4096, 1024),
-        Product("o", 1024, 2048),
-        Product("gate_up", 6144, 1024),
-        Product("down", 1024, 3072),
-        Product("head", 151_936, 1024),
-    )
-    product_tokens: tuple[int, ...] = (1, 16, 64, 128, 256, 1024)
-    quantized_products: tuple[Product, ...] = (
         Product("0.6B qkv", 4096, 1024),
         Product("0.6B o", 1024, 2048),
         Product("0.6B gate_up", 6144, 1024),
         Product("0.6B down", 1024, 3072),
+        Product("0.6B head", 151_936, 1024),
         Product("8B qkv", 6144, 4096),
         Product("8B o", 4096, 4096),
         Product("8B gate_up", 24_576, 4096),
         Product("8B down", 4096, 12_288),
     )
-    quantized_tokens: tuple[int, ...] = (1, 16, 64, 256)
+    product_tokens: tuple[int, ...] = (1, 16, 64, 256)
     prompts: tuple[tuple[int, int, int], ...] = (  # sequences, their queries, their context
         (1, 4096, 4096),
         (8, 1024, 1024),
@@ -167,17 +159,14 @@ class Sizes:
 
 _SHORT = Shape(num_seqs=3, min_input=4, max_input=9, min_output=3, max_output=6)
 REHEARSAL = Sizes(
-    copied_bytes=2**12,
+    read_bytes=2**12,
     rotated_bytes=1,
     heads=(("tiny", Heads(4, 2, 16)),),
     batches=(1, 2),
     contexts=(9,),
-    block_sizes=(16, 5),
     matmul=16,
-    products=(Product("qkv", 8, 4), Product("head", 301, 4)),
+    products=(Product("o", 16, 256),),
     product_tokens=(1, 3),
-    quantized_products=(Product("o", 16, 256),),
-    quantized_tokens=(1, 3),
     prompts=((1, 9, 9), (2, 3, 12)),
     prompt_steps=((1, 6),),
     max_model_len=1100,
@@ -203,7 +192,6 @@ class Setup:
     model: Path
     seed: int
     peer: Path | None = None  # a checkout of nano-vLLM
-    trace: Path | None = None  # the file to which a trace is written
     rehearse: bool = False  # on a CPU, in Triton's interpreter
     smoke: bool = False  # repeat measurements only a few times
 
@@ -251,11 +239,10 @@ class Setup:
         heads: Heads,
         *,
         layers: int = 1,
-        block_size: int | str = "auto",
         kv_dtype: Literal["auto", "int8", "fp8"] = "auto",
     ) -> PagedBackend[Any]:
         """Returns a backend; skips the test if it is not installed or does not run on this GPU."""
-        settings = self.settings(attention=name, block_size=block_size)
+        settings = self.settings(attention=name)
         shape = AttentionShape(layers, *heads, self.dtype, self.device, kv_dtype)
         try:
             backend = self.platform(settings).attention_backend(settings, shape)

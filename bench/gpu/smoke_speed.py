@@ -30,11 +30,11 @@ pytestmark = pytest.mark.timeout(120)  # the first part compiles
 def measure_copy(setup: Setup, report: Report) -> None:
     """Copies 1 GiB without Triton and without code of the worker."""
     report.note(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {setup.device}")
-    source = torch.ones(setup.sizes.copied_bytes // 4, device=setup.device)
+    source = torch.ones(setup.sizes.read_bytes // 4, device=setup.device)
     target = torch.empty_like(source)
     seconds = setup.timer.eager(lambda: target.copy_(source))
     assert torch.equal(source, target)
-    report.figure("copy", 2e-9 * setup.sizes.copied_bytes / seconds, "GB/s")
+    report.figure("copy", 2e-9 * setup.sizes.read_bytes / seconds, "GB/s")
 
 
 def measure_imports() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import statistics
 import tempfile
@@ -107,7 +106,7 @@ def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> N
         seconds.append(pending.popleft().wait().seconds)
     each_ms = 1e3 * (time.perf_counter() - started) / len(seconds)
     pending.pop().wait()
-    events = [event for event in trace(setup, loaded, [case]) if _counts(setup, event)]
+    events = [event for event in trace(setup, loaded, case) if _counts(setup, event)]
     assert events, "the profiler saw nothing of the device"
     times: Counter[str] = Counter()
     for event in events:
@@ -125,29 +124,16 @@ def measure_step(setup: Setup, report: Report, loaded: Loaded, number: int) -> N
     report.note(f"{case}: {top} ({runner.info.attention_backend})")
 
 
-def measure_trace(setup: Setup, loaded: Loaded) -> None:
-    """Writes a trace of some decodes and some mixed steps, for a trace viewer."""
-    if setup.trace is None:
-        pytest.skip("no file was given for the trace")
-    cases = [
-        next(name for name in loaded.cases if name.endswith(end)) for end in ("mixed", "prompt")
-    ]
-    text = json.dumps({"traceEvents": trace(setup, loaded, cases)})
-    with gzip.open(setup.trace, "wt") as file:
-        file.write(text)
-
-
-def trace(setup: Setup, loaded: Loaded, cases: Sequence[str]) -> list[dict[str, Any]]:
-    """Records the events of a few steps of each case, in Chrome's format."""
+def trace(setup: Setup, loaded: Loaded, case: str) -> list[dict[str, Any]]:
+    """Records the events of a few steps, in Chrome's format."""
     activities = [ProfilerActivity.CPU]
     if setup.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    steps = [loaded.step(case) for case in cases]
+    step = loaded.step(case)
     with profile(activities=activities) as found:
-        for step in steps:
-            pending = [loaded.runner.launch(step) for _ in range(setup.sizes.few)]
-            for each in pending:
-                each.wait()
+        pending = [loaded.runner.launch(step) for _ in range(setup.sizes.few)]
+        for each in pending:
+            each.wait()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "trace.json")
         found.export_chrome_trace(str(path))

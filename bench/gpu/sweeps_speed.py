@@ -1,12 +1,12 @@
-"""Measures attention with tilings, splits and block sizes other than the defaults, which helps to
-choose the tables in the kernels."""
+"""Measures decode attention with tilings and splits other than the defaults, which helps to choose
+the tables in the kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from bench.gpu.attention_speed import Prompts, describe, make_load
+from bench.gpu.attention_speed import describe, make_load
 from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from bench.gpu.steps import snapshot
@@ -26,15 +26,6 @@ DECODE_TILINGS = (
     Tiling(128, 8, 3),
 )
 SPLITS = (1, 2, 4, 8, 16, 32)
-PROMPT_TILINGS = (
-    Tiling(64, 4, 2),
-    Tiling(64, 4, 3),
-    Tiling(64, 8, 2),
-    Tiling(64, 8, 3),
-    Tiling(128, 4, 2),
-    Tiling(128, 8, 2),
-    Tiling(128, 8, 3),
-)
 
 
 def tiling_name(tiling: Tiling) -> str:
@@ -94,26 +85,3 @@ def measure_splits(setup: Setup, report: Report) -> None:
         )
         rates = {str(n): attempt(partial(load.rate, load.kernel(n))) for n in counts}
         compare(report, f"splits, {label}, {describe(contexts)}", rates, str(chosen))
-
-
-def measure_block_sizes(setup: Setup, report: Report) -> None:
-    label, heads = setup.sizes.heads[0]
-    contexts = snapshot(setup.sizes.workload)
-    rates: dict[str, float | str] = {}
-    for block_size in setup.sizes.block_sizes:
-        load = make_load(setup, "triton", heads, contexts, block_size)
-        rates[str(block_size)] = load.rate(load.attend)
-    chosen = make_load(setup, "triton", heads, [1]).backend.block_size
-    compare(report, f"block sizes, {label}, {describe(contexts)}", rates, str(chosen))
-
-
-def measure_prompt_tilings(setup: Setup, report: Report) -> None:
-    label, heads = setup.sizes.heads[0]
-    for sizes in (setup.sizes.prompts[0], setup.sizes.prompts[-1]):
-        prompts = Prompts(setup, "triton", heads, *sizes)
-        rates: dict[str, float | str] = {DEFAULT: prompts.rate()}
-        rates |= {
-            tiling_name(t): attempt(partial(prompts.rate, t))
-            for t in PROMPT_TILINGS[: setup.sizes.swept]
-        }
-        compare(report, f"tilings, {label}, {prompts.case}", rates, DEFAULT)

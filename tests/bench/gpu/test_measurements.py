@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import subprocess
 import sys
@@ -54,6 +52,7 @@ def test_measurements_run(
         "decode attention, triton, tiny, 2 x 9",
         "decode attention, triton, tiny, 3 mixed",
         "decode attention, int8 cache, tiny, 2 x 9",
+        "plain: o 16 x 256, 1 tokens",
         "int4, groups of 128: o 16 x 256, 3 tokens",
         "prompt attention, triton, tiny, 2 x 3 of 12",
         "step, 2 x 9: on the GPU",
@@ -61,11 +60,7 @@ def test_measurements_run(
         "step, 2 + 6 of a prompt: its kernels",
         "step, 1 x 6 tokens: launches",
     }
-    details = {each["name"]: each["value"] for each in read(records) if "name" in each}
-    assert set(details["ways to move bytes, GB/s"]) > {"copy, in a graph", "copy, on the stream"}
     assert [how for test, how in found.items() if "fa3" in test]
-    with gzip.open(tmp_path / "trace.json.gz", "rt") as trace:
-        assert json.load(trace)["traceEvents"]
 
 
 def test_rates_are_of_the_bytes_and_operations(tiny_model: Path) -> None:
