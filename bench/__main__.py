@@ -1,7 +1,7 @@
-"""`python -m bench`: measures a running server or a private stack.
+"""`python -m bench --mode MODE`: measures a part of the server, or the whole of it.
 
-With `--mode` it measures the scheduler or the frontend alone, latency against load, or the cost of
-the HTTP gateway. See docs/results/cpu.md.
+Each mode is a module with `parse_args(args)` and `measure(options, console)`. The latter yields the
+mode's figures so far, each time for the whole JSON file. See docs/results/index.md.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from datetime import UTC, datetime
 from importlib import import_module
 
 from grpc.aio import AioRpcError
@@ -18,7 +19,20 @@ from rich.console import Console
 from bench.machine import this_machine
 from bench.report import MODES
 from bench.workload import BenchError
+from deploy.errors import LaunchError
 from nano_vllm_grpc import LLMError
+from shared.config import SettingsError
+from worker_svc.errors import StartError
+
+_FAILURES = (
+    BenchError,
+    LaunchError,
+    LLMError,
+    OSError,
+    SettingsError,
+    StartError,
+    UnicodeDecodeError,
+)
 
 
 def main(args: list[str]) -> int:
@@ -26,12 +40,20 @@ def main(args: list[str]) -> int:
     parser.add_argument("--mode", choices=MODES, default="stack")
     chosen, _ = parser.parse_known_args(args)
     # The mode is imported on demand, because each mode needs different services.
-    mode = import_module(f"bench.{chosen.mode}_mode")
+    mode = import_module(MODES[chosen.mode])
     options = mode.parse_args(args)
     console = Console()
+    about = {
+        "mode": chosen.mode,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": ["python", "-m", "bench", *args],
+        **dataclasses.asdict(this_machine()),
+    }
     try:
-        found = mode.measure(options, console)
-    except (BenchError, LLMError) as error:
+        for found in mode.measure(options, console):
+            text = json.dumps(about | found, indent=2)
+            options.out.write_text(text + "\n", encoding="utf-8")
+    except _FAILURES as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     except AioRpcError as error:
@@ -39,8 +61,6 @@ def main(args: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    result = {"mode": chosen.mode, **found, **dataclasses.asdict(this_machine())}
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     console.print(f"written: {options.out}")
     return 0
 

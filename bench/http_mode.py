@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,9 +22,10 @@ from rich.console import Console
 
 from bench.http2 import connect
 from bench.machine import cpu_s
-from bench.report import check_minimum, mode_parser
+from bench.report import check_minimum, figure_rows, mode_parser, print_table
 from bench.stack import private_stack
 from bench.workload import BenchError
+from deploy.model import model_name, resolve_model
 from deploy.ports import free_port
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 
@@ -41,22 +39,20 @@ _LONE_REPEATS = 20
 Send = Callable[[str, int], Awaitable[float]]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Medians over the pairs."""
-
-    grpc_tokens_per_s: float
-    http_tokens_per_s: float
-    ratio: float  # of tokens/s, HTTP to gRPC
-    grpc_ttft_ms: float  # of one request at a time
-    http_ttft_ms: float
-    ttft_added_ms: float
-    gateway_cpu_s: float  # per 1,000 tokens
+# Medians over the pairs. A first token is of one request at a time.
+_ROWS = (
+    ("gRPC, tokens/s", "grpc_tokens_per_s", "{:,.0f}"),
+    ("HTTP, tokens/s", "http_tokens_per_s", "{:,.0f}"),
+    ("HTTP to gRPC, tokens/s", "ratio", "{:.2f}"),
+    ("gRPC, first token, ms", "grpc_ttft_ms", "{:.1f}"),
+    ("HTTP, first token, ms", "http_ttft_ms", "{:.1f}"),
+    ("HTTP adds, ms", "ttft_added_ms", "{:.1f}"),
+    ("gateway CPU, s per 1,000 tokens", "gateway_cpu_s", "{:.3f}"),
+)
 
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = mode_parser("http", __doc__)
-    parser.add_argument("--model", type=Path, default=Path("models/demo"), help="%(default)s")
     parser.add_argument("--streams", type=int, default=64, help="%(default)s")
     parser.add_argument("--tokens", type=int, default=128, help="tokens per stream, %(default)s")
     parser.add_argument("--pairs", type=int, default=5, help="%(default)s")
@@ -65,35 +61,25 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     return options
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures both interfaces; returns the figures for the JSON.
+def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """Yields the figures of both interfaces.
 
     Raises:
         BenchError: a completion is shorter than requested.
         LLMError: the server did not start.
     """
     cost = asyncio.run(_measure_cost(options, console))
-    console.print(
-        f"tokens/s: gRPC {cost.grpc_tokens_per_s:,.0f}, HTTP {cost.http_tokens_per_s:,.0f}, "
-        f"ratio {cost.ratio:.2f}\n"
-        f"first token: gRPC {cost.grpc_ttft_ms:.1f} ms, HTTP {cost.http_ttft_ms:.1f} ms, "
-        f"added {cost.ttft_added_ms:.1f} ms\n"
-        f"gateway: {cost.gateway_cpu_s:.3f} s of processor time per 1,000 tokens over HTTP"
-    )
-    return {
-        "model": str(options.model),
-        "streams": options.streams,
-        "tokens": options.tokens,
-        "pairs": options.pairs,
-        **dataclasses.asdict(cost),
-    }
+    about = {name: getattr(options, name) for name in ("model", "streams", "tokens", "pairs")}
+    yield about | cost
+    title = f"{options.model}: {options.streams} streams"
+    print_table(console, title, ["", "median"], figure_rows([cost], _ROWS))
 
 
-async def _measure_cost(options: argparse.Namespace, console: Console) -> Cost:
+async def _measure_cost(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     http_port = free_port()
     with private_stack(options.model, console, http_port=http_port) as stack:
         host = stack.address.rpartition(":")[0]
-        name = options.model.resolve().name
+        name = model_name(options.model, resolve_model(options.model))
         sends = (partial(over_grpc, stack.address), partial(over_http, f"{host}:{http_port}", name))
         speeds, waits, used = [], [], []
         for number in range(-1, options.pairs):  # the first pair warms up
@@ -109,15 +95,15 @@ async def _measure_cost(options: argparse.Namespace, console: Console) -> Cost:
     tokens = options.streams * options.tokens
     grpc, http = (statistics.median(each) for each in zip(*speeds, strict=True))
     grpc_wait, http_wait = (statistics.median(each) for each in zip(*waits, strict=True))
-    return Cost(
-        grpc_tokens_per_s=grpc,
-        http_tokens_per_s=http,
-        ratio=statistics.median(http / grpc for grpc, http in speeds),
-        grpc_ttft_ms=1e3 * grpc_wait,
-        http_ttft_ms=1e3 * http_wait,
-        ttft_added_ms=1e3 * statistics.median(http - grpc for grpc, http in waits),
-        gateway_cpu_s=1e3 * statistics.median(used) / tokens,
-    )
+    return {
+        "grpc_tokens_per_s": grpc,
+        "http_tokens_per_s": http,
+        "ratio": statistics.median(http / grpc for grpc, http in speeds),
+        "grpc_ttft_ms": 1e3 * grpc_wait,
+        "http_ttft_ms": 1e3 * http_wait,
+        "ttft_added_ms": 1e3 * statistics.median(http - grpc for grpc, http in waits),
+        "gateway_cpu_s": 1e3 * statistics.median(used) / tokens,
+    }
 
 
 async def _throughput(send: Send, options: argparse.Namespace) -> float:
@@ -152,12 +138,11 @@ def _cpu_s(http_port: int) -> float:
     raise BenchError(f"no process listens on the gateway's port {http_port}")
 
 
-async def over_grpc(address: str, prompt: str, tokens: int, engine: str = "") -> float:
+async def over_grpc(address: str, prompt: str, tokens: int) -> float:
     """Sends a prompt to a frontend.
 
     Args:
         address: the frontend's host:port.
-        engine: the only engine that may compute the completion; by default any engine.
 
     Raises:
         BenchError: the completion is not as long as requested.
@@ -165,7 +150,6 @@ async def over_grpc(address: str, prompt: str, tokens: int, engine: str = "") ->
     request = pb.GenerateRequest(
         text=prompt,
         sampling=pb.SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0),
-        engine=engine,
     )
     first_at, last = 0.0, b""
 

@@ -7,13 +7,12 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from bench.metrics import Trace, summarize
-from bench.stack import EngineStats, Received, Run
-from bench.workload import TEMPERATURE, BenchError, WorkloadRequest
+from bench.stack import EngineStats, Run
+from bench.workload import TEMPERATURE, WorkloadRequest
 from nano_vllm_grpc import ModelInfo
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
@@ -23,39 +22,24 @@ from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import Answer, Output, Step
 from scheduler_svc.engine import Engine
 from scheduler_svc.rpc.step_encoding import encode_step
-from shared.config import SettingsError, load_settings
-from worker_svc.errors import StartError
+from shared.config import load_settings
 from worker_svc.kept_memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import decode as worker_step
-from worker_svc.step_result import StepResult
+from worker_svc.step_result import PendingStep
 
 _EPOCH = 1
 
 
-class Pending(Protocol):
-    """A step that the device may still be working on, as `PendingStep` is."""
-
-    def wait(self) -> StepResult: ...
-
-
-class Runner(Protocol):
-    """Runs steps, as `ModelRunner` does."""
-
-    def configure(self, epoch: int, num_blocks: int) -> None: ...
-
-    def launch(self, step: worker_step.StepArrays) -> Pending: ...
-
-
 class InProcessExecutor:
-    """Runs steps on a `Runner` in this process, with the columns that gRPC would carry."""
+    """Runs steps in this process, with the columns that gRPC would carry."""
 
-    def __init__(self, runner: Runner, limits: worker_step.StepLimits) -> None:
+    def __init__(self, runner: ModelRunner, limits: worker_step.StepLimits) -> None:
         self._runner = runner
         self._limits = limits
         self._last: worker_step.StepArrays | None = None
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[PendingStep] = deque()
         self._step_id = 0
 
     @property
@@ -87,61 +71,63 @@ class InProcessExecutor:
         return False
 
 
-class RunnerEngine:
-    """Schedules sequences and runs them on a runner that is configured with the blocks of `limits`.
+class InProcessEngine:
+    """Schedules sequences and runs them on a model in this process.
 
     Args:
-        max_waiting: maximum number of waiting sequences.
-        max_num_prefill_tokens: maximum number of prompt tokens in a step that also has decodes.
+        directory: of the model.
+        model: the server whose limits the engine takes.
+
+    Raises:
+        SettingsError, StartError: the model directory cannot be loaded.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        limits: worker_step.StepLimits,
-        max_waiting: int,
-        max_num_prefill_tokens: int = Limits.max_num_prefill_tokens,
-    ) -> None:
+    def __init__(self, directory: str, model: ModelInfo) -> None:
+        capacity = model.capacity
+        flags = {
+            "--model": directory,
+            "--max-num-seqs": capacity.max_num_seqs,
+            "--max-num-batched-tokens": capacity.max_num_batched_tokens,
+            "--max-model-len": model.max_model_len,
+            "--kv-blocks": capacity.num_blocks,
+            "--block-size": capacity.block_size,
+        }
+        args = [str(part) for pair in flags.items() for part in pair]
+        runner = ModelRunner(load_settings(WorkerSettings, args), memory=KeptMemory())
+        runner.configure(_EPOCH, capacity.num_blocks)
         self._scheduler = Scheduler(
             Limits(
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                max_model_len=limits.max_model_len,
-                max_waiting=max_waiting,
-                max_waiting_tokens=max_waiting * limits.max_model_len,
-                max_num_prefill_tokens=max_num_prefill_tokens,
-                vocab_size=limits.vocab_size,
+                max_num_seqs=capacity.max_num_seqs,
+                max_num_batched_tokens=capacity.max_num_batched_tokens,
+                max_model_len=model.max_model_len,
+                max_waiting=capacity.max_waiting,
+                max_waiting_tokens=capacity.max_waiting * model.max_model_len,
+                vocab_size=model.vocab_size,
             ),
-            BlockManager(limits.num_blocks, limits.block_size),
+            BlockManager(capacity.num_blocks, capacity.block_size),
+        )
+        limits = worker_step.StepLimits(
+            vocab_size=model.vocab_size,
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            max_num_seqs=capacity.max_num_seqs,
+            max_num_batched_tokens=capacity.max_num_batched_tokens,
+            max_model_len=model.max_model_len,
         )
         self._engine = Engine(self._scheduler, InProcessExecutor(runner, limits), self._emit)
         self._traces: dict[int, Trace] = {}
         self._unfinished = 0
         self._done = asyncio.Event()
-        self._received: Received = lambda tokens: None
 
-    async def run(
-        self,
-        warm_up: WorkloadRequest,
-        requests: list[WorkloadRequest],
-        received: Received,
-        begin: Callable[[], None] = lambda: None,
-    ) -> Run:
-        """Runs `warm_up`, calls `begin`, and measures `requests` in the way of `run_stack`."""
+    async def run(self, warm_up: WorkloadRequest, requests: list[WorkloadRequest]) -> Run:
+        """Runs `warm_up`, then measures `requests` in the way of `run_stack`."""
         async with self._running():
-            await self._finish([_sequence(0, warm_up)])
+            await self._finish([warm_up])
             before = EngineStats.of(self._scheduler.stats)
-            self._received = received
-            begin()
-            await self._finish([_sequence(*each) for each in enumerate(requests)])
+            await self._finish(requests)
         stats = EngineStats.of(self._scheduler.stats).since(before)
         traces = list(self._traces.values())
         return Run("in process", traces, summarize(traces), stats)
-
-    async def complete(self, sequences: list[Sequence]) -> None:
-        """Runs sequences, numbered from 0, until they end."""
-        async with self._running():
-            await self._finish(sequences)
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
@@ -151,13 +137,14 @@ class RunnerEngine:
             yield
             steps.cancel()
 
-    async def _finish(self, sequences: list[Sequence]) -> None:
+    async def _finish(self, requests: list[WorkloadRequest]) -> None:
         self._traces = {}
-        self._unfinished = len(sequences)
+        self._unfinished = len(requests)
         self._done.clear()
-        for number, sequence in enumerate(sequences):
-            self._traces[number] = Trace(sequence.num_prompt_tokens, sent=time.perf_counter())
-            self._engine.submit(sequence)
+        for number, each in enumerate(requests):
+            params = SamplingParams(each.output_len, temperature=TEMPERATURE, seed=each.seed)
+            self._traces[number] = Trace(len(each.prompt), sent=time.perf_counter())
+            self._engine.submit(Sequence((0, number), each.prompt, params))
         await self._done.wait()
 
     def _emit(self, outputs: list[Output]) -> None:
@@ -165,48 +152,7 @@ class RunnerEngine:
         for output in outputs:
             if output.token is not None:
                 self._traces[output.seq.key.number].arrivals.append((now, 1))
-                self._received(1)
             if output.finished is not None:
                 self._unfinished -= 1
         if not self._unfinished:
             self._done.set()
-
-
-def _sequence(number: int, request: WorkloadRequest) -> Sequence:
-    params = SamplingParams(request.output_len, temperature=TEMPERATURE, seed=request.seed)
-    return Sequence((0, number), request.prompt, params)
-
-
-def load_engine(directory: str, model: ModelInfo) -> RunnerEngine:
-    """Loads a model; `model` describes the server whose limits the engine takes.
-
-    Raises:
-        BenchError: the server runs more ranks than fit into one process, or the model directory
-            cannot be loaded.
-    """
-    capacity = model.capacity
-    if capacity.tensor_parallel_size > 1:
-        raise BenchError("--in-process: runs one rank; start the server with TP=1")
-    flags = {
-        "--model": directory,
-        "--max-num-seqs": capacity.max_num_seqs,
-        "--max-num-batched-tokens": capacity.max_num_batched_tokens,
-        "--max-model-len": model.max_model_len,
-        "--kv-blocks": capacity.num_blocks,
-        "--block-size": capacity.block_size,
-    }
-    args = [str(part) for pair in flags.items() for part in pair]
-    try:
-        runner = ModelRunner(load_settings(WorkerSettings, args), memory=KeptMemory())
-    except (SettingsError, StartError) as error:
-        raise BenchError(f"--in-process: {error}") from error
-    runner.configure(_EPOCH, capacity.num_blocks)
-    limits = worker_step.StepLimits(
-        vocab_size=model.vocab_size,
-        num_blocks=capacity.num_blocks,
-        block_size=capacity.block_size,
-        max_num_seqs=capacity.max_num_seqs,
-        max_num_batched_tokens=capacity.max_num_batched_tokens,
-        max_model_len=model.max_model_len,
-    )
-    return RunnerEngine(runner, limits, capacity.max_waiting)

@@ -1,7 +1,6 @@
 """A worker process without a model, and a scheduler process that uses it, for measurements.
 
-The worker serves `worker.proto` and checks nothing. It answers every step at once. With `--step-us`
-and `--token-us` it waits as long as a step with that many tokens would take.
+The worker serves `worker.proto` and checks nothing. It answers every step at once.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,8 +50,6 @@ class InstantWorker(WorkerServiceServicer):
             incarnation="instant",
             max_num_batched_tokens=2048,
         )
-        self._step_s = options.step_us * 1e-6
-        self._token_s = options.token_us * 1e-6
 
     def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: object
@@ -69,52 +65,39 @@ class InstantWorker(WorkerServiceServicer):
     def Execute(
         self, request_iterator: Iterator[worker_pb2.StepRequest], context: object
     ) -> Iterator[worker_pb2.StepResponse]:
-        done = 0.0  # end of the previous step; steps run one after another
         for step in request_iterator:
             if step.cut:  # all steps before it have been answered
                 continue
-            duration = self._step_s + self._token_s * (len(step.input_ids) // 4)
             # Every row gets the same token, or -1 if it samples nothing.
             token_ids = np.frombuffer(step.samples, "u1").astype("<i4") * 8 - 1
             for step_id in range(step.step_id, step.step_id + max(step.num_steps, 1)):
-                if duration:
-                    done = max(done, time.monotonic()) + duration
-                    time.sleep(max(0.0, done - time.monotonic()))
-                yield worker_pb2.StepResponse(
-                    step_id=step_id, token_ids=token_ids.tobytes(), step_time_s=duration
-                )
+                yield worker_pb2.StepResponse(step_id=step_id, token_ids=token_ids.tobytes())
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Settings of both processes: sizes in tokens, and microseconds of a simulated step."""
+    """Settings of both processes: sizes in tokens."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     num_blocks: int
     block_size: int = 16
-    step_us: float = 0.0
-    token_us: float = 0.0
 
 
 @dataclass(frozen=True)
 class SchedulerUnderTest:
-    """A running scheduler and its worker."""
+    """A running scheduler."""
 
-    address: str
     stub: SchedulerServiceAsyncStub
     scheduler_pid: int
-    worker_pid: int
 
     async def load(self) -> scheduler_pb2.GetLoadResponse:
         return await self.stub.GetLoad(scheduler_pb2.GetLoadRequest())
 
 
 @contextlib.asynccontextmanager
-async def running_scheduler(
-    sizes: Sizes, engine_name: str = "0"
-) -> AsyncIterator[SchedulerUnderTest]:
+async def running_scheduler(sizes: Sizes) -> AsyncIterator[SchedulerUnderTest]:
     """Starts both processes, and stops them at the end.
 
     Raises:
@@ -123,7 +106,7 @@ async def running_scheduler(
     with tempfile.TemporaryDirectory(prefix="bench-") as directory, contextlib.ExitStack() as stack:
         worker_address = f"unix:{directory}/worker.sock"
         scheduler_address = f"unix:{directory}/scheduler.sock"
-        worker = BenchProcess(
+        BenchProcess(
             stack,
             Path(directory, "worker.log"),
             "bench.instant_worker",
@@ -131,8 +114,6 @@ async def running_scheduler(
             num_blocks=sizes.num_blocks,
             max_model_len=sizes.max_model_len,
             block_size=sizes.block_size,
-            step_us=sizes.step_us,
-            token_us=sizes.token_us,
         )
         scheduler = BenchProcess(
             stack,
@@ -143,13 +124,12 @@ async def running_scheduler(
             max_num_seqs=sizes.max_num_seqs,
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             kv_blocks="auto",
-            engine_name=engine_name,
             exit_with_parent=True,
         )
         async with aio.insecure_channel(scheduler_address, options=_ANY_SIZE) as channel:
             stub: SchedulerServiceAsyncStub = SchedulerServiceStub(channel)
             await scheduler.wait_until(lambda: check_health(scheduler_address) == SERVING)
-            yield SchedulerUnderTest(scheduler_address, stub, scheduler.pid, worker.pid)
+            yield SchedulerUnderTest(stub, scheduler.pid)
 
 
 def main() -> None:
@@ -158,13 +138,8 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--block-size", type=int, default=16, help="tokens, %(default)s")
-    parser.add_argument("--step-us", type=float, default=0.0, help="time per step, %(default)s")
-    parser.add_argument(
-        "--token-us", type=float, default=0.0, help="time per token in a step, %(default)s"
-    )
     options = parser.parse_args()
     end_with_parent()
-    # The server uses threads, because asyncio sleeps for whole milliseconds. A step may take less.
     server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.max_receive_message_length", -1)])
     worker = InstantWorker(options)  # type: ignore[abstract]  # not asked
     add_WorkerServiceServicer_to_server(worker, server)

@@ -1,21 +1,20 @@
-"""`python -m bench.kill`: kills processes of this server and of others while clients stream. See
-docs/results/faults.md."""
+"""`python -m bench --mode kill`: kills processes of this server and of others while clients stream.
+
+See docs/results/faults.md.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -25,12 +24,11 @@ from typing import Any
 from rich.console import Console
 
 from bench.kill_servers import FAILURES, LIMIT_S, WITH_HTTP, Server, start_nano, start_peer
-from bench.machine import this_machine
 from bench.metrics import Trace
 from bench.peers.driver import ENTRIES, Entry
 from bench.peers.installed import converted, python
 from bench.processes import Samples
-from bench.report import check_minimum, print_table
+from bench.report import check_minimum, mode_parser, print_table
 from bench.workload import (
     BenchError,
     Shape,
@@ -39,14 +37,13 @@ from bench.workload import (
     text_request,
     text_workload,
 )
-from deploy.errors import LaunchError
 from deploy.health import NOT_SERVING, SERVING
 from deploy.model import model_name, resolve_model
 from nano_vllm_grpc import LLMError
 
 STREAMS, PROMPT_TOKENS = 4, 64
 PROBE = (16, 4)  # tokens of the new request and of its answer
-DEFAULT = ["nano-int8-kv8", "nano-bf16", "llama-q8_0", "vllm-bf16", "openvino-int8"]
+DEFAULT = ["nano-int8-kv8", "nano-bf16", "llama-q8_0", "vllm-bf16"]
 _TOTALS = ("streams_ended", "tokens_lost", "tokens_doubled", "tokens_changed")
 _TIMES = ("pause_s", "not_serving_s", "unreachable_s", "first_token_s")
 _MIN_TOKENS = 8  # that each stream has received before the kill
@@ -170,9 +167,55 @@ def undisturbed(server: Server, requests: Sequence[WorkloadRequest]) -> list[lis
     streams = _new_streams(requests)
     with ThreadPoolExecutor(len(requests)) as pool:
         list(pool.map(partial(_receive, server), requests, streams))
-    if errors := [stream.error for stream in streams if stream.error]:
-        raise BenchError(f"a stream ended although nothing was killed: {errors[0]}")
+    check_whole(streams)
     return [stream.token_ids for stream in streams]
+
+
+def check_whole(streams: Sequence[Stream]) -> None:
+    """Checks that no stream ended early.
+
+    Raises:
+        BenchError: one did.
+    """
+    if errors := [stream.error for stream in streams if stream.error]:
+        raise BenchError(f"a stream ended early: {errors[0]}")
+
+
+@contextmanager
+def killing(
+    server: Server,
+    kind: str,
+    requests: Sequence[WorkloadRequest],
+    min_tokens: int = _MIN_TOKENS,
+    delay_s: float = 0.0,
+) -> Iterator[tuple[list[Stream], float]]:
+    """Kills a process of a kind while all requests stream. Yields the streams and the time of the
+    kill, and returns when they have ended.
+
+    Args:
+        min_tokens: that each stream receives before the kill.
+        delay_s: time from then to the kill.
+
+    Raises:
+        BenchError: a stream ended before the kill.
+    """
+    streams = _new_streams(requests)
+    with ThreadPoolExecutor(len(requests)) as pool:
+        pairs = zip(requests, streams, strict=True)
+        receiving = [pool.submit(_receive, server, *pair) for pair in pairs]
+
+        def are_decoding() -> bool:
+            if any(each.done() for each in receiving):
+                raise BenchError("a stream ended before the kill; raise --tokens")
+            return min(len(each.token_ids) for each in streams) >= min_tokens
+
+        _wait_for(are_decoding, "the first tokens")
+        pid = server.pids[kind]()
+        time.sleep(delay_s)
+        are_decoding()
+        killed = time.perf_counter()
+        os.kill(pid, signal.SIGKILL)
+        yield streams, killed
 
 
 def kill(
@@ -192,27 +235,10 @@ def kill(
     Raises:
         BenchError: a stream ended before the kill, or the server does not recover.
     """
-    streams = _new_streams(requests)
-    with (
-        Samples(server.health, _HEALTH_PERIOD_S) as health,
-        ThreadPoolExecutor(len(requests)) as pool,
-    ):
-        pairs = zip(requests, streams, strict=True)
-        receiving = [pool.submit(_receive, server, *pair) for pair in pairs]
-
-        def are_decoding() -> bool:
-            if any(each.done() for each in receiving):
-                raise BenchError("a stream ended before the kill; raise --tokens")
-            return min(len(each.token_ids) for each in streams) >= _MIN_TOKENS
-
-        _wait_for(are_decoding, "the first tokens")
-        pid = server.pids[kind]()
-        time.sleep(rng.uniform(0, _MAX_DELAY_S))
-        are_decoding()
-        killed = time.perf_counter()
-        os.kill(pid, signal.SIGKILL)
-        first_token_s = _first_token(server, probe) - killed
-        wait(receiving)
+    with Samples(server.health, _HEALTH_PERIOD_S) as health:
+        delay_s = rng.uniform(0, _MAX_DELAY_S)
+        with killing(server, kind, requests, delay_s=delay_s) as (streams, killed):
+            first_token_s = _first_token(server, probe) - killed
         _wait_for(server.is_whole, "all processes to serve")
         _wait_for(lambda: health.found[-1][1] == SERVING, "health to be SERVING")
     time.sleep(_REST_S)
@@ -254,10 +280,8 @@ def _wait_for(ask: Callable[[], bool], what: str) -> None:
 
 
 def parse_args(args: list[str]) -> argparse.Namespace:
-    names = [entry.name for entry in ENTRIES]
-    parser = argparse.ArgumentParser(prog="python -m bench.kill", description=__doc__)
-    parser.add_argument("--model", required=True, help="what MODEL takes")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    names = [entry.name for entry in ENTRIES if entry.peer in ("nano", *WITH_HTTP)]
+    parser = mode_parser("kill", __doc__)
     parser.add_argument("--only", nargs="+", choices=names, default=DEFAULT, metavar="NAME",
                         help=f"of {', '.join(names)}; default: {', '.join(DEFAULT)}")  # fmt: skip
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help="default: all of each server")
@@ -269,17 +293,44 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     return options
 
 
-def run(
-    entry: Entry,
-    model: Path,
-    options: argparse.Namespace,
-    result: dict[str, Any],
-    done: Callable[[str, Kill], None],
-) -> None:
-    """Kills each kind of an entry's processes in turn, and adds what is found to `result`.
+def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """Yields the results after each kill. An entry that fails does not stop the others.
 
-    Args:
-        done: is called after each kill, with the kind.
+    Raises:
+        BenchError: an entry failed.
+        LaunchError: there is no such model.
+    """
+    model = resolve_model(options.model).resolve()
+    entries = [each for each in ENTRIES if each.name in options.only]
+    results: dict[str, Any] = {
+        each.name: {**asdict(each), "kinds": {}, "error": None} for each in entries
+    }
+    content: dict[str, Any] = {
+        "model": model_name(options.model, model),
+        "workload": {"streams": STREAMS, "prompt": PROMPT_TOKENS, "output": options.tokens},
+        "entries": results,
+    }
+    for entry in entries:
+        result = results[entry.name]
+        try:
+            for kind, found in run(entry, model, options, result):
+                pause = max(found.pause_s, default=float("nan"))
+                said = f"pause {pause:.2f} s, {found.streams_ended} streams ended"
+                console.print(f"{entry.name}, {kind} killed: {said}", markup=False)
+                yield content
+        except (BenchError, LLMError) as error:
+            result["error"] = str(error)
+        yield content
+    show(console, content["model"], results)
+    if failed := [name for name, result in results.items() if result["error"]]:
+        raise BenchError(f"failed: {', '.join(failed)}")
+
+
+def run(
+    entry: Entry, model: Path, options: argparse.Namespace, result: dict[str, Any]
+) -> Iterator[tuple[str, Kill]]:
+    """Kills each kind of an entry's processes in turn, and adds what is found to `result`. Yields
+    the kind and the effects of each kill.
 
     Raises:
         BenchError, LLMError: the server does not start or does not recover.
@@ -306,7 +357,7 @@ def run(
                 found.append(kill(server, kind, requests, expected, probe, rng))
                 each = [asdict(one) for one in found]
                 result["kinds"][kind] = {**summarize(found), "kills": each}
-                done(kind, found[-1])
+                yield kind, found[-1]
 
 
 def show(console: Console, model: str, results: dict[str, Any]) -> None:
@@ -324,57 +375,3 @@ def _cell(figure: dict[str, float] | int | None) -> str:
     if isinstance(figure, dict):
         return f"{figure['median']:.2f} ({figure['max']:.2f})"
     return "n/a" if figure is None else str(figure)
-
-
-def main(args: list[str]) -> int:
-    options = parse_args(args)
-    console = Console()
-    try:
-        model = resolve_model(options.model).resolve()
-    except LaunchError as error:
-        print(f"bench.kill: --{error}", file=sys.stderr)
-        return 1
-    entries = [each for each in ENTRIES if each.name in options.only]
-    results: dict[str, Any] = {
-        each.name: {**asdict(each), "kinds": {}, "error": None} for each in entries
-    }
-    content = {
-        "mode": "kill",
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": ["python", "-m", "bench.kill", *args],
-        "model": model_name(options.model, model),
-        "workload": {"streams": STREAMS, "prompt": PROMPT_TOKENS, "output": options.tokens},
-        "entries": results,
-        **asdict(this_machine()),
-    }
-
-    def write() -> None:
-        options.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-    failed = False
-    for entry in entries:
-
-        def done(kind: str, found: Kill, name: str = entry.name) -> None:
-            write()
-            pause = max(found.pause_s, default=float("nan"))
-            said = f"pause {pause:.2f} s, {found.streams_ended} streams ended"
-            console.print(f"{name}, {kind} killed: {said}", markup=False)
-
-        try:
-            if entry.peer in ("nano", *WITH_HTTP):
-                run(entry, model, options, results[entry.name], done)
-            else:
-                results[entry.name]["error"] = "has no server here"
-        except (BenchError, LLMError) as error:
-            results[entry.name]["error"] = str(error)
-            failed = True
-        except KeyboardInterrupt:
-            return 130
-        write()
-    show(console, model_name(options.model, model), results)
-    console.print(f"written: {options.out}")
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 
-from bench.machine import this_machine
 from bench.peers import llama_cpp, nano, vllm
 from bench.peers.driver import Entry
 from bench.peers.http_server import HttpServer
@@ -80,11 +79,7 @@ def start_nano(
             partial(check_health, private.address, _HEALTH_LIMIT_S),
             lambda: all(each.health == SERVING for each in stack_status(stack)),
             stream,
-            {
-                "command": ["nano-vllm-grpc", "run", *(f"--{k}={v}" for k, v in variables.items())],
-                "versions": this_machine().versions,
-                "settings": nano.settings(entry),
-            },
+            {"settings": variables},
         )
 
 
@@ -127,11 +122,7 @@ def start_peer(entry: Entry, model: Path) -> Iterator[Server]:
             partial(_health, server),
             lambda: _health(server) == SERVING,
             lambda request: server.token_ids(request, LIMIT_S),
-            {
-                "command": server.command,
-                "versions": versions,
-                "settings": dict(server.variables),
-            },
+            {"command": server.command, "versions": versions, "settings": server.variables},
         )
 
 

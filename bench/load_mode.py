@@ -12,39 +12,28 @@ import dataclasses
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
-from bench.metrics import Metrics, Trace, summarize
+from bench.metrics import Trace, summarize
 from bench.report import check_lengths, mode_parser, print_table
-from bench.stack import private_stack, run_request
+from bench.stack import measured_server, run_request
 from bench.workload import Shape, WorkloadRequest, check_fits, reference_workload, warm_up_request
 from nano_vllm_grpc import AsyncLLM
 
 # A server is beyond its capacity if it takes this many times as long as the requests' arrivals.
 _BEHIND = 1.5
-
-
-@dataclass(frozen=True)
-class Load:
-    """The figures at one rate of arrival. Rates are requests per second. The offered rate is over
-    the time of the arrivals; the achieved one is over the time until the last token."""
-
-    offered_rate: float
-    achieved_rate: float
-    goodput: float  # rate of the requests that met both goals
-    metrics: Metrics
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "offered_rate": self.offered_rate,
-            "achieved_rate": self.achieved_rate,
-            "goodput": self.goodput,
-            **dataclasses.asdict(self.metrics),
-        }
+_COLUMNS = (
+    ("offered/s", "offered_rate", "{:.2f}"),
+    ("achieved/s", "achieved_rate", "{:.2f}"),
+    ("goodput/s", "goodput", "{:.2f}"),
+    ("TTFT p50, s", "ttft_p50_s", "{:.3f}"),
+    ("p99", "ttft_p99_s", "{:.3f}"),
+    ("ITL p50, s", "itl_p50_s", "{:.4f}"),
+    ("p99", "itl_p99_s", "{:.4f}"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,24 +52,18 @@ class Goals:
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     parser = mode_parser("load", __doc__)
-    parser.add_argument("--address", help="address of a frontend; default: start a private stack")
-    parser.add_argument(
-        "--model", default="models/demo", help="model of a private stack, %(default)s"
-    )
-    parser.add_argument(
-        "--rate", type=float, default=1.0, help="first rate in requests/s, %(default)s"
-    )
-    parser.add_argument(
-        "--growth", type=float, default=1.4, help="factor from rate to rate, %(default)s"
-    )
-    parser.add_argument("--seconds", type=float, default=60.0, help="seconds per rate, %(default)s")
-    parser.add_argument("--ttft-goal", type=float, default=2.0, help="seconds, %(default)s")
-    parser.add_argument("--itl-goal", type=float, default=0.2, help="seconds, %(default)s")
-    parser.add_argument("--min-input", type=int, default=32, help="tokens, %(default)s")
-    parser.add_argument("--max-input", type=int, default=256, help="%(default)s")
-    parser.add_argument("--min-output", type=int, default=16, help="%(default)s")
-    parser.add_argument("--max-output", type=int, default=128, help="%(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="%(default)s")
+    add = parser.add_argument
+    add("--address", help="address of a frontend; default: start a private stack")
+    add("--rate", type=float, default=1.0, help="first rate in requests/s, %(default)s")
+    add("--growth", type=float, default=1.4, help="factor from rate to rate, %(default)s")
+    add("--seconds", type=float, default=60.0, help="seconds per rate, %(default)s")
+    add("--ttft-goal", type=float, default=2.0, help="seconds, %(default)s")
+    add("--itl-goal", type=float, default=0.2, help="seconds, %(default)s")
+    add("--min-input", type=int, default=32, help="tokens, %(default)s")
+    add("--max-input", type=int, default=256, help="%(default)s")
+    add("--min-output", type=int, default=16, help="%(default)s")
+    add("--max-output", type=int, default=128, help="%(default)s")
+    add("--seed", type=int, default=0, help="%(default)s")
     options = parser.parse_args(args)
     for name in ("rate", "seconds", "ttft_goal", "itl_goal"):
         if not getattr(options, name) > 0:
@@ -91,45 +74,33 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     return options
 
 
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures one load after another; returns the figures for the JSON.
+def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """Yields the figures of all loads.
 
     Raises:
         BenchError: a completion is shorter than requested, or the requests do not fit the model.
         LLMError: the server refused or failed.
     """
-    with _server(options, console) as address:
+    with measured_server(options, console) as (address, _):
         model, loads = asyncio.run(_measure_loads(options, address, console))
-    figures = [load.to_json() for load in loads]
-    title = f"{model}: latency against load"
-    rows = ([pattern.format(each[name]) for _, name, pattern in _COLUMNS] for each in figures)
-    print_table(console, title, [label for label, _, _ in _COLUMNS], rows)
-    return {
+    yield {
         "model": model,
-        "loads": figures,
+        "loads": loads,
         "goals": {"ttft_s": options.ttft_goal, "itl_s": options.itl_goal},
         "seconds": options.seconds,
         "workload": dataclasses.asdict(_shape(options, 0, 0)),
     }
-
-
-_COLUMNS = (
-    ("offered/s", "offered_rate", "{:.2f}"),
-    ("achieved/s", "achieved_rate", "{:.2f}"),
-    ("goodput/s", "goodput", "{:.2f}"),
-    ("TTFT p50, s", "ttft_p50_s", "{:.3f}"),
-    ("p99", "ttft_p99_s", "{:.3f}"),
-    ("ITL p50, s", "itl_p50_s", "{:.4f}"),
-    ("p99", "itl_p99_s", "{:.4f}"),
-)
+    title = f"{model}: latency against load"
+    rows = ([pattern.format(load[name]) for _, name, pattern in _COLUMNS] for load in loads)
+    print_table(console, title, [label for label, _, _ in _COLUMNS], rows)
 
 
 async def _measure_loads(
     options: argparse.Namespace, address: str, console: Console
-) -> tuple[str, list[Load]]:
+) -> tuple[str, list[dict[str, Any]]]:
     """Raises the rate until the server is beyond its capacity -> the model's name, all loads."""
     goals = Goals(options.ttft_goal, options.itl_goal)
-    loads: list[Load] = []
+    loads: list[dict[str, Any]] = []
     async with AsyncLLM(address) as llm:
         model = await llm.get_model()
         rate, behind = options.rate, False
@@ -142,7 +113,7 @@ async def _measure_loads(
             with console.status(f"{rate:.2f} requests/s, {len(due)} requests"):
                 traces = await _send(llm, due, requests)
             loads.append(summarize_load(traces, options.seconds, goals))
-            behind = loads[-1].metrics.duration_s > _BEHIND * options.seconds
+            behind = loads[-1]["duration_s"] > _BEHIND * options.seconds
             rate *= options.growth
     return model.model, loads
 
@@ -156,12 +127,18 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
     return times
 
 
-def summarize_load(traces: list[Trace], seconds: float, goals: Goals) -> Load:
-    """Computes the figures of requests that arrived within `seconds`."""
+def summarize_load(traces: list[Trace], seconds: float, goals: Goals) -> dict[str, Any]:
+    """Computes the figures of requests that arrived within `seconds`. Rates are requests per
+    second: the offered one over the time of the arrivals, the achieved one over the time until the
+    last token, and the goodput of those that met both goals."""
     metrics = summarize(traces)
     taken = max(metrics.duration_s, seconds)
-    good = sum(goals.met(trace) for trace in traces)
-    return Load(len(traces) / seconds, len(traces) / taken, good / taken, metrics)
+    return {
+        "offered_rate": len(traces) / seconds,
+        "achieved_rate": len(traces) / taken,
+        "goodput": sum(goals.met(trace) for trace in traces) / taken,
+        **dataclasses.asdict(metrics),
+    }
 
 
 async def _send(llm: AsyncLLM, due: list[float], requests: list[WorkloadRequest]) -> list[Trace]:
@@ -187,12 +164,3 @@ def _shape(options: argparse.Namespace, count: int, number: int) -> Shape:
         options.max_output,
         options.seed + number,
     )
-
-
-@contextmanager
-def _server(options: argparse.Namespace, console: Console) -> Iterator[str]:
-    if options.address:
-        yield options.address
-        return
-    with private_stack(options.model, console) as stack:
-        yield stack.address

@@ -20,6 +20,7 @@ class Machine:
     machine: dict[str, str | int]
     versions: dict[str, str]
     commit: str | None  # with "+changes" if files differ from it
+    environment: dict[str, str]  # settings, without the client's token
 
 
 def this_machine() -> Machine:
@@ -35,6 +36,11 @@ def this_machine() -> Machine:
             **{name: _version(name) for name in _PACKAGES},
         },
         commit=_commit(),
+        environment={
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith("NANO_") and name != "NANO_TOKEN"
+        },
     )
 
 

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
@@ -24,40 +25,30 @@ Value = TypeVar("Value")
 
 
 class BenchProcess:
-    """A process `python -m MODULE --FLAG VALUE ...`, which ends when `stack` closes. A list gives a
-    flag several values."""
+    """A process `python -m MODULE --FLAG VALUE ...`, which ends when `stack` closes."""
 
-    def __init__(
-        self, stack: ExitStack | AsyncExitStack, log: Path, module: str, **flags: object
-    ) -> None:
-        args = [part for name, value in flags.items() for part in (_flag(name), *_values(value))]
+    def __init__(self, stack: ExitStack, log: Path, module: str, **flags: object) -> None:
+        pairs = [("--" + name.replace("_", "-"), str(value)) for name, value in flags.items()]
         self._log = log
         self._module = module
         with log.open("wb") as file:
-            command = [sys.executable, "-m", module, *args]
+            command = [sys.executable, "-m", module, *chain(*pairs)]
             self._popen = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         self.pid = self._popen.pid
         stack.callback(self._stop)
-
-    def check(self) -> None:
-        """Checks that the process is running.
-
-        Raises:
-            BenchError: the process has ended; the message has the end of its log.
-        """
-        if self._popen.poll() is not None:
-            lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            raise BenchError("\n".join([f"{self._module} ended:", *lines]))
 
     async def wait_until(self, is_ready: Callable[[], bool]) -> None:
         """Calls `is_ready`, in a thread, until it returns true.
 
         Raises:
-            BenchError: the process has ended, or is not ready in time.
+            BenchError: the process has ended (the message has the end of its log), or is not ready
+                in time.
         """
         deadline = time.monotonic() + _START_S
         while not await asyncio.to_thread(is_ready):
-            self.check()
+            if self._popen.poll() is not None:
+                lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+                raise BenchError("\n".join([f"{self._module} ended:", *lines]))
             if time.monotonic() > deadline:
                 raise BenchError(f"{self._module} was not ready after {_START_S:.0f} s")
             await asyncio.sleep(_POLL_S)
@@ -120,12 +111,11 @@ class Samples(Generic[Value]):
 
     Args:
         period_s: seconds from one reading to the next.
-        share: maximum share of the time that reading takes; the period becomes longer if need be.
     """
 
-    def __init__(self, read: Callable[[], Value], period_s: float, share: float = 1.0) -> None:
+    def __init__(self, read: Callable[[], Value], period_s: float) -> None:
         self.found: list[tuple[float, Value]] = []  # with the time before each reading
-        self._read, self._period_s, self._share = read, period_s, share
+        self._read, self._period_s = read, period_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -142,13 +132,4 @@ class Samples(Generic[Value]):
         while not self._over.wait(pause_s):
             start = time.perf_counter()
             self.found.append((start, self._read()))
-            spent_s = time.perf_counter() - start
-            pause_s = max(self._period_s, spent_s / self._share) - spent_s
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _values(value: object) -> list[str]:
-    return [str(each) for each in value] if isinstance(value, list) else [str(value)]
+            pause_s = max(start + self._period_s - time.perf_counter(), 0.0)

@@ -1,4 +1,4 @@
-"""`python -m bench.quality`: measures what each format of weights and KV cache loses.
+"""`python -m bench --mode quality`: measures what each format of weights and KV cache loses.
 
 All variants read the same text, by default this project's documents, in windows of equal length.
 Each is compared with the first, which is float32 without quantization. See docs/results/quality.md.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,10 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from bench.gpu.steps import Sequences, blocks_needed
-from bench.machine import this_machine
-from bench.report import print_table
-from bench.workload import DOCUMENTS, read_tokens
-from deploy.errors import LaunchError
+from bench.report import check_minimum, mode_parser, print_table
+from bench.workload import DOCUMENTS, BenchError, read_tokens
 from deploy.model import resolve_model
-from shared.config import SettingsError, load_settings
-from worker_svc.errors import StartError
+from shared.config import load_settings
 from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.wire import Int32s
@@ -168,7 +164,7 @@ def summarize(name: str, scores: Scores, reference: Scores, seed: int) -> Qualit
     )
 
 
-def measure(
+def compare(
     model: Path, names: Sequence[str], windows: Sequence[Int32s], seed: int
 ) -> list[Quality]:
     """Measures variants on windows of equal length; the first variant is the reference.
@@ -188,7 +184,7 @@ def measure(
     return [summarize(name, found[name], found[names[0]], seed) for name in names]
 
 
-def print_qualities(qualities: Sequence[Quality], positions: int) -> None:
+def print_qualities(console: Console, qualities: Sequence[Quality], positions: int) -> None:
     """Prints changes in % and divergences in thousandths of a nat, each with its interval."""
     rows = [
         [
@@ -202,7 +198,7 @@ def print_qualities(qualities: Sequence[Quality], positions: int) -> None:
         for each in qualities
     ]
     columns = ["", "perplexity", "change in %", "KL: mean", "99th percentile", "same greedy token"]
-    print_table(Console(), f"{positions:,} tokens, compared with {REFERENCE}", columns, rows)
+    print_table(console, f"{positions:,} tokens, compared with {REFERENCE}", columns, rows)
 
 
 def _with_interval(value: float, bounds: Interval, factor: int, pattern: str) -> str:
@@ -211,51 +207,39 @@ def _with_interval(value: float, bounds: Interval, factor: int, pattern: str) ->
 
 
 def parse_args(args: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="what MODEL takes; default: %(default)s")
+    parser = mode_parser("quality", __doc__, "smollm2")
     parser.add_argument("--texts", nargs="+", type=Path, default=DOCUMENTS, metavar="FILE",
                         help="default: this project's documents")  # fmt: skip
     parser.add_argument("--context", type=int, default=1024, help="tokens of a window; %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of the intervals; %(default)s")
     parser.add_argument("--only", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME",
                         help=f"besides {REFERENCE}; default: {', '.join(VARIANTS)}")  # fmt: skip
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args(args)
-    if options.context < 2:
-        parser.error("--context: must be at least 2")
+    check_minimum(parser, options, 2, ["context"])
     return options
 
 
-def main(args: list[str]) -> int:
-    options = parse_args(args)
-    try:
-        model = resolve_model(options.model)
-        tokens = np.array(read_tokens(model, options.texts), np.int32)
-        size = options.context
-        windows = [tokens[end - size : end] for end in range(size, len(tokens) + 1, size)]
-        if not windows:
-            print(f"bench.quality: --texts: fewer than {size} tokens", file=sys.stderr)
-            return 1
-        names = [REFERENCE, *(name for name in options.only if name != REFERENCE)]
-        qualities = measure(model, names, windows, options.seed)
-    except (LaunchError, SettingsError, StartError, OSError, UnicodeDecodeError) as error:
-        print(f"bench.quality: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print_qualities(qualities, size * len(windows))
-    result: dict[str, Any] = {
-        "mode": "quality",
+def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """Yields the figures of all variants.
+
+    Raises:
+        BenchError: the text is shorter than a window.
+        LaunchError, StartError: there is no such model, or this machine cannot serve a variant.
+        OSError: a text cannot be read.
+    """
+    model = resolve_model(options.model)
+    tokens = np.array(read_tokens(model, options.texts), np.int32)
+    size = options.context
+    windows = [tokens[end - size : end] for end in range(size, len(tokens) + 1, size)]
+    if not windows:
+        raise BenchError(f"--texts: fewer than {size} tokens")
+    names = [REFERENCE, *(name for name in options.only if name != REFERENCE)]
+    qualities = compare(model, names, windows, options.seed)
+    print_qualities(console, qualities, size * len(windows))
+    yield {
         "model": options.model,
         "tokens": size * len(windows),
         "context": size,
         "reference": REFERENCE,
         "variants": [dataclasses.asdict(each) for each in qualities],
-        **dataclasses.asdict(this_machine()),
     }
-    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,15 +9,36 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-MODES = ("stack", "scheduler", "frontend", "load", "http")
+# The module of each mode.
+MODES = {
+    "stack": "bench.stack_mode",
+    "steps": "bench.steps",
+    "scheduler": "bench.scheduler_mode",
+    "load": "bench.load_mode",
+    "http": "bench.http_mode",
+    "speculation": "bench.speculation",
+    "quality": "bench.quality",
+    "kill": "bench.kill",
+    "recovery": "bench.recovery",
+    "peers": "bench.peers.compare",
+}
 
 
-def mode_parser(mode: str, description: str | None) -> argparse.ArgumentParser:
+def mode_parser(
+    mode: str, description: str | None, model: str | None = "models/demo"
+) -> argparse.ArgumentParser:
+    """A parser with the flags of all modes.
+
+    Args:
+        model: the default of `--model`; None if the mode has no model.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m bench --mode {mode}", description=description)
     parser.add_argument(
         "--mode", choices=MODES, help="what to measure, stack by default; each mode has other flags"
     )
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="%(default)s")
+    if model is not None:
+        parser.add_argument("--model", default=model, help="what MODEL takes; %(default)s")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`python -m bench.speculation`: measures how much faster streams are with drafts, by kind of text.
+"""`python -m bench --mode speculation`: measures how much faster streams are with drafts.
 
 Two private stacks, with `SPECULATION=none` and `auto`, answer prompts of `speculation_prompts.json`
 in turn, so many at a time. Which is first alternates. After half of the pairs, both start again in
@@ -11,25 +11,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from bench.machine import this_machine
 from bench.metrics import percentile
-from bench.report import check_minimum
+from bench.report import check_minimum, mode_parser, print_table
 from bench.stack import private_stack
-from deploy.errors import LaunchError
+from bench.workload import BenchError
 from deploy.model import model_name, resolve_model
-from nano_vllm_grpc import AsyncLLM, LLMError, SamplingParams, StructuredOutput
+from nano_vllm_grpc import AsyncLLM, SamplingParams, StructuredOutput
 
 PROMPTS = Path(__file__).with_name("speculation_prompts.json")
 SETTINGS = ("none", "auto")  # of SPECULATION
@@ -80,9 +77,7 @@ class Found:
 
 def parse_args(args: list[str]) -> argparse.Namespace:
     groups = list(read_prompts())
-    parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="what MODEL takes; %(default)s")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = mode_parser("speculation", __doc__, "smollm2")
     parser.add_argument("--pairs", type=int, default=3, help="%(default)s")
     parser.add_argument("--groups", nargs="+", choices=groups, default=groups, help="default: all")
     parser.add_argument("--temperatures", nargs="+", choices=TEMPERATURES,
@@ -90,10 +85,8 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="of each group; %(default)s")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="%(default)s")
     parser.add_argument("--tokens", type=int, default=128, help="per answer; %(default)s")
-    parser.add_argument("--max-num-seqs", type=int, default=256,
-                        help="drafts need more than streams; %(default)s")  # fmt: skip
     options = parser.parse_args(args)
-    check_minimum(parser, options, 1, ("pairs", "streams", "tokens", "prompts", "max_num_seqs"))
+    check_minimum(parser, options, 1, ("pairs", "streams", "tokens", "prompts"))
     return options
 
 
@@ -103,14 +96,27 @@ def read_prompts() -> dict[str, list[dict[str, Any]]]:
     return prompts
 
 
-def measure(
-    model: Path, options: argparse.Namespace, console: Console
-) -> Iterable[dict[Case, Found]]:
+def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     """Yields the results after each pair.
 
     Raises:
-        LLMError: a stack does not start, or fails.
+        BenchError: tokens differ between the stacks.
+        LaunchError, LLMError: there is no such model, or a stack does not start or fails.
     """
+    model = resolve_model(options.model).resolve()
+    about = {"model": model_name(options.model, model), "tokens": options.tokens}
+    for found in compare(model, options, console):
+        yield about | {"cases": [asdict(case) | each.figures() for case, each in found.items()]}
+    columns = ["streams", *map(str, options.streams)]
+    print_table(console, "tokens/s with drafts, to those without", columns, table(found))
+    if differing := sum(each.differing for each in found.values()):
+        raise BenchError(f"the tokens of {differing} requests differ between the stacks")
+
+
+def compare(
+    model: Path, options: argparse.Namespace, console: Console
+) -> Iterator[dict[Case, Found]]:
+    """Yields the results of all cases after each pair."""
     kinds = product(options.groups, options.streams, options.temperatures)
     found = {Case(*kind): Found() for kind in kinds}
     half = -(-options.pairs // 2)
@@ -118,8 +124,7 @@ def measure(
         with ExitStack() as stacks:
             addresses = {}
             for setting in settings if pairs else ():
-                limits = {"max_num_seqs": options.max_num_seqs}
-                started = private_stack(model, console, speculation=setting, **limits)
+                started = private_stack(model, console, speculation=setting)
                 addresses[setting] = stacks.enter_context(started).address
             for number in range(pairs):
                 for case, results in found.items():
@@ -157,47 +162,15 @@ async def _run(llm: AsyncLLM, prompts: list[dict[str, Any]], case: Case, tokens:
     return Run(sum(map(len, token_ids)) / seconds, token_ids)
 
 
-def table(found: dict[Case, Found]) -> str:
-    """The ratios as a Markdown table, with quartiles in brackets."""
-    streams = list(dict.fromkeys(case.streams for case in found))
-    names = ["1 stream" if each == 1 else f"{each} streams" for each in streams]
-    lines = [f"| text | temperature | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+def table(found: dict[Case, Found]) -> list[list[str]]:
+    """A row for each kind of text and temperature: the ratio for each number of streams, with
+    quartiles in brackets."""
+    streams = dict.fromkeys(case.streams for case in found)
+    rows = []
     for group, temperature in dict.fromkeys((case.group, case.temperature) for case in found):
-        cells = []
+        rows.append([f"{group}, {temperature}"])
         for each in streams:
             ratio = found[Case(group, each, temperature)].figures()["ratio"]
             low, high = ratio["first_quartile"], ratio["third_quartile"]
-            cells.append(f"{ratio['median']:.2f} ({low:.2f} to {high:.2f})")
-        lines.append(f"| {group} | {temperature} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def main(args: list[str]) -> int:
-    options = parse_args(args)
-    console = Console(stderr=True)
-    try:
-        model = resolve_model(options.model).resolve()
-        for found in measure(model, options, console):
-            content = {
-                "mode": "speculation",
-                "date": datetime.now(UTC).date().isoformat(),
-                "command": ["python", "-m", "bench.speculation", *args],
-                "model": model_name(options.model, model),
-                "tokens": options.tokens,
-                "cases": [asdict(case) | each.figures() for case, each in found.items()],
-                **asdict(this_machine()),
-            }
-            options.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except (LaunchError, LLMError) as error:
-        print(f"bench.speculation: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    print(table(found))
-    if differing := sum(each.differing for each in found.values()):
-        print(f"the tokens of {differing} requests differ between the stacks", file=sys.stderr)
-    return int(differing > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+            rows[-1].append(f"{ratio['median']:.2f} ({low:.2f} to {high:.2f})")
+    return rows

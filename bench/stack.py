@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +34,6 @@ from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
 # Parameters without effect, which replace a model's own defaults. Only the temperature remains.
 PLAIN = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-Received = Callable[[int], object]
 _TIMEOUT_S = 5.0
 
 
@@ -128,14 +130,28 @@ def private_stack(model: str | Path, console: Console, **options: Any) -> Privat
         return PrivateStack(model, **{"speculation": "none", **options})
 
 
+@contextmanager
+def measured_server(
+    options: argparse.Namespace, console: Console
+) -> Iterator[tuple[str, str | None]]:
+    """Yields the addresses of a frontend and its scheduler: `options.address`, or a new private
+    stack with `options.model`. A scheduler's address may be unknown."""
+    if options.address:
+        yield options.address, None
+        return
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
+        scheduler_address = f"unix:{directory}/scheduler.sock"
+        with private_stack(options.model, console, scheduler_address=scheduler_address) as stack:
+            yield stack.address, scheduler_address
+
+
 async def run_stack(
     llm: AsyncLLM,
     warm_up: WorkloadRequest,
     requests: list[WorkloadRequest],
     read_stats: ReadStats,
-    received: Received,
 ) -> Run:
-    """Runs `warm_up`, then measures `requests`; calls `received` with each chunk's token count.
+    """Runs `warm_up`, then measures `requests`.
 
     Raises:
         BenchError: a completion is not as long as requested.
@@ -143,39 +159,30 @@ async def run_stack(
     """
     await run_request(llm, warm_up)
     before = await read_stats()
-    traces = await asyncio.gather(*(run_request(llm, each, received) for each in requests))
+    traces = await asyncio.gather(*(run_request(llm, each) for each in requests))
     after = await read_stats()
     stats = after.since(before) if after and before else None
     return Run("stack", traces, summarize(traces), stats)
 
 
-async def run_request(
-    llm: AsyncLLM,
-    request: WorkloadRequest,
-    received: Received = lambda tokens: None,
-    sampling: Mapping[str, Any] | None = None,
-) -> Trace:
+async def run_request(llm: AsyncLLM, request: WorkloadRequest) -> Trace:
     """Runs one request; returns its times at the client.
 
-    Args:
-        sampling: parameters that replace the workload's.
-
     Raises:
-        BenchError: the completion ignores ends and is not as long as requested.
+        BenchError: the completion is not as long as requested.
     """
-    workload = {
-        "temperature": TEMPERATURE,
-        "max_tokens": request.output_len,
-        "ignore_eos": True,
-        "seed": request.seed,
-    }
-    params = replace(PLAIN, **{**workload, **(sampling or {})})
+    params = replace(
+        PLAIN,
+        temperature=TEMPERATURE,
+        max_tokens=request.output_len,
+        ignore_eos=True,
+        seed=request.seed,
+    )
     trace = Trace(len(request.prompt), sent=time.perf_counter())
     async for chunk in llm.stream(request.prompt, params):
         if chunk.token_ids:
             trace.arrivals.append((time.perf_counter(), len(chunk.token_ids)))
-            received(len(chunk.token_ids))
-    if params.ignore_eos and trace.output_tokens != request.output_len:
+    if trace.output_tokens != request.output_len:
         raise BenchError(
             f"the server generated {trace.output_tokens} tokens instead of {request.output_len}; "
             "the figures would not be comparable"

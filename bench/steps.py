@@ -1,31 +1,28 @@
-"""Measures a worker's steps on a CPU, in this process: decodes, prompts and mixed steps.
+"""`python -m bench --mode steps`: measures a worker's steps on a CPU, in this process.
 
-    python -m bench.steps --model DIR [--threads N] [--quantization int8] [--kv-dtype int8]
-        [--parts] [--out FILE.json]
-
-Run it on an otherwise idle machine. `--parts` also shows the time of each part of a step, summed
-over all layers, and how long the thread that computes it then waits for other threads.
-docs/operate/observability.md describes how to profile a running stack.
+The steps are decodes, prompts and both together. The worker reads its settings from NANO_<NAME>.
+`--parts` also shows the time of each part of a step, summed over all layers, and how long the
+thread that computes it then waits for other threads. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from ctypes import addressof
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from bench.gpu.steps import make_step
-from bench.machine import this_machine
+from bench.report import mode_parser
+from deploy.model import resolve_model
 from shared.config import load_settings
 from worker_svc.kept_memory import KeptMemory
 from worker_svc.kernels.cpu import traced_model
@@ -83,7 +80,7 @@ def time_parts(runner: ModelRunner) -> Parts:
 
     module: Any = traced_model
     module.run = run_and_time
-    wrap(traced_model.Program, "_run_cut", "between native calls")
+    wrap(traced_model.Program, "_run_host_call", "between native calls")
     wrap(VocabParallelHead, "__call__", "head")
     wrap(Sampler, "__call__", "sampler")
     return parts
@@ -101,7 +98,7 @@ def _products(owner: object) -> Iterator[tuple[int, str]]:
                 yield from _products(each)
 
 
-def measure(runner: ModelRunner, decodes: int, prompt: int, parts: Parts) -> float:
+def time_step(runner: ModelRunner, decodes: int, prompt: int, parts: Parts) -> float:
     """The median seconds of a step, from runs that together take at least a second. Leaves the mean
     times of its parts in `parts`."""
     prompts = [prompt] if prompt else []
@@ -122,45 +119,35 @@ def measure(runner: ModelRunner, decodes: int, prompt: int, parts: Parts) -> flo
     return median(runs)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.steps", description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--threads", default="auto")
-    parser.add_argument("--quantization", default="auto")
-    parser.add_argument("--kv-dtype", default="auto")
+def parse_args(args: list[str]) -> argparse.Namespace:
+    parser = mode_parser("steps", __doc__)
     parser.add_argument("--parts", action="store_true", help="also show the time of each part")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    args = parser.parse_args()
-    flags = ["--device", "cpu", "--max-num-seqs", "256", "--model", args.model]
-    for name in ("threads", "quantization", "kv_dtype"):
-        flags += [f"--{name.replace('_', '-')}", getattr(args, name)]
-    runner = ModelRunner(load_settings(WorkerSettings, flags), memory=KeptMemory())
+    return parser.parse_args(args)
+
+
+def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
+    """Yields the seconds of the steps so far, and of their parts.
+
+    Raises:
+        LaunchError, SettingsError, StartError: the model or a setting cannot be used.
+    """
+    flags = ["--device", "cpu", "--max-num-seqs", "256", "--model"]
+    settings = load_settings(WorkerSettings, [*flags, str(resolve_model(options.model))])
+    runner = ModelRunner(settings, memory=KeptMemory())
     blocks = max(seqs * -(-CONTEXT // runner.info.block_size) for seqs, _ in STEPS)
     runner.configure(1, blocks + 1024)
-    for (
-        cache
-    ) in runner._model.caches:  # pages that were never written would all be one page of zeros
+    # Pages that were never written would all be one page of zeros.
+    for cache in runner._model.caches:
         cache.view(torch.uint8).fill_(_NUMBERS)
-    parts: Parts = time_parts(runner) if args.parts else {}
+    parts: Parts = time_parts(runner) if options.parts else {}
     seconds, parts_of = {}, {}
     for decodes, prompt in STEPS:
         rows = [f"{decodes} decodes"] * (decodes > 0) + [f"{prompt} tokens"] * (prompt > 0)
         name = " and ".join(rows)
-        seconds[name] = measure(runner, decodes, prompt, parts)
-        print(f"{name:<32}{1e3 * seconds[name]:10.2f} ms", flush=True)
+        seconds[name] = time_step(runner, decodes, prompt, parts)
+        console.print(f"{name:<32}{1e3 * seconds[name]:10.2f} ms")
         parts_of[name] = {part: dataclasses.asdict(times) for part, times in parts.items()}
         for part, times in sorted(parts.items(), key=lambda each: -each[1].work):
             waits = f" + {1e3 * times.waits:.2f} ms of waits" if times.waits else ""
-            print(f"  {part:<30}{1e3 * times.work:10.2f} ms{waits}", flush=True)
-    if args.out:
-        result = {
-            **dataclasses.asdict(this_machine()),
-            "flags": flags,
-            "seconds": seconds,
-            "parts": parts_of,
-        }
-        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+            console.print(f"  {part:<30}{1e3 * times.work:10.2f} ms{waits}")
+        yield {"model": options.model, "seconds": seconds, "parts": parts_of}

@@ -86,7 +86,7 @@ def _round_ticks(low: float, high: float) -> list[float]:
 
 
 def _draw_peers(result: Mapping[str, Any], labels: Mapping[str, str], path: Path) -> None:
-    """Draws bars of the servers' medians. `result` is the JSON of `bench.peers`.
+    """Draws bars of the servers' medians. `result` is the JSON of `--mode peers`.
 
     Args:
         labels: of the entries that are drawn, in their order, from the top.
@@ -108,7 +108,7 @@ def _draw_peers(result: Mapping[str, Any], labels: Mapping[str, str], path: Path
 
 def _draw_recovery(result: Mapping[str, Any], path: Path) -> None:
     """Draws a worker's death on a time line: each stream's tokens, and the spans of the first
-    stream's trace. `result` is the JSON of `bench.recovery`."""
+    stream's trace. `result` is the JSON of `--mode recovery`."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

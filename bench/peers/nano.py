@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,12 +25,6 @@ def variables(entry: Entry) -> dict[str, str]:
     }
 
 
-def settings(entry: Entry) -> dict[str, str]:
-    """All variables that are set, by the names that they have in the environment."""
-    given = {name: value for name, value in os.environ.items() if name.startswith("NANO_")}
-    return given | {f"NANO_{name.upper()}": value for name, value in variables(entry).items()}
-
-
 @contextmanager
 def serve(job: Job) -> Iterator[Server]:
     with PrivateStack(job.model, **variables(job.entry)) as stack, asyncio.Runner() as runner:
@@ -40,7 +33,7 @@ def serve(job: Job) -> Iterator[Server]:
         def generate(requests: Sequence[WorkloadRequest]) -> list[Trace]:
             return runner.run(_generate(llm, requests))
 
-        yield Server(generate, this_machine().versions, settings(job.entry))
+        yield Server(generate, this_machine().versions, variables(job.entry))
         runner.run(llm.close())
 
 

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import json
 import sys
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
-from bench import kill as program
 from bench.kill import (
     Kill,
     Stream,
@@ -20,8 +18,8 @@ from bench.kill import (
 from bench.metrics import Trace
 from bench.processes import Samples, Supervised
 from deploy.health import NOT_SERVING, SERVING, UNREACHABLE
+from tests.bench.conftest import Bench
 from tests.waiting import wait_for
-from tools.make_model import DEMO_MODEL
 
 
 def trace(*gaps: float) -> Trace:
@@ -127,23 +125,12 @@ def test_samples_have_times_and_end_with_the_block() -> None:
     assert next(values) == len(found)
 
 
-def test_a_library_is_reported_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "kill.json"
-    flags = ["--model", str(DEMO_MODEL), "--out", str(out), "--only", "openvino-int8"]
-    assert program.main(flags) == 0
-    assert json.loads(out.read_text())["entries"]["openvino-int8"]["error"] == "has no server here"
-    assert "openvino-int8: has no server here" in capsys.readouterr().out
-
-
 @pytest.mark.system
 def test_nothing_is_lost_when_this_server_is_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "kill.json"
-    flags = f"--model {DEMO_MODEL} --out {out} --only nano-bf16 --kills 1 --tokens 500"
-    assert program.main([*flags.split(), "--kinds", "worker", "scheduler"]) == 0
-
-    found = json.loads(out.read_text())
+    words = "--mode kill --only nano-bf16 --kills 1 --tokens 500 --kinds worker scheduler"
+    found = bench(words)
     (entry,) = found["entries"].values()
     assert list(entry["kinds"]) == ["worker", "scheduler"]
     for kind in entry["kinds"].values():
@@ -151,8 +138,5 @@ def test_nothing_is_lost_when_this_server_is_killed(
         assert 0 < kind["pause_s"]["median"] <= kind["pause_s"]["max"]
         assert kind["first_token_s"]["max"] > 0
         assert kind["not_serving_s"]["max"] + kind["unreachable_s"]["max"] > 0
-    assert entry["versions"]["torch"]
-    assert "--dtype=bfloat16" in entry["command"]
-    assert found["machine"]["cores"] >= 1
-    assert found["date"]
+    assert entry["settings"]["dtype"] == "bfloat16"
     assert "nano-bf16, scheduler killed: pause" in capsys.readouterr().out

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench import load_mode
+from bench import load_mode, steps
 from bench.__main__ import main
 from bench.metrics import Trace
 from bench.workload import WorkloadRequest
 from nano_vllm_grpc import AsyncLLM
+from tests.bench.conftest import Bench
 from tests.client.fake_server import FakeServer
 from tools.make_model import make_model
+from worker_svc.kernels.cpu import traced_model
+from worker_svc.layers.embedding import VocabParallelHead
+from worker_svc.sampling.sampler import Sampler
 
 WORKLOAD = "--num-seqs 6 --min-input 4 --max-input 9 --min-output 5 --max-output 20"
 
@@ -24,23 +26,13 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANO_THREADS", "1")  # the models are too small for more
 
 
-def bench(tmp_path: Path, words: str) -> dict[str, Any]:
-    """Runs a mode; returns its JSON."""
-    out = tmp_path / "bench.json"
-    assert main([*words.split(), "--out", str(out)]) == 0
-    found: dict[str, Any] = json.loads(out.read_text())
-    assert found["machine"]["cores"] >= 1
-    assert "commit" in found
-    return found
-
-
 # On a server whose tokens are known.
 
 
 def test_a_running_server(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: FakeServer, bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = bench(tmp_path, f"--address {server.address} {WORKLOAD} --single-stream")
+    found = bench(f"--address {server.address} {WORKLOAD} --single-stream")
     for key in ("output_tokens_per_s", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s"):
         assert found[key] > 0
     assert (found["mode"], found["model"], found["requests"]) == ("stack", "fake", 6)
@@ -50,7 +42,7 @@ def test_a_running_server(
     assert "inter-token latency p50" in capsys.readouterr().out
 
 
-def test_load(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load(server: FakeServer, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that answers 100 requests/s, one after another, in a time without noise."""
 
     async def send(llm: AsyncLLM, due: list[float], requests: list[WorkloadRequest]) -> list[Trace]:
@@ -64,7 +56,7 @@ def test_load(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(load_mode, "_send", send)
     monkeypatch.setattr("tests.client.fake_server.ENDLESS_SEED", None)
     words = f"--mode load --address {server.address} --rate 20 --growth 2 --seconds 10"
-    loads = bench(tmp_path, words)["loads"]
+    loads = bench(words)["loads"]
     # At 160 requests/s the last is answered 16 s after the first came, more than 1.5 times 10 s.
     assert [load["duration_s"] > 15 for load in loads] == [False, False, False, True]
 
@@ -75,17 +67,16 @@ def test_load(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("--max-output 9000", "--max-output"),
         ("--min-input 10 --max-input 5", "--min-input"),
         ("--num-seqs 0", "--num-seqs: must be at least 1"),
-        ("--num-seqs 1 --in-process", "--model: models/demo is not the server's model, fake"),
         ("--address 127.0.0.1:1", "UNAVAILABLE: 127.0.0.1:1"),
         ("--mode load --growth 1", "--growth: must be over 1"),
-        ("--mode scheduler --waiting -1", "--waiting: must be at least 0"),
-        ("--mode frontend --model /nowhere", "--model: "),
+        ("--mode scheduler --rounds 0", "--rounds: must be at least 1"),
+        ("--mode kill --model /nowhere", "bench: MODEL: /nowhere"),
     ],
 )
 def test_an_impossible_measurement_gives_a_plain_message(
     server: FakeServer, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
-    address = [] if "--mode s" in words or "--mode f" in words else ["--address", server.address]
+    address = [] if "--mode s" in words or "--mode k" in words else ["--address", server.address]
     try:
         status: object = main([*address, *words.split()])
     except SystemExit as end:
@@ -94,14 +85,27 @@ def test_an_impossible_measurement_gives_a_plain_message(
     assert message in capsys.readouterr().err
 
 
+def test_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [(traced_model, "run"), (traced_model.Program, "_run_host_call")]
+    for owner, name in [*parts, (VocabParallelHead, "__call__"), (Sampler, "__call__")]:
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored after the test
+    monkeypatch.setattr(steps, "STEPS", ((2, 0), (1, 8)))
+    monkeypatch.setattr(steps, "_MIN_S", 0.0)
+    found = bench("--mode steps --parts")
+    assert list(found["seconds"]) == ["2 decodes", "1 decodes and 8 tokens"]
+    assert min(found["seconds"].values()) > 0
+    for times in found["parts"].values():
+        assert {"qkv_proj", "attend", "head", "sampler"} <= set(times)
+
+
 # Through real processes.
 
 
 @pytest.mark.system
-def test_a_private_stack_and_in_process(tmp_path: Path) -> None:
+def test_a_private_stack_and_in_process(tmp_path: Path, bench: Bench) -> None:
     overrides = {"vocab_size": 1536, "max_position_embeddings": 128}
     model = make_model(tmp_path / "tiny", "tiny", overrides)
-    found = bench(tmp_path, f"--model {model} {WORKLOAD}")
+    found = bench(f"--model {model} {WORKLOAD}")
     in_process = found["in_process"]
     ratio = found["output_tokens_per_s"] / in_process["output_tokens_per_s"]
     assert found["split_ratio"] == pytest.approx(ratio)
@@ -111,27 +115,17 @@ def test_a_private_stack_and_in_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_scheduler(tmp_path: Path) -> None:
-    sizes = "--num-seqs 4 --context 40 --steps 12 --rounds 2 --waiting 0 5"
-    found = bench(tmp_path, f"--mode scheduler {sizes}")
-    for key in ("steps_per_s", "tokens_per_s", "plan_ms_p50"):
-        assert found[key] > 0
+def test_scheduler(bench: Bench) -> None:
+    sizes = "--num-seqs 4 --context 40 --steps 12 --rounds 2"
+    found = bench(f"--mode scheduler {sizes}")
     (decode,) = found["decode"]
+    for key in ("steps_per_s", "tokens_per_s", "scheduler_cpu_ms"):
+        assert decode[key] > 0
     assert decode["num_seqs"] == decode["mean_batch"] == 4
-    cases = [(each["waiting"], each["context"]) for each in found["planning"]]
-    assert cases == [(0, 40), (5, 40), (0, 100), (0, 4000)]
 
 
 @pytest.mark.system
-def test_frontend(tmp_path: Path) -> None:
-    found = bench(tmp_path, "--mode frontend --calls 6 --tokens 40")
-    assert found["tokens"] == 240
-    assert found["tokens_per_chunk"] >= 1
-    assert found["tokens_per_s"] > 0
-
-
-@pytest.mark.system
-def test_http(tmp_path: Path) -> None:
-    found = bench(tmp_path, "--mode http --streams 2 --tokens 4 --pairs 1")
+def test_http(bench: Bench) -> None:
+    found = bench("--mode http --streams 2 --tokens 4 --pairs 1")
     assert found["ratio"] > 0
     assert found["http_ttft_ms"] > 0

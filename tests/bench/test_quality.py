@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -10,24 +9,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.quality import main
+from bench.__main__ import main
 from bench.workload import read_tokens
+from tests.bench.conftest import Bench
 from tools.make_model import DEMO_MODEL
 
 TEXT = "Two hens and three cats walk to the old mill, and 12 + 34 is 46. " * 4
 
 
 def test_int8_is_compared_with_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("NANO_THREADS", "1")
-    text, out = tmp_path / "text.txt", tmp_path / "quality.json"
+    text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    args = ["--model", str(DEMO_MODEL), "--texts", str(text), "--context", "32"]
-    assert main([*args, "--only", "int8", "--out", str(out)]) == 0
-
-    found = json.loads(out.read_text())
+    words = f"--mode quality --model {DEMO_MODEL} --texts {text} --context 32 --only int8"
+    found = bench(words)
     tokens = read_tokens(DEMO_MODEL, [text])
     windows = torch.tensor(tokens[: found["tokens"]]).view(-1, 32)
     assert len(tokens) - found["tokens"] < 32
@@ -52,6 +53,6 @@ def test_a_text_shorter_than_a_window_is_refused(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("short")
-    args = ["--model", str(DEMO_MODEL), "--texts", str(text), "--out", str(tmp_path / "out")]
-    assert main(args) == 1
+    words = f"--mode quality --model {DEMO_MODEL} --texts {text} --out {tmp_path}/out"
+    assert main(words.split()) == 1
     assert "--texts: fewer than 1024 tokens" in capsys.readouterr().err

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.recovery import STREAMS, TOKENS, record
+from bench.kill import STREAMS
+from bench.recovery import TOKENS, record
 from tests.faults.faulty import faulty_environment
 from tests.stack import DEMO_MODEL
 
@@ -11,7 +12,7 @@ from tests.stack import DEMO_MODEL
 def test_a_recovery_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in faulty_environment(EXPORT_TIMEOUT_S="100").items():
         monkeypatch.setenv(name, value)  # a span that is not accepted in time is lost
-    recorded = record(DEMO_MODEL, "nano-int8-kv8")
+    recorded = record(DEMO_MODEL)
     assert [len(times) for times in recorded["streams"]] == [TOKENS] * STREAMS
     for times in recorded["streams"]:
         assert times == sorted(times)

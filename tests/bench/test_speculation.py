@@ -1,40 +1,35 @@
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
 from bench import speculation
-from bench.speculation import Case, Found, Run, main, read_prompts, table
+from bench.speculation import Case, Found, Run, read_prompts, table
+from tests.bench.conftest import Bench
 from tests.client.fake_server import FakeServer
 
 
 def test_both_stacks_answer_every_prompt(
     server: FakeServer,
-    tmp_path: Path,
+    bench: Bench,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings: list[str] = []
-    seats: set[int] = set()
 
-    def start(*_: object, speculation: str, max_num_seqs: int) -> nullcontext[FakeServer]:
+    def start(*_: object, speculation: str) -> nullcontext[FakeServer]:
         settings.append(speculation)
-        seats.add(max_num_seqs)
         return nullcontext(server)
 
     monkeypatch.setattr(speculation, "private_stack", start)
-    words = "--model models/demo --groups stories json --streams 1 6 --tokens 5 --pairs 2"
-    words += " --max-num-seqs 6"
-    out = tmp_path / "found.json"
-    assert main([*words.split(), "--out", str(out)]) == 0
-    assert (settings, seats) == (["none", "auto", "auto", "none"], {6})
-    cases = json.loads(out.read_text())["cases"]
+    words = "--mode speculation --model models/demo --groups stories json --streams 1 6"
+    words += " --tokens 5 --pairs 2"
+    cases = bench(words)["cases"]
+    assert settings == ["none", "auto", "auto", "none"]
     assert len(cases) == 8  # 2 groups, 2 numbers of streams, 2 temperatures
     assert all(case["differing"] == 0 and len(case["ratios"]) == 2 for case in cases)
-    assert "| json | greedy |" in capsys.readouterr().out
+    assert "json, greedy" in capsys.readouterr().out
 
 
 def test_ratios_and_differing_tokens() -> None:
@@ -47,8 +42,8 @@ def test_ratios_and_differing_tokens() -> None:
         "first_quartile": 1.25,
         "third_quartile": 1.75,
     }
-    row = table({Case("chats", 1, "greedy"): found}).splitlines()[-1]
-    assert row == "| chats | greedy | 1.50 (1.25 to 1.75) |"
+    rows = table({Case("chats", 1, "greedy"): found})
+    assert rows == [["chats, greedy", "1.50 (1.25 to 1.75)"]]
 
 
 def test_all_groups_have_as_many_prompts() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from bench.__main__ import main
 from bench.machine import cpu_s
-from bench.peers import __main__ as program
+from bench.peers import compare as program
 from bench.peers import installed
 from bench.peers.driver import ENTRIES, TINY, Entry, Job
 from bench.workload import BenchError, read_tokens, text_workload
@@ -38,8 +39,8 @@ def run(
     """The whole program, with the fake driver for every entry."""
     monkeypatch.setattr(program, "ENTRIES", entries)
     monkeypatch.setattr(program, "driver_module", lambda entry: "tests.bench.peers.fake_driver")
-    flags = ["--model", model, "--out", out, "--rounds", rounds, "--tiny"]
-    return program.main([str(flag) for flag in flags])
+    words = f"--mode peers --model {model} --out {out} --rounds {rounds} --tiny"
+    return main(words.split())
 
 
 def test_entries_take_turns_and_figures_are_medians(
@@ -76,8 +77,6 @@ def test_entries_take_turns_and_figures_are_medians(
         assert entry["rounds"][0]["answer"]["settings"] == {"model": str(model)}
     assert [entry["cache"] for entry in found["entries"]] == ["bf16", "u8"]
     assert found["workload"]["shape"]["num_seqs"] == TINY.shape.num_seqs
-    assert found["machine"]["cores"] >= 1
-    assert "commit" in found
     said = capsys.readouterr().out
     assert "medians of 2" in said
     assert "1000.0" in said
