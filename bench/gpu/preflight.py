@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from worker_svc.devices.driver import driver_version
-
 # The modules without which nothing can run.
 TOOLS = ("psutil", "pytest", "xdist", "pytest_timeout", "torch")
 # Each module imports the packages of its part of the stack, in the versions that generated code
@@ -68,8 +66,18 @@ def facts() -> dict[str, Any]:
         "gpus": torch.cuda.device_count(),
         "memory_bytes": properties.total_memory,
         "capability": capability,
-        "driver": driver_version(),
+        "driver": _driver_version(),
     }
+
+
+def _driver_version() -> str | None:
+    """The NVIDIA driver's version, None if nvidia-smi does not say."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split("\n")[0].strip()
 
 
 def _failures(names: Sequence[str]) -> list[str]:

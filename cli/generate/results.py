@@ -6,7 +6,6 @@ import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from cli.errors import CommandError
@@ -44,12 +43,7 @@ class Results:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def add(self, line_id: str | int, result: Mapping[str, Any]) -> None:

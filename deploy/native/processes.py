@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -28,6 +27,7 @@ from deploy.native.environment import (
     load_environment,
     save_environment,
 )
+from deploy.plan import Environment
 from deploy.stack import (
     SERVICES,
     Stack,
@@ -40,9 +40,6 @@ from shared.config import PREFIX
 from shared.process.owner import is_own
 from shared.process.parent_state import read_parent_state
 from shared.process.published_state import read_published_state
-
-if TYPE_CHECKING:
-    from deploy.plan import Environment
 
 # Set in the environment of each process of a stack: the stack's directory, and the process's name.
 # Commands find processes by these variables, with or without a supervisor.

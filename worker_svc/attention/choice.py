@@ -80,7 +80,7 @@ def _obstacle(
         return f"kv_dtype: head_dim {shape.head_dim} is not a multiple of {KV_SCALE_BYTES}"
     if name == "fa3":
         if capability != HOPPER:
-            return f"it is for Hopper GPUs, this one has capability {_dotted(capability)}"
+            return "it is for Hopper GPUs, this one has capability {}.{}".format(*capability)
         if not fa3.load():
             return (
                 f"module {fa3.MODULE} is missing or does not load; install FlashAttention 3 from "
@@ -96,7 +96,3 @@ def _obstacle(
     if not 8 < shape.head_dim <= 256:
         return f"head_dim {shape.head_dim} is not in 9..256"
     return ""
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

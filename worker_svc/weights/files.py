@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -67,12 +66,7 @@ class WeightReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.close()
 
     def read_into(
