@@ -18,8 +18,6 @@ _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.abuse")
     parser.add_argument("--attack", nargs="+", choices=[*ATTACKS], help="all by default")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each window")
-    parser.add_argument("--rounds", type=int, default=3, help="of each attack")
     parser.add_argument(
         "--check",
         type=float,
@@ -27,12 +25,7 @@ def main() -> int:
         help="fail if an honest p99 gap grows by more, against the control",
     )
     parser.add_argument("--out", type=Path, help="write the report to a JSON file")
-    parser.add_argument("--list", action="store_true", help="print the attacks, play none")
     args = parser.parse_args()
-    if args.list:
-        for attack in ATTACKS.values():
-            print(f"{attack.name:20} {attack.about}")
-        return 0
     if _AUTOGROUP.exists() and _AUTOGROUP.read_text().strip() == "1":
         print(f"{_AUTOGROUP} is 1: a busy stack keeps other sessions waiting, honest clients too")
     chosen = [ATTACKS[name] for name in args.attack or ATTACKS]
@@ -42,13 +35,7 @@ def main() -> int:
             progress.set_postfix_str(name)
             progress.update()
 
-        report = run_campaign(
-            chosen,
-            args.seconds,
-            args.rounds,
-            report_attack=on_attack,
-            out=args.out,
-        )
+        report = run_campaign(chosen, on_attack, args.out)
     Console(width=_WIDTH).print(report.render(args.check))
     return 1 if report.failures(args.check) else 0
 

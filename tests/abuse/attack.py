@@ -24,11 +24,10 @@ _CONNECTIONS_AT_ONCE = 32  # being opened
 
 @dataclass
 class Gains:
-    """The gains of an attacker: answers by status or kind, tokens, and what was sent."""
+    """The gains of an attacker: answers by status or kind, their tokens, and what was sent."""
 
     answers: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
-    tokens: int = 0
 
 
 class Target:
@@ -117,7 +116,7 @@ class Target:
         try:
             with self.counted():
                 async for chunk in call:
-                    self.gains.tokens += len(chunk.token_ids)
+                    self.gains.answers["tokens"] += len(chunk.token_ids)
         finally:
             call.cancel()
 
@@ -189,7 +188,6 @@ class Attack:
     killed halfway through it."""
 
     name: str
-    about: str
     play: Play
     kills: str = ""
     interface: Interface = "grpc"
@@ -205,12 +203,11 @@ ATTACKS: dict[str, Attack] = {}  # by name, in the order of `tests.abuse.attacks
 
 
 def attack(kills: str = "", interface: Interface = "grpc") -> Callable[[Play], Play]:
-    """Lists a function as an attack: its name with hyphens, its docstring."""
+    """Lists a function as an attack, by its name with hyphens."""
 
     def add(play: Play) -> Play:
         name = getattr(play, "__name__", "").replace("_", "-")
-        about = " ".join((play.__doc__ or "").split())
-        ATTACKS[name] = Attack(name, about, play, kills, interface)
+        ATTACKS[name] = Attack(name, play, kills, interface)
         return play
 
     return add

@@ -1,11 +1,12 @@
-"""Times and counts of what honest clients saw in a stretch of time, a *window*."""
+"""Figures of what honest clients saw in a stretch of time, a *window*."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+NOT_SERVING, STUCK = "not serving", "stuck"  # kinds of harm: answers of health, and streams
 
 _SILENT_S = 3.0  # without any token on any stream, health should have said something
 _SILENT_CHECKS = 100  # answers meanwhile: fewer, and the machine itself was silent
@@ -15,32 +16,18 @@ _LATE_S = 0.5  # after a change, tokens may still be on their way
 
 @dataclass
 class Figures:
-    """The figures of one window; times in milliseconds."""
+    """The figures of one window; times in milliseconds.
 
-    seconds: float = 0.0
+    `harm` counts whatever no attack may cause, however slow it makes the honest: their errors by
+    status, streams that are `stuck` or got `wrong` tokens, connections without an answer, and
+    answers of health that are `not serving` or `lies`: SERVING without tokens for seconds, or
+    NOT_SERVING with tokens just now.
+    """
+
     tokens: int = 0
-    gaps: int = 0  # between chunks of a stream, as many as were measured
-    gap_p50_ms: float = 0.0
-    gap_p99_ms: float = 0.0
-    gap_worst_ms: float = 0.0
-    first_p50_ms: float = 0.0  # from a request to its first chunk
-    first_worst_ms: float = 0.0
-    structured_worst_ms: float = 0.0  # the same of requests with a schema that is new
-    health_ms: dict[str, float] = field(default_factory=dict)  # slowest answer, by service
-    connect_ms: float = 0.0  # slowest new connection with an answer of health
-    no_connection: int = 0
-    not_serving: int = 0  # answers
-    lies: int = 0  # SERVING without tokens for seconds, or NOT_SERVING with tokens just now
-    errors: dict[str, int] = field(default_factory=dict)  # honest streams, by status
-    wrong: int = 0  # honest streams with other tokens than undisturbed
-    stuck: int = 0  # honest streams without a chunk since, long after the end
-
-    def harm(self) -> Counter[str]:
-        """Counts whatever no attack may cause, however slow it makes the honest."""
-        harm = Counter(self.errors)
-        for name in ("wrong", "stuck", "lies", "no_connection"):
-            harm[name.replace("_", " ")] += getattr(self, name)
-        return +harm
+    gap_p99_ms: float = 0.0  # between chunks of a stream
+    health_ms: float = 0.0  # slowest answer of health, also on a new connection
+    harm: Counter[str] = field(default_factory=Counter)
 
 
 class Recorder:
@@ -52,36 +39,25 @@ class Recorder:
         self.begin()
 
     def begin(self) -> None:
-        self._began_at = time.monotonic()
         self._gaps: list[float] = []
-        self._firsts: list[float] = []
-        self._structured: list[float] = []
-        self._health: dict[str, list[float]] = {}
-        self._connects: list[float] = []
-        self._errors: Counter[str] = Counter()
         self._figures = Figures()
 
-    def token(self, waited_s: float, count: int, *, first: bool) -> None:
-        """Notes a chunk of `count` tokens, `waited_s` after the previous, or after the request."""
+    def tokens(self, count: int, gap_s: float | None) -> None:
+        """Notes a chunk, `gap_s` after the previous one of its stream; None: it is the first."""
         self._last_token_at = time.monotonic()
         self._silent_checks = 0
         self._figures.tokens += count
-        (self._firsts if first else self._gaps).append(waited_s)
+        if gap_s is not None:
+            self._gaps.append(gap_s)
 
-    def structured(self, waited_s: float) -> None:
-        """Notes the first chunk of a request with a schema, besides `token`."""
-        self._structured.append(waited_s)
-
-    def error(self, status: str) -> None:
-        self._errors[status] += 1
-
-    def wrong(self) -> None:
-        self._figures.wrong += 1
+    def harm(self, kind: str) -> None:
+        self._figures.harm[kind] += 1
 
     def health(self, service: str, took_s: float, *, serving: bool) -> None:
         """Notes an answer of a service, or that there was none: `serving` is False."""
-        self._health.setdefault(service, []).append(took_s)
-        self._figures.not_serving += not serving
+        self._took(took_s)
+        if not serving:
+            self.harm(NOT_SERVING)
         if service != "frontend":
             return
         now = time.monotonic()
@@ -89,36 +65,28 @@ class Recorder:
         if serving:
             self._served_at = now
             self._silent_checks += 1
-            silent = silent_s > _SILENT_S and self._silent_checks > _SILENT_CHECKS
-            self._figures.lies += silent
+            lies = silent_s > _SILENT_S and self._silent_checks > _SILENT_CHECKS
         else:
-            self._figures.lies += silent_s < _FLOWING_S and now - self._served_at > _LATE_S
+            lies = silent_s < _FLOWING_S and now - self._served_at > _LATE_S
+        if lies:
+            self.harm("lies")
 
     def connect(self, took_s: float, *, answered: bool) -> None:
         """Notes an attempt to connect and ask for health."""
-        self._connects.append(took_s)
-        self._figures.no_connection += not answered
+        self._took(took_s)
+        if not answered:
+            self.harm("no connection")
 
     def end(self, stuck: int = 0) -> Figures:
         """Returns the window's figures, and begins another."""
         figures = self._figures
-        figures.seconds = time.monotonic() - self._began_at
-        figures.stuck = stuck
-        figures.gaps = len(self._gaps)
-        figures.gap_p50_ms, figures.gap_p99_ms, figures.gap_worst_ms = _quantiles(self._gaps)
-        figures.first_p50_ms, _, figures.first_worst_ms = _quantiles(self._firsts)
-        _, _, figures.structured_worst_ms = _quantiles(self._structured)
-        figures.health_ms = {name: _quantiles(each)[2] for name, each in self._health.items()}
-        figures.connect_ms = _quantiles(self._connects)[2]
-        figures.errors = dict(self._errors)
+        if stuck:
+            figures.harm[STUCK] = stuck
+        if self._gaps:
+            p99 = sorted(self._gaps)[round(0.99 * (len(self._gaps) - 1))]
+            figures.gap_p99_ms = round(1e3 * p99, 2)
         self.begin()
         return figures
 
-
-def _quantiles(times_s: Sequence[float]) -> tuple[float, float, float]:
-    """p50, p99 and the longest, in milliseconds; zeros if there are none."""
-    if not times_s:
-        return 0.0, 0.0, 0.0
-    ordered = sorted(times_s)
-    last = len(ordered) - 1
-    return tuple(round(ordered[round(q * last)] * 1e3, 2) for q in (0.5, 0.99, 1.0))  # type: ignore[return-value]
+    def _took(self, seconds: float) -> None:
+        self._figures.health_ms = max(self._figures.health_ms, round(1e3 * seconds, 2))

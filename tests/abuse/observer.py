@@ -42,6 +42,7 @@ _SCHEMA = {
     "required": ["name", "legs"],
     "additionalProperties": False,
 }
+SERVING = health_pb2.HealthCheckResponse.SERVING
 _CHECK_EVERY_S = 0.01
 _CONNECT_EVERY_S = 0.2
 _TIMEOUT_S = 60.0
@@ -97,10 +98,8 @@ class Observer:
         self._recorder = Recorder()
         self._channel = aio.insecure_channel(address, options=_OPTIONS)
         self._stub = InferenceServiceStub(self._channel)
-        self._engine: Any = None
-        if engine:
-            channel = aio.insecure_channel(engine, options=_OPTIONS)
-            self._engine = VllmEngineStub(channel)  # type: ignore[no-untyped-call]
+        self._engine_address = engine
+        self._engine: Any = None  # once the right answers are known
         self._chunks = [0] * STREAMS
         self._progress = asyncio.Event()  # a stream got a chunk
         self._expected: list[list[int]] = []
@@ -109,6 +108,9 @@ class Observer:
     async def start(self) -> None:
         """Learns the right answers, then keeps asking for them."""
         self._expected = list(await asyncio.gather(*map(self._answer, range(STREAMS))))
+        if self._engine_address:
+            channel = aio.insecure_channel(self._engine_address, options=_OPTIONS)
+            self._engine = VllmEngineStub(channel)  # type: ignore[no-untyped-call]
         work = [self._stream(number) for number in range(STREAMS)]
         checks = [
             self._check("frontend", self._address),
@@ -138,13 +140,7 @@ class Observer:
         return self._recorder.end(stuck=waiting())
 
     async def _answer(self, number: int) -> list[int]:
-        tokens: list[int] = []
-        call = self._stub.GenerateStream(
-            honest_request(number, times=0), metadata=self._metadata, timeout=_TIMEOUT_S
-        )
-        async for chunk in call:
-            tokens += chunk.token_ids
-        return tokens
+        return [token async for token_ids in self._ask(number, times=0) for token in token_ids]
 
     async def _ask(self, number: int, times: int) -> AsyncIterator[Sequence[int]]:
         how: dict[str, Any] = {"metadata": self._metadata, "timeout": _TIMEOUT_S}
@@ -158,30 +154,28 @@ class Observer:
 
     async def _stream(self, number: int) -> None:
         for times in itertools.count(1):
-            last, first, tokens = time.monotonic(), True, list[int]()
+            last, tokens = 0.0, list[int]()
             try:
                 async for token_ids in self._ask(number, times):
                     now = time.monotonic()
-                    self._recorder.token(now - last, len(token_ids), first=first)
-                    if first and is_structured(number):
-                        self._recorder.structured(now - last)
+                    self._recorder.tokens(len(token_ids), now - last if last else None)
                     self._chunks[number] += 1
                     self._progress.set()
-                    last, first = now, False
+                    last = now
                     tokens += token_ids
             except aio.AioRpcError as error:
-                self._recorder.error(error.code().name)
+                self._recorder.harm(error.code().name)
                 await asyncio.sleep(_AGAIN_AFTER_S)
             else:
                 if tokens != self._expected[number]:
-                    self._recorder.wrong()
+                    self._recorder.harm("wrong")
 
     async def _check(self, service: str, address: str) -> None:
         async with aio.insecure_channel(address, options=_OPTIONS) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 began_at = time.monotonic()
-                serving = await _serves(stub)
+                serving = await _health(stub) == SERVING
                 self._recorder.health(service, time.monotonic() - began_at, serving=serving)
                 await asyncio.sleep(_CHECK_EVERY_S)
 
@@ -189,22 +183,18 @@ class Observer:
         while True:
             began_at = time.monotonic()
             async with aio.insecure_channel(self._address, options=_OPTIONS) as channel:
-                stub = health_pb2_grpc.HealthStub(channel)
-                try:
-                    await stub.Check(health_pb2.HealthCheckRequest(), timeout=_CHECK_TIMEOUT_S)
-                    answered = True
-                except grpc.RpcError:
-                    answered = False
+                answered = await _health(health_pb2_grpc.HealthStub(channel)) is not None
             self._recorder.connect(time.monotonic() - began_at, answered=answered)
             await asyncio.sleep(_CONNECT_EVERY_S)
 
 
-async def _serves(stub: health_pb2_grpc.HealthStub) -> bool:
+async def _health(stub: health_pb2_grpc.HealthStub) -> int | None:
+    """The status that health answers; None: it does not answer."""
     try:
         answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_CHECK_TIMEOUT_S)
     except grpc.RpcError:
-        return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+        return None
+    return int(answer.status)
 
 
 def _fail_aloud(task: asyncio.Task[None]) -> None:

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.abuse import figures
-from tests.abuse.attack import Gains
-from tests.abuse.figures import Figures, Recorder
+from tests.abuse.attack import Attack, Gains, Interface, Target
+from tests.abuse.figures import NOT_SERVING, Figures, Recorder
 from tests.abuse.report import Report, Result, Round
 
-CALM = Figures(gap_p99_ms=10.0)
+CALM, SLOW = Figures(gap_p99_ms=10.0), Figures(gap_p99_ms=30.0)
 
 
-def round_of(attack: Figures, **changes: Any) -> Round:
-    usual = {"frontend": 100.0}
-    calm = Round(
-        none=CALM,
-        attack=attack,
-        control=CALM,
-        attackers_cores=0.5,
-        extra_cores=0.1,
-        memory_before_mb=usual,
-        memory_peak_mb=usual,
-        memory_after_mb=usual,
-        died=[],
-        gains=Gains(),
-    )
-    return replace(calm, **changes)
+async def nothing(_: Target) -> None: ...
 
 
-def report_of(*rounds: Round, kills: bool = False, anonymous: bool = False) -> Report:
-    return Report(1.0, len(rounds), [Result("name", "about", kills, anonymous, list(rounds))])
+def round_of(attack: Figures, control: Figures = CALM, died: str = "") -> Round:
+    return Round(CALM, attack, control, 0.5, 0.1, [died] if died else [], Gains())
+
+
+def harmed(kind: str) -> Round:
+    return round_of(replace(CALM, harm=Counter({kind: 3})))
+
+
+def failures(
+    *rounds: Round, factor: float | None = None, kills: str = "", interface: Interface = "grpc"
+) -> list[str]:
+    result = Result(Attack("name", nothing, kills, interface), list(rounds))
+    return Report(1.0, len(rounds), [result]).failures(factor)
 
 
 @pytest.fixture
@@ -49,15 +43,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_health_that_serves_while_nothing_flows_lies(clock: list[float]) -> None:
     recorder = Recorder()
-    recorder.token(0.1, 1, first=False)
+    recorder.tokens(1, 0.1)
     clock.append(102.0)
     recorder.health("frontend", 0.01, serving=True)
     clock.append(104.0)
     recorder.health("scheduler", 0.01, serving=True)
-    assert not recorder.end().lies
+    assert not recorder.end().harm
     for _ in range(100):  # fewer answers, and the machine was silent, not the stack
         recorder.health("frontend", 0.01, serving=True)
-    assert recorder.end().lies == 1
+    assert recorder.end().harm == {"lies": 1}
 
 
 def test_health_that_does_not_serve_while_tokens_flow_lies(clock: list[float]) -> None:
@@ -65,54 +59,43 @@ def test_health_that_does_not_serve_while_tokens_flow_lies(clock: list[float]) -
     recorder.health("frontend", 0.01, serving=False)  # tokens may still be on their way
     clock.append(101.0)
     recorder.health("frontend", 0.01, serving=False)  # there were none for a second
-    assert not recorder.end().lies
-    recorder.token(0.1, 1, first=False)
+    assert recorder.end().harm == {NOT_SERVING: 2}
+    recorder.tokens(1, 0.1)
     recorder.health("frontend", 0.01, serving=False)
-    found = recorder.end()
-    assert (found.lies, found.not_serving) == (1, 1)
+    assert recorder.end().harm == {NOT_SERVING: 1, "lies": 1}
 
 
-@pytest.mark.parametrize(
-    "harmed",
-    [
-        round_of(replace(CALM, errors={"CANCELLED": 1})),
-        round_of(replace(CALM, wrong=1)),
-        round_of(replace(CALM, stuck=1)),
-        round_of(replace(CALM, lies=1)),
-        round_of(replace(CALM, no_connection=1)),
-        round_of(replace(CALM, not_serving=1)),
-        round_of(CALM, died=["frontend-0 died"]),
-    ],
-    ids=["error", "wrong", "stuck", "lie", "no connection", "not serving", "died"],
-)
-def test_harm_is_a_failure(harmed: Round) -> None:
-    assert len(report_of(round_of(CALM), harmed).failures(None)) == 1
-    assert not report_of(round_of(CALM)).failures(None)
+def test_figures_are_of_one_window(clock: list[float]) -> None:
+    recorder = Recorder()
+    recorder.tokens(3, None)
+    for milliseconds in range(1, 101):
+        recorder.tokens(1, milliseconds / 1e3)
+    recorder.health("scheduler", 0.02, serving=True)
+    recorder.connect(0.03, answered=False)
+    found = recorder.end(stuck=2)
+    assert (found.tokens, found.gap_p99_ms, found.health_ms) == (103, 99.0, 30.0)
+    assert found.harm == {"no connection": 1, "stuck": 2}
+    assert recorder.end() == Figures()
+
+
+def test_harm_is_a_failure() -> None:
+    assert not failures(round_of(CALM))
+    assert failures(round_of(CALM), harmed("CANCELLED")) == ["name: 3 × CANCELLED"]
+    assert failures(round_of(CALM, died="frontend-0")) == ["name: 1 × frontend-0"]
 
 
 def test_a_service_may_say_that_it_does_not_serve_while_it_is_dead() -> None:
-    dead = round_of(replace(CALM, not_serving=1))
-    assert not report_of(dead, kills=True).failures(None)
+    assert failures(harmed(NOT_SERVING))
+    assert not failures(harmed(NOT_SERVING), kills="worker")
 
 
 def test_clients_that_cannot_be_told_apart_may_be_refused() -> None:
-    refused = round_of(replace(CALM, errors={"RESOURCE_EXHAUSTED": 3}))
-    assert report_of(refused).failures(None)
-    assert not report_of(refused, anonymous=True).failures(None)
+    assert failures(harmed("RESOURCE_EXHAUSTED"))
+    assert not failures(harmed("RESOURCE_EXHAUSTED"), interface="http")
 
 
 def test_the_median_factor_is_against_the_control() -> None:
-    slow = replace(CALM, gap_p99_ms=30.0)
-    rounds = round_of(slow), round_of(slow), round_of(CALM)
-    assert report_of(*rounds).failures(2.0)
-    assert not report_of(*rounds).failures(4.0)
-    assert not report_of(*(replace(each, control=slow) for each in rounds)).failures(2.0)
-
-
-def test_a_saved_report_has_what_attackers_gained(tmp_path: Path) -> None:
-    gains = Gains(Counter(OK=3), Counter(requests=4), 5)
-    report_of(round_of(CALM, gains=gains)).save(tmp_path / "report.json")
-    (result,) = json.loads((tmp_path / "report.json").read_text())["results"]
-    saved = result["rounds"][0]["gains"]
-    assert saved == {"answers": {"OK": 3}, "sent": {"requests": 4}, "tokens": 5}
-    assert result["p99_factor"] == 1.0
+    rounds = round_of(SLOW), round_of(SLOW), round_of(CALM)
+    assert failures(*rounds, factor=2.0)
+    assert not failures(*rounds, factor=4.0)
+    assert not failures(*(replace(each, control=SLOW) for each in rounds), factor=2.0)
