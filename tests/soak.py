@@ -27,7 +27,6 @@ _SEED = "SEED"  # a word of a command that becomes a random number
 def _commands() -> dict[str, tuple[str, ...]]:
     """Modules to run with their arguments, by name."""
     worlds = ("engine", "cluster", "successions", "prefix-index", "state-machines")
-    services = ("frontend", "scheduler", "worker")
     chaos = ("tests.chaos", "--faults", "200", "--seed", _SEED)
     return {
         **{
@@ -35,10 +34,7 @@ def _commands() -> dict[str, tuple[str, ...]]:
             for world in worlds
         },
         "planted bugs": ("tests.simulation.mutations",),
-        **{
-            f"hostile messages: {service}": ("tests.fuzz", "--seed", _SEED, service)
-            for service in services
-        },
+        "hostile messages": ("pytest", "-q", "-m", "soak", "--seed=random", "tests/fuzz"),
         "attacks": ("tests.abuse", "--check", "2"),
         "chaos": chaos,
         "chaos, two engines": (*chaos, "--engines", "2", "--tp", "1"),
@@ -46,7 +42,7 @@ def _commands() -> dict[str, tuple[str, ...]]:
             *("pytest", "-q", "--seed=random", "--count=100"),
             *("tests/shared", "tests/scheduler_svc"),
         ),
-        "tests marked soak": ("pytest", "-q", "-m", "soak"),
+        "tests marked soak": ("pytest", "-q", "-m", "soak", "--ignore=tests/fuzz"),
     }
 
 

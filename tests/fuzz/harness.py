@@ -15,6 +15,8 @@ from tests.fuzz.corpus import Case, load_cases
 from tests.fuzz.tally import DEADLINE_S, Tally, send
 from tests.fuzz.values import draw_cases
 
+_ALONE_AFTER = 20  # cases
+
 Shares = Sequence[tuple[str, Sequence[Message], float]]
 """Methods, each with valid messages and its share of the hostile ones."""
 
@@ -30,7 +32,7 @@ class Interface:
         honest: sends a valid request; returns what must be equal each time.
         rest: waits until nothing is left of any case; records what died or logged a traceback.
         at_once: number of cases that are sent side by side. With one, the honest request waits for
-            `alone_after` cases: both share what is sent.
+            some of them: both share what is sent.
     """
 
     corpus: str
@@ -39,7 +41,6 @@ class Interface:
     honest: Callable[[], Awaitable[object]]
     rest: Callable[[Tally], Awaitable[None]]
     at_once: int = 8
-    alone_after: int = 20
 
 
 async def fuzz(interface: Interface, count: int, seed: int) -> Tally:
@@ -47,7 +48,7 @@ async def fuzz(interface: Interface, count: int, seed: int) -> Tally:
     tally = Tally()
     cases = [*interface.draw(count, seed), *load_cases(interface.corpus)]
     expected = await interface.honest()
-    size = interface.alone_after if interface.at_once == 1 else len(cases)
+    size = _ALONE_AFTER if interface.at_once == 1 else len(cases)
     for first in range(0, len(cases), size):
         left = cases[first : first + size]
         sending = asyncio.gather(
