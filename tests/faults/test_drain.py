@@ -1,9 +1,13 @@
-"""SIGTERM to a frontend with open streams: real processes on a scheduler that obeys the test."""
+"""Frontends as processes on a scheduler that obeys the test: SIGTERM with open streams, and a log
+that is not read."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
+import select
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -27,21 +31,17 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @asynccontextmanager
-async def frontend(
-    port: int, scheduler: FakeScheduler, drain_timeout_s: float
+async def started(
+    port: int, scheduler: FakeScheduler, drain_timeout_s: float, stderr: int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Runs a frontend that is connected to `scheduler`."""
+    """Runs a frontend."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "frontend", "--model", str(DEMO), "--port", str(port)),
         *("--scheduler-address", scheduler.address),
         *("--drain-timeout-s", str(drain_timeout_s)),
-        stderr=asyncio.subprocess.PIPE,
+        stderr=stderr,
     )
     try:
-        assert process.stderr is not None
-        async for line in process.stderr:
-            if json.loads(line)["event"] == "connected to the scheduler":
-                break
         yield process
     finally:
         if process.returncode is None:
@@ -50,9 +50,26 @@ async def frontend(
 
 
 @asynccontextmanager
-async def obedient_scheduler(directory: Path) -> AsyncIterator[FakeScheduler]:
+async def frontend(
+    port: int, scheduler: FakeScheduler, drain_timeout_s: float
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Runs a frontend that is connected to `scheduler`."""
+    pipe = asyncio.subprocess.PIPE
+    async with started(port, scheduler, drain_timeout_s, pipe) as process:
+        assert process.stderr is not None
+        async for line in process.stderr:
+            if json.loads(line)["event"] == "connected to the scheduler":
+                break
+        yield process
+
+
+@asynccontextmanager
+async def running_scheduler(
+    directory: Path, *, automatic: bool = True
+) -> AsyncIterator[FakeScheduler]:
+    """Unless it is automatic, it samples a token only when the test says so."""
     scheduler = FakeScheduler(f"unix:{directory}/s")
-    scheduler.automatic = False  # a token only when the test says so
+    scheduler.automatic = automatic
     await scheduler.start()
     try:
         yield scheduler
@@ -81,7 +98,7 @@ async def test_a_draining_frontend_finishes_its_streams_while_new_ones_go_elsewh
 ) -> None:
     port = free_port()
     async with (
-        obedient_scheduler(tmp_path) as scheduler,
+        running_scheduler(tmp_path, automatic=False) as scheduler,
         aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         frontend(port, scheduler, drain_timeout_s=1000) as first,
     ):
@@ -117,7 +134,7 @@ async def test_a_draining_frontend_finishes_its_streams_while_new_ones_go_elsewh
 async def test_after_the_grace_period_streams_end_as_unavailable(tmp_path: Path) -> None:
     port = free_port()
     async with (
-        obedient_scheduler(tmp_path) as scheduler,
+        running_scheduler(tmp_path, automatic=False) as scheduler,
         aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         frontend(port, scheduler, drain_timeout_s=0.1) as process,
     ):
@@ -130,4 +147,27 @@ async def test_after_the_grace_period_streams_end_as_unavailable(tmp_path: Path)
         process.send_signal(signal.SIGTERM)
         for stream in streams:
             assert await stream.code() is grpc.StatusCode.UNAVAILABLE
+        assert await process.wait() == 0
+
+
+async def test_serving_goes_on_without_a_reader_of_the_log(tmp_path: Path) -> None:
+    port, (reading, writing) = free_port(), os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, select.PIPE_BUF)  # a line per request fills it
+    async with (
+        running_scheduler(tmp_path) as scheduler,
+        aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        started(port, scheduler, 0, stderr=writing) as process,
+    ):
+        os.close(writing)
+        model = pb.GetModelRequest()
+        stub = InferenceServiceStub(channel)
+        while await stub.GetModel(model, wait_for_ready=True).code() is not grpc.StatusCode.OK:
+            pass  # it is not yet connected to the scheduler
+        request = pb.GenerateRequest(text="hi", sampling=pb.SamplingParams(max_tokens=1))
+        for number in range(200):
+            assert (await stub.Generate(request)).completions
+            if number == 100:
+                assert os.read(reading, 1)
+                os.close(reading)
+        process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0

@@ -1,9 +1,13 @@
-"""A process of a stack that was up stops, hangs or cannot start: the stack serves again, by itself
-or once the reason is gone. The stack has TLS inside and outside, and tokens."""
+"""A real stack with all security on: TLS outside, mutual TLS inside, clients with certificates and
+tokens. A process of it stops, hangs or cannot start: it serves again, by itself or once the reason
+is gone."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +16,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from deploy.health import SERVING
 from deploy.native.processes import running_processes
 from deploy.native.status import format_status, stack_status
-from nano_vllm_grpc import LLM, TLS, SamplingParams
-from tests.certificates import Authority, Issued
-from tests.stack import RealStack, UnmetPreconditionError, running_stack
+from nano_vllm_grpc import LLM, TLS, LLMError, SamplingParams
+from nano_vllm_grpc.channels import open_blocking_channel
+from tests.certificates import Authority, Issued, replace
+from tests.stack import ROOT, RealStack, UnmetPreconditionError, running_stack
 from tests.waiting import WAIT_S, wait_for
 
 TOKEN = "a-token-of-the-tests-0123456789"
@@ -28,9 +35,11 @@ PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 @dataclass(frozen=True)
 class Victim:
     stack: RealStack
-    tls: TLS
+    tls: TLS  # of its clients
     public: Authority
     shown: Issued
+    internal_ca: str
+    internal: Issued
     tokens: Path
 
     def fork(self, name: str) -> psutil.Process:
@@ -65,26 +74,32 @@ def victim(
 ) -> Iterator[Victim]:
     directory = tmp_path_factory.mktemp("certificates")
     public, within = Authority(directory, "public"), Authority(directory, "within")
-    shown = public.issue("server", "DNS:localhost", "IP:127.0.0.1")
+    # Not the name that the launcher dials; it must cope all the same.
+    shown = public.issue("server", "DNS:llm.example.com")
+    client = public.issue("client", "DNS:client")
     internal = within.issue("internal", "DNS:localhost")
     tokens = directory / "tokens"
     tokens.write_text(f"{TOKEN}\n")
+    given = getattr(request, "param", {})
+    environment = given | {"NANO_CLIENT_CERT": client.cert, "NANO_CLIENT_KEY": client.key}
     with running_stack(
-        getattr(request, "param", None),
+        environment,
         kv_blocks=256,
         tls_cert=shown.cert,
         tls_key=shown.key,
+        tls_client_ca=public.ca,
         auth_tokens_file=tokens,
         internal_tls_cert=internal.cert,
         internal_tls_key=internal.key,
         internal_tls_ca=within.ca,
     ) as stack:
-        yield Victim(stack, TLS(public.ca), public, shown, tokens)
+        tls = TLS(public.ca, client.cert, client.key, "llm.example.com")
+        yield Victim(stack, tls, public, shown, within.ca, internal, tokens)
 
 
 @contextmanager
 def certificate_without_its_key(victim: Victim) -> Iterator[str]:
-    other = victim.public.issue("other", "DNS:localhost", "IP:127.0.0.1")
+    other = victim.public.issue("other", "DNS:llm.example.com")
     right = Path(victim.shown.key).read_bytes()
     shutil.copy(other.key, victim.shown.key)
     yield "tls_cert, tls_key"
@@ -158,6 +173,60 @@ def test_a_parent_whose_successor_cannot_start_is_not_final(victim: Victim) -> N
             wait_for(lambda said=said: said in victim.trouble("frontend"), f"ps to say: {said}")
     victim.stack.wait_serving()
     assert victim.generate()
+
+
+def test_examples_find_all_they_need_in_the_environment(victim: Victim) -> None:
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "NANO_TLS_CA": victim.tls.ca,
+        "NANO_CLIENT_CERT": victim.tls.cert,
+        "NANO_CLIENT_KEY": victim.tls.key,
+        "NANO_TLS_SERVER_NAME": victim.tls.server_name,
+        "NANO_TOKEN": TOKEN,
+    }
+    address = victim.stack.address
+    for command, printed in (
+        (["examples/stream.py", address], r".+\n\[\w+, \d+ tokens\]\n"),
+        (
+            ["-m", "nano_vllm_grpc.chat", "--address", address, "--max-tokens", "4"],
+            r"[^\n]+; /help lists the commands\n.*\n\[\d tokens, [^\n]+\]\n",
+        ),
+        (["-m", "deploy.health", address], "SERVING\n"),
+    ):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            input="Hello\n",
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+        )
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(printed, done.stdout, re.DOTALL)
+
+
+def test_a_token_is_not_sent_where_others_may_read_it() -> None:
+    refused = pytest.raises(LLMError, match=r"token: .* would receive it in plaintext")
+    with LLM("gpu-a.example.com:50051", token=TOKEN) as llm, refused:
+        llm.get_model()
+
+
+def test_services_follow_to_another_authority(victim: Victim) -> None:
+    """Only the scheduler restarts; the worker admits it by the new certificates, and the frontend
+    connects to it with them."""
+    successor = Authority(victim.tokens.parent, "successor")
+    before = victim.generate()
+    victim.internal.replace_by(successor.issue("internal", "DNS:localhost"))
+    replace(victim.internal_ca, successor.ca)
+    with open_blocking_channel(victim.stack.address, victim.tls, ()) as channel:
+        health = HealthStub(channel).Watch(HealthCheckRequest(), timeout=WAIT_S)
+        assert next(health).status == HealthCheckResponse.SERVING
+        victim.stack.kill("scheduler")
+        assert next(health).status == HealthCheckResponse.NOT_SERVING
+        assert next(health).status == HealthCheckResponse.SERVING
+        health.cancel()
+    assert victim.generate() == before
 
 
 @pytest.mark.parametrize("victim", [{"NANO_HANG_TIMEOUT_S": "3"}], ids=["3 s"], indirect=True)
