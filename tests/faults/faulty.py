@@ -1,30 +1,21 @@
-"""Stacks with faulty services, which `faulty_services/sitecustomize.py` describes."""
+"""Services with faults, which `faulty_services/sitecustomize.py` describes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from nano_vllm_grpc.pb.frontend_pb2 import GenerateRequest, SamplingParams, TokenIds
 from tests.faults.faulty_services.sitecustomize import TRIGGER
-from tests.stack import ROOT, RealStack, running_stack
+from tests.stack import ROOT
 
 
-def request(first: int, *, trigger: bool = False, max_tokens: int = 200) -> GenerateRequest:
+def request(first: int, *, trigger: bool = False) -> GenerateRequest:
     """A greedy request with a prompt of 40 tokens, the workers' trigger among them or not."""
     ids = [first, *range(100, 136), *(TRIGGER if trigger else (1500, 1500, 1501))]
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     return GenerateRequest(token_ids=TokenIds(ids=ids), sampling=params)
 
 
 def faulty_environment(**variables: str) -> dict[str, str]:
     """The environment of services with the faults that these variables name."""
     return {"PYTHONPATH": f"{Path(__file__).parent / 'faulty_services'}:{ROOT}", **variables}
-
-
-@contextmanager
-def faulty_stack(worker_fault: str, **variables: str) -> Iterator[RealStack]:
-    environment = faulty_environment(WORKER_FAULT=worker_fault, **variables)
-    with running_stack(environment, kv_blocks=256) as stack:
-        yield stack

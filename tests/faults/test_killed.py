@@ -3,7 +3,14 @@ restarted, and streams continue without damage."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -12,12 +19,64 @@ import pytest
 from deploy.health import NOT_SERVING, check_health
 from deploy.native.processes import parent_processes
 from deploy.native.restart import restart
-from tests.faults.conftest import BLOCK_SIZE, LONG_PROMPTS, Victim
-from tests.faults.streams import LONG, REQUESTS, assert_undamaged, open_streams
-from tests.stack import RealStack
+from tests.faults.streams import (
+    LONG,
+    REQUESTS,
+    assert_undamaged,
+    long_prompts,
+    open_streams,
+    undisturbed,
+)
+from tests.faults.transcript import Transcript
+from tests.stack import DEMO_MODEL, RealStack, running_stack
 from tests.waiting import wait_for
 
+BLOCK_SIZE = 16
+LONG_PROMPTS = long_prompts(count=3, length=1400, vocab_size=1536)
 Killed = tuple[str, int]  # a service, and the index of its process
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A stack with steps so small that a prompt takes many, and its answers when undisturbed."""
+
+    stack: RealStack
+    model: Path
+    expected: dict[str, Transcript]
+
+    def rest(self) -> None:
+        """Waits until everything serves again and nothing is left behind."""
+        self.stack.wait_serving()
+        self.stack.wait_idle()
+
+
+@pytest.fixture(scope="module")
+def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Victim]]:
+    """Victims by tensor parallelism; each starts when it is first asked for."""
+    limits = {"max_num_batched_tokens": 32, "max_num_prefill_tokens": 16, "max_num_seqs": 32}
+    # So that streams last until the fault. tests/e2e/test_speculation.py and campaigns have faults
+    # with speculation.
+    variables = {"speculation": "none", "kv_blocks": 1024, "block_size": BLOCK_SIZE, **limits}
+    with ExitStack() as stacks:
+
+        @cache
+        def victim_of(tp: int) -> Victim:
+            model = tmp_path_factory.mktemp("models") / "copy"
+            shutil.copytree(DEMO_MODEL, model)
+            stack = stacks.enter_context(running_stack(model=model, tp=tp, **variables))
+            return Victim(stack, model, undisturbed(stack.address, REQUESTS | LONG_PROMPTS))
+
+        yield victim_of
+
+
+@pytest.fixture
+def victim(request: pytest.FixtureRequest, victims: Callable[[int], Victim]) -> Iterator[Victim]:
+    """The victim with this tensor parallelism, at rest after each test, also one that was given
+    up."""
+    found = victims(request.param)
+    yield found
+    found.rest()
+
 
 EACH = pytest.mark.parametrize(
     ("victim", "killed"),
@@ -25,6 +84,7 @@ EACH = pytest.mark.parametrize(
     ids=["TP 1, worker", "TP 2, rank 0", "TP 2, rank 1", "TP 2, scheduler"],
     indirect=["victim"],
 )
+TP_1 = pytest.mark.parametrize("victim", [1], ids=["TP 1"], indirect=True)
 TP_2 = pytest.mark.parametrize("victim", [2], ids=["TP 2"], indirect=True)
 
 
@@ -93,7 +153,6 @@ def test_a_killed_scheduler_leaves_the_cache(victim: Victim) -> None:
     load = stack.load()
     assert load.sampled_tokens, "it has computed nothing"
     assert load.step_tokens - load.sampled_tokens < len(names) * BLOCK_SIZE
-    victim.rest()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +172,6 @@ def test_a_worker_that_crashes_loses_the_cache(
         assert_undamaged(streams.wait_ended(), victim.expected)
     stack.wait_replaced("worker", rank, pid)
     assert stack.load().lost_tokens > lost
-    victim.rest()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +195,6 @@ def test_a_restart_leaves_the_cache(victim: Victim, service: str) -> None:
         assert load.lost_tokens == lost
     else:
         assert load.step_tokens - load.sampled_tokens < (len(names) + 1) * BLOCK_SIZE
-    victim.rest()
 
 
 @pytest.mark.parametrize(
@@ -158,10 +215,9 @@ def test_killed_again_and_again(victim: Victim, service: str) -> None:
             if service == "worker":
                 stack.kill(service, index)
         assert_undamaged(streams.wait_ended(), victim.expected)
-    victim.rest()
 
 
-@pytest.mark.parametrize("victim", [1], ids=["TP 1"], indirect=True)
+@TP_1
 @pytest.mark.parametrize("killed", [("worker",), ("worker", "scheduler")], ids="+".join)
 def test_new_streams_wait_for_the_successor(victim: Victim, killed: tuple[str, ...]) -> None:
     """A whole round of streams arrives before the successor is started."""
@@ -183,7 +239,6 @@ def test_new_streams_wait_for_the_successor(victim: Victim, killed: tuple[str, .
     finally:
         for parent in parents:
             parent.resume()
-    victim.rest()
 
 
 @TP_2
@@ -194,7 +249,6 @@ def test_a_worker_and_the_scheduler_are_killed(victim: Victim) -> None:
         stack.kill("worker", 1, while_true=lambda: streams.are_open("greedy", "seeded"))
         stack.kill("scheduler")
         assert_undamaged(streams.wait_ended(), victim.expected)
-    victim.rest()
 
 
 @TP_2
@@ -216,3 +270,58 @@ def test_grammars_killed_mid_decode(victim: Victim, host_too: bool) -> None:
         assert_undamaged(streams.wait_ended(), victim.expected)
     victim.rest()
     assert stack.pid("scheduler") == scheduler
+
+
+def kept(stack: RealStack, name: str) -> list[Path]:
+    """The memory files that the worker's parent process has with this name."""
+    folder = Path(f"/proc/{parent_processes(stack.directory)['worker-0'].pid}/fd")
+    begin = f"/memfd:nanovllm-kept-{name}-"
+    return [
+        each
+        for each in folder.iterdir()
+        if str(target := each.readlink()).startswith(begin)
+        and ("index" in str(target)) == ("index" in name)
+    ]
+
+
+def assert_one_copy(stack: RealStack) -> None:
+    """The weights of the present fork lie in the only file."""
+    stack.wait_serving()
+    (weights,), (index,) = kept(stack, "weights"), kept(stack, "weights-index")
+    assert index.stat().st_size
+    with weights.open("rb") as file:
+        assert fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+
+
+@TP_1
+def test_sealed_weights_without_an_index(victim: Victim) -> None:
+    """A fork that dies between the seal and the index leaves them so. The program starts again
+    without them, and streams continue."""
+    stack, names = victim.stack, LONG[:4]
+    before, lost = pids_of_parents(stack), stack.load().lost_tokens
+    with open_streams(stack.address, {name: REQUESTS[name] for name in names}) as streams:
+        streams.wait_for_tokens(10, *names)
+        (index,) = kept(stack, "weights-index")
+        pid = stack.stop("worker")
+        streams.require_open(*names)
+        os.truncate(index, 0)
+        os.kill(pid, signal.SIGKILL)
+        assert_undamaged(streams.wait_ended(), victim.expected)
+    assert_one_copy(stack)
+    assert pids_of_parents(stack) == before
+    assert stack.load().lost_tokens == lost  # the cache has been kept
+
+
+@TP_1
+def test_a_configuration_that_changes_before_a_fork(victim: Victim) -> None:
+    stack, greedy = victim.stack, {"greedy": REQUESTS["greedy"]}
+    before, file = pids_of_parents(stack), victim.model / "config.json"
+    text = file.read_text()
+    for changed in (text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.01'), text):
+        file.write_text(changed)
+        pid = stack.kill("worker")
+        stack.wait_replaced("worker", 0, pid)
+        assert_one_copy(stack)
+        found = undisturbed(stack.address, greedy)["greedy"].compare(victim.expected["greedy"])
+        assert bool(found.differences) == (changed != text)  # it is another model
+    assert pids_of_parents(stack) == before
