@@ -16,23 +16,21 @@ from tqdm import tqdm
 from tests.chaos.campaign import CLIENTS, run_campaign
 from tests.chaos.faults import FAULTS
 from tests.chaos.report import Report
-from tests.stack import DEMO_MODEL
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", epilog="Other options, such as --model, are those of `run`."
+    )
     parser.add_argument("--faults", type=int, default=200, help="number of faults")
     parser.add_argument("--seed", type=int, help="random by default")
     parser.add_argument("--out", type=Path, help="write the report to a JSON file")
-    parser.add_argument("--engines", type=int, default=1)
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="its directory")
-    parser.add_argument("--quantization", default="auto")
-    parser.add_argument("--speculation", default="auto")
-    parser.add_argument("--draft-quantization", default="auto")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2], help="default: 1 2")
     parser.add_argument("--clients", type=int, default=CLIENTS)
     parser.add_argument("--kind", nargs="+", choices=FAULTS, default=[], help="default: all")
-    args = parser.parse_args()
+    args, others = parser.parse_known_args()
+    pairs = zip(others[::2], others[1::2], strict=True)
+    variables = {name.removeprefix("--").replace("-", "_"): value for name, value in pairs}
     seed = secrets.randbits(32) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     report, started = Report(seed), time.monotonic()
@@ -43,23 +41,9 @@ def main() -> int:
             progress.update()
 
         for number, tp in enumerate(args.tp):
-            faults = (args.faults + number) // len(args.tp)
-            if faults:
-                report.add(
-                    run_campaign(
-                        seed,
-                        faults,
-                        tp,
-                        on_fault,
-                        kinds=args.kind,
-                        clients=args.clients,
-                        engines=args.engines,
-                        model=args.model,
-                        quantization=args.quantization,
-                        speculation=args.speculation,
-                        draft_quantization=args.draft_quantization,
-                    )
-                )
+            if faults := (args.faults + number) // len(args.tp):
+                how = {"kinds": args.kind, "clients": args.clients, **variables}
+                report.add(run_campaign(seed, faults, tp, on_fault, **how))
     report.seconds = time.monotonic() - started
     Console().print(report.render())
     if args.out is not None:
