@@ -1,4 +1,4 @@
-"""Hypothesis's state machines, with the calls that a seed draws."""
+"""Hypothesis's state machine of the block manager, with the calls that a seed draws."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections import Counter
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
-from tests.scheduler_svc.test_state_machines import BlockManagerMachine, SchedulerMachine
+from tests.scheduler_svc.test_state_machines import BlockManagerMachine
 
-_EXAMPLES = 20  # of each machine; not shrunk, since `make test` shrinks what it finds
+_EXAMPLES = 20  # not shrunk, since `make test` shrinks what it finds
 _SETTINGS = settings(
     max_examples=_EXAMPLES,
     stateful_step_count=40,
@@ -22,7 +22,6 @@ _SETTINGS = settings(
 
 
 def simulate(seed: int) -> Counter[str]:
-    machines: list[type[RuleBasedStateMachine]] = [BlockManagerMachine, SchedulerMachine]
-    for machine in machines:
-        run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=_SETTINGS)
-    return Counter({machine.__name__: _EXAMPLES for machine in machines})
+    machine = hypothesis.seed(seed)(BlockManagerMachine)
+    run_state_machine_as_test(machine, settings=_SETTINGS)
+    return Counter({machine.__name__: _EXAMPLES})
