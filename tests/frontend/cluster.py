@@ -105,10 +105,15 @@ class Cluster:
     def submit(self, *args: Any, **kwargs: Any) -> TokenStream:
         return self.engines.submit(request(*args, **kwargs))[0]
 
+    async def sent(self, scheduler: FakeScheduler, *args: Any, **kwargs: Any) -> TokenStream:
+        """A completion that has been submitted to this engine."""
+        stream = self.submit(*args, **kwargs)
+        await submitted(scheduler)
+        return stream
+
     async def begin(self, scheduler: FakeScheduler, count: int = 1) -> TokenStream:
         """A completion that has `count` tokens of this engine, where it is the only one."""
-        stream = self.submit(engine=scheduler.info.name)
-        await submitted(scheduler)
+        stream = await self.sent(scheduler, engine=scheduler.info.name)
         for _ in range(count):
             scheduler.step()
         await tokens(stream, count)

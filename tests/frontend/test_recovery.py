@@ -70,8 +70,7 @@ async def test_new_requests_wait_behind_the_old_ones_in_order(
 async def test_without_workers_a_request_waits_at_the_scheduler(
     cluster: Cluster, a: FakeScheduler, pass_30_s: Callable[[], None]
 ) -> None:
-    old = cluster.submit()
-    await submitted(a)
+    old = await cluster.sent(a)
     a.send_state(serving=False)
     await cluster.until_serving(0)
     new = cluster.submit()
@@ -102,8 +101,7 @@ async def test_a_scheduler_that_returns_without_workers_does_not_prolong_the_wai
 async def test_no_request_waits_for_an_engine_that_left_the_list(
     cluster: Cluster, a: FakeScheduler
 ) -> None:
-    old = cluster.submit()
-    await submitted(a)
+    old = await cluster.sent(a)
     await lose(cluster, a)
     await cluster.list()
     await until(lambda: not next(iter(cluster.engines._engines.values())).listed, "it to leave")
@@ -115,8 +113,7 @@ async def test_no_request_waits_for_an_engine_that_left_the_list(
 async def test_after_too_long_a_wait_new_requests_fail_and_old_ones_wait_on(
     cluster: Cluster, a: FakeScheduler, pass_30_s: Callable[[], None]
 ) -> None:
-    old = cluster.submit()
-    await submitted(a)
+    old = await cluster.sent(a)
     await lose(cluster, a)
     new = cluster.submit()
     pass_30_s()
@@ -129,8 +126,7 @@ async def test_after_too_long_a_wait_new_requests_fail_and_old_ones_wait_on(
     assert (await submitted(a)).request == old.number
     assert await finish(a, old) == expected()
     await cluster.until_serving(1)
-    cluster.submit()
-    await submitted(a)
+    await cluster.sent(a)
 
 
 async def test_a_waiting_request_goes_to_the_first_engine_that_is_ready(

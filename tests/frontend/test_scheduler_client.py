@@ -97,8 +97,7 @@ async def test_completions_of_a_request_have_consecutive_numbers(
 async def test_tokens_and_logprobs_that_were_received_before_are_dropped(
     cluster: Cluster, a: FakeScheduler
 ) -> None:
-    stream = cluster.submit(logprobs=1, prompt_logprobs=0)
-    await submitted(a)
+    stream = await cluster.sent(a, logprobs=1, prompt_logprobs=0)
     number = stream.number
     prompt = [logprob_row(token, i, 0) for i, token in enumerate(PROMPT)]
     rows = [logprob_row(token, i, 1) for i, token in enumerate((11, 12, 13))]
@@ -127,8 +126,7 @@ async def test_tokens_and_logprobs_that_were_received_before_are_dropped(
 
 
 async def test_a_missing_token_is_an_internal_error(cluster: Cluster, a: FakeScheduler) -> None:
-    stream = cluster.submit()
-    await submitted(a)
+    stream = await cluster.sent(a)
     a.send([(stream.number, 1, 12)])
     with pytest.raises(InternalError, match=r"^internal error$"):
         await tokens(stream, 1)
@@ -136,8 +134,7 @@ async def test_a_missing_token_is_an_internal_error(cluster: Cluster, a: FakeSch
 
 
 async def test_closing_aborts_an_open_completion(cluster: Cluster, a: FakeScheduler) -> None:
-    finished = cluster.submit()
-    await submitted(a)
+    finished = await cluster.sent(a)
     await finish(a, finished)
     stream = cluster.submit()
     for each in (finished, stream, stream):
@@ -233,8 +230,7 @@ async def test_open_requests_fail_if_the_scheduler_does_not_return_in_time(
     cluster: Cluster, a: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "_RESUME_S", 0.01)
-    stream = cluster.submit()
-    await submitted(a)
+    stream = await cluster.sent(a)
     await a.stop()
     with pytest.raises(UnavailableError, match="did not return in time"):
         await tokens(stream, 1)

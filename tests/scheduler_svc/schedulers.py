@@ -6,6 +6,7 @@ from collections import deque
 
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Request, Sequence
@@ -13,7 +14,12 @@ from scheduler_svc.core.step import Answer, Output, Step
 from tests.fake_worker import VOCAB_SIZE, next_token
 
 
-def make_scheduler(num_blocks: int = 64, block_size: int = 4, **limits: int) -> Scheduler:
+def make_scheduler(
+    num_blocks: int = 64,
+    block_size: int = 4,
+    speculation: Speculation | None = None,
+    **limits: int,
+) -> Scheduler:
     values = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 32,
@@ -22,7 +28,7 @@ def make_scheduler(num_blocks: int = 64, block_size: int = 4, **limits: int) -> 
         "vocab_size": VOCAB_SIZE,
         **limits,
     }
-    return Scheduler(Limits(**values), BlockManager(num_blocks, block_size))
+    return Scheduler(Limits(**values), BlockManager(num_blocks, block_size), speculation)
 
 
 def make(
@@ -45,6 +51,13 @@ def sample(step: Step) -> Answer:
     return Answer(
         [next_token(r.seq.tokens[: r.start + r.num_tokens]) if r.samples else -1 for r in step.rows]
     )
+
+
+def planned(scheduler: Scheduler) -> Step:
+    """The next step, which there must be."""
+    step = scheduler.schedule()
+    assert step is not None
+    return step
 
 
 def answered(scheduler: Scheduler) -> Step | None:

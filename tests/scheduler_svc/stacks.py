@@ -21,7 +21,7 @@ from scheduler_svc.settings import SchedulerSettings
 from shared.config import load_settings
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-from tests.fake_worker import FakeWorker, start_worker
+from tests.fake_worker import FakeWorker, completion, start_worker
 
 if TYPE_CHECKING:
     from shared.pb.scheduler_pb2_grpc import SchedulerServiceAsyncStub
@@ -103,6 +103,15 @@ class Frontend:
     async def read_until_finished(self, *requests: int) -> None:
         while not self.finished.keys() >= set(requests):
             await self.read()
+
+    async def expect(self, request: int, prompt: Sequence[int], max_tokens: int) -> None:
+        """Reads until a request has ended with the oracle's tokens."""
+        await self.read_until_finished(request)
+        assert self.tokens[request] == completion(prompt, max_tokens)
+
+    async def complete(self, request: int, prompt: Sequence[int], max_tokens: int) -> None:
+        await self.submit(request, prompt, max_tokens)
+        await self.expect(request, prompt, max_tokens)
 
     async def half_close(self) -> None:
         await self._call.done_writing()

@@ -18,7 +18,7 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
 from shared.pb import scheduler_pb2
-from tests.fake_worker import FakeWorker, completion, start_worker
+from tests.fake_worker import FakeWorker, start_worker
 from tests.scheduler_svc.stacks import Stack, running, settings_for
 from tests.scheduler_svc.test_state_machines import MANY, BlockManagerMachine
 
@@ -257,9 +257,7 @@ PROMPT = [*range(20)]
 async def answer(stack: Stack, prompt: list[int] = PROMPT) -> int:
     """Has the prompt continued; returns how many of its tokens were cached."""
     frontend = await stack.frontend()
-    await frontend.submit(1, prompt, 6)
-    await frontend.read_until_finished(1)
-    assert frontend.tokens[1] == completion(prompt, 6)
+    await frontend.complete(1, prompt, 6)
     frontend.close()
     return (await stack.load()).cached_prompt_tokens
 

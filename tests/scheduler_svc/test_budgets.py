@@ -7,8 +7,6 @@ from itertools import count
 
 import pytest
 
-from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.budgets import INPUT as LIMIT
 from scheduler_svc.core.budgets import Budgets
 from scheduler_svc.core.client import ANONYMOUS, Client
@@ -16,6 +14,7 @@ from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import Answer, End
+from tests.scheduler_svc.schedulers import make_scheduler
 
 INPUT = Client("in", input_tokens_per_minute=60)
 OUTPUT = Client("out", output_tokens_per_minute=600)
@@ -24,7 +23,7 @@ _numbers = count(1)
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    return Scheduler(Limits(8, 512, 500, 100, 1000), BlockManager(200, 4))
+    return make_scheduler(200, max_num_batched_tokens=512, max_model_len=500)
 
 
 def submit(

@@ -7,8 +7,6 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import pytest
 
-from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
@@ -16,8 +14,8 @@ from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import Answer, Logprobs, Output, Step
 from scheduler_svc.rpc.step_encoding import encode_step
 from shared.sampling_params import Grammar, GrammarKind
-from tests.fake_worker import VOCAB_SIZE, completion, next_token
-from tests.scheduler_svc.schedulers import generated, make
+from tests.fake_worker import completion, next_token
+from tests.scheduler_svc.schedulers import generated, make, make_scheduler, planned
 from tests.step_columns import ints
 
 PROMPT = [1, 2, 3]
@@ -44,8 +42,7 @@ class Planned(Speculation):
 def scheduler_with(
     drafts: dict[int, list[int]], num_blocks: int = 16, max_num_seqs: int = 8
 ) -> Scheduler:
-    limits = Limits(max_num_seqs, 32, 64, max_waiting=100, vocab_size=VOCAB_SIZE)
-    return Scheduler(limits, BlockManager(num_blocks, 4), Planned(drafts))
+    return make_scheduler(num_blocks, speculation=Planned(drafts), max_num_seqs=max_num_seqs)
 
 
 def answer(step: Step) -> Answer:
@@ -60,14 +57,8 @@ def answer(step: Step) -> Answer:
     return Answer(tokens)
 
 
-def next_step(scheduler: Scheduler) -> Step:
-    step = scheduler.schedule()
-    assert step is not None
-    return step
-
-
 def run_step(scheduler: Scheduler) -> tuple[Step, list[Output]]:
-    step = next_step(scheduler)
+    step = planned(scheduler)
     outputs = scheduler.apply(step, answer(step))
     scheduler.check_integrity()
     return step, outputs
@@ -104,28 +95,17 @@ def test_drafts_hold_as_far_as_they_are_what_is_sampled(
     assert scheduler.blocks.num_free_blocks == 16
 
 
-def test_nothing_is_planned_while_drafts_are_in_flight() -> None:
-    scheduler = scheduler_with({1: TOKENS[1:3]})
-    scheduler.add(make(1, PROMPT, 12))
-    run_step(scheduler)
-    step = next_step(scheduler)
-    scheduler.add(make(2, PROMPT, 12))
-    assert scheduler.schedule() is None
-    scheduler.apply(step, answer(step))
-    assert {row.seq.key.number for row in next_step(scheduler).rows} == {1, 2}
-
-
 def test_no_tokens_are_drafted_after_a_token_that_is_not_known_yet() -> None:
     scheduler = scheduler_with({1: TOKENS[1:3]})
     scheduler.add(make(1, PROMPT, 12))
-    next_step(scheduler)
-    assert [row.draft for row in next_step(scheduler).rows] == [None]
+    planned(scheduler)
+    assert [row.draft for row in planned(scheduler).rows] == [None]
 
 
 def test_the_next_step_waits_for_an_answer_if_drafts_are_worth_it() -> None:
     scheduler = scheduler_with({})
     scheduler.add(make(1, PROMPT, 12))
-    step = next_step(scheduler)
+    step = planned(scheduler)
     assert isinstance(scheduler.speculation, Planned)
     scheduler.speculation.wants_to_wait = True
     assert scheduler.schedule() is None
@@ -140,22 +120,8 @@ def test_nothing_waits_without_room_for_drafts(num_blocks: int, max_num_seqs: in
     scheduler.add(make(1, PROMPT, 5))
     assert isinstance(scheduler.speculation, Planned)
     scheduler.speculation.wants_to_wait = True
-    next_step(scheduler)
+    planned(scheduler)
     assert scheduler.schedule()
-
-
-def test_rejected_tokens_are_never_in_the_prefix_cache() -> None:
-    """The drafts would complete a block, which only the right tokens may do."""
-    scheduler = scheduler_with({1: [TOKENS[1], WRONG, WRONG, WRONG, WRONG]})
-    seq = make(1, PROMPT, 12)
-    scheduler.add(seq)
-    run_step(scheduler)
-    run_step(scheduler)
-    assert seq.num_published_blocks == 1
-    while scheduler.num_running:
-        run_step(scheduler)
-    stored = [np.frombuffer(each.token_ids, np.int32) for each in scheduler.blocks.stored_blocks()]
-    assert np.concatenate(stored).tolist() == (PROMPT + TOKENS)[: 4 * len(stored)]
 
 
 def test_drafts_leave_rows_and_blocks_to_sequences() -> None:
@@ -163,22 +129,12 @@ def test_drafts_leave_rows_and_blocks_to_sequences() -> None:
     scheduler.add(make(1, PROMPT, 9))
     run_step(scheduler)
     scheduler.add(make(2, PROMPT, 2))
-    step = next_step(scheduler)
+    step = planned(scheduler)
     # Of four rows, one may be the waiting sequence's. Of three blocks, one is kept for a decode.
     assert [row.draft for row in step.rows] == [None, *TOKENS[1:3], None]
     assert len(step.rows[0].seq.block_table) <= 2
     scheduler.apply(step, answer(step))
     scheduler.check_integrity()
-
-
-def test_each_token_comes_with_its_own_log_probabilities() -> None:
-    scheduler = scheduler_with({1: [TOKENS[1], WRONG]})
-    scheduler.add(Sequence((0, 1), PROMPT, SamplingParams(12, logprobs=0)))
-    run_step(scheduler)
-    step = next_step(scheduler)
-    given = [Logprobs(np.full((1, 1), i), np.full((1, 1), float(i))) for i in range(3)]
-    outputs = scheduler.apply(step, Answer(answer(step).token_ids, dict(enumerate(given))))
-    assert [each.logprobs for each in outputs] == given[:2]
 
 
 def test_each_position_under_a_grammar_has_its_own_mask() -> None:
@@ -191,10 +147,31 @@ def test_each_position_under_a_grammar_has_its_own_mask() -> None:
     run_step(scheduler)
     assert scheduler.schedule() is None  # no mask yet
     seq.unpause(masks[1:])
-    step = next_step(scheduler)
+    step = planned(scheduler)
     request = encode_step(step, 4, 1, 1)
     assert ints(request.features.rows).tolist() == [0, 1, 2]
     assert request.features.masks == b"".join(masks[1:])
     scheduler.apply(step, answer(step))
     assert seq.paused
     assert scheduler.schedule() is None
+
+
+def test_nothing_is_planned_while_drafts_are_in_flight() -> None:
+    scheduler = scheduler_with({1: TOKENS[1:3]})
+    scheduler.add(make(1, PROMPT, 12))
+    run_step(scheduler)
+    step = planned(scheduler)
+    scheduler.add(make(2, PROMPT, 12))
+    assert scheduler.schedule() is None
+    scheduler.apply(step, answer(step))
+    assert {row.seq.key.number for row in planned(scheduler).rows} == {1, 2}
+
+
+def test_each_token_comes_with_its_own_log_probabilities() -> None:
+    scheduler = scheduler_with({1: [TOKENS[1], WRONG]})
+    scheduler.add(Sequence((0, 1), PROMPT, SamplingParams(12, logprobs=0)))
+    run_step(scheduler)
+    step = planned(scheduler)
+    given = [Logprobs(np.full((1, 1), i), np.full((1, 1), float(i))) for i in range(3)]
+    outputs = scheduler.apply(step, Answer(answer(step).token_ids, dict(enumerate(given))))
+    assert [each.logprobs for each in outputs] == given[:2]

@@ -121,16 +121,6 @@ def test_generated_tokens_count_so_that_a_slot_that_frees_goes_to_another() -> N
     assert Counter(seq.request.client.name for seq in running) == {"b": 2, "a": 2}
 
 
-def test_time_without_requests_earns_nothing() -> None:
-    queue = WaitingQueue(8)
-    for _ in range(200):
-        queue.push(make(A, length=10))
-    admitted(queue, 100)
-    for _ in range(20):
-        queue.push(make(B, length=10))
-    assert Counter(admitted(queue, 20)) == {"a": 10, "b": 10}
-
-
 def test_tokens_count_whatever_the_priority() -> None:
     queue = WaitingQueue(8)
     for _ in range(20):
@@ -252,3 +242,13 @@ def test_random_floods_leave_nothing_behind(seed: int) -> None:
     while scheduler.num_waiting or scheduler.num_running:
         step(scheduler)
     assert not scheduler._waiting.usages
+
+
+def test_time_without_requests_earns_nothing() -> None:
+    queue = WaitingQueue(8)
+    for _ in range(200):
+        queue.push(make(A, length=10))
+    admitted(queue, 100)
+    for _ in range(20):
+        queue.push(make(B, length=10))
+    assert Counter(admitted(queue, 20)) == {"a": 10, "b": 10}

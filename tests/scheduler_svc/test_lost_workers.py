@@ -35,9 +35,7 @@ async def test_workers_whose_names_are_not_known_are_found_once_they_are(
                 assert not await stack.serving()
                 names.known = True
                 frontend = await stack.frontend()
-                await frontend.submit(1, [1, 2, 3], 6)
-                await frontend.read_until_finished(1)
-                assert frontend.tokens[1] == completion([1, 2, 3], 6)
+                await frontend.complete(1, [1, 2, 3], 6)
     await server.stop(None)
     waiting = next(each for each in lines if each["event"] == "waiting for workers")
     assert waiting["reason"].startswith("errors resolving worker.test:")
@@ -65,8 +63,7 @@ async def test_a_stream_that_breaks_goes_on_after_the_last_answered_step(
         frontend = await stack.frontend()
         await frontend.submit(1, prompt, 6)
         await fail_at(failing, ranks[1], ranks[0])
-        await frontend.read_until_finished(1)
-        assert frontend.tokens[1] == completion(prompt, 6)
+        await frontend.expect(1, prompt, 6)
         load = await stack.load()
     assert load.lost_tokens == load.preemptions == 0
     for rank in ranks:
@@ -120,8 +117,7 @@ async def test_all_ranks_begin_with_an_empty_cache_if_one_has_lost_its_own(
         frontend = await stack.frontend()
         await frontend.submit(1, [1, 2, 3], 9)
         await fail_at(4, ranks[1], ranks[0])
-        await frontend.read_until_finished(1)
-        assert frontend.tokens[1] == completion([1, 2, 3], 9)
+        await frontend.expect(1, [1, 2, 3], 9)
         load = await stack.load()
     assert load.lost_tokens == 3 + 2
     for rank in ranks:
@@ -135,9 +131,7 @@ async def test_a_cache_is_not_kept_after_a_second_loss_with_it(tmp_path: Path) -
     worker.fails = lambda step: (step.epoch, step.step_id) in {(1, 4), (2, 1)}
     async with stack_of(tmp_path, worker) as stack:
         frontend = await stack.frontend()
-        await frontend.submit(1, [1, 2, 3], 9)
-        await frontend.read_until_finished(1)
-        assert frontend.tokens[1] == completion([1, 2, 3], 9)
+        await frontend.complete(1, [1, 2, 3], 9)
     assert [bool(each.keep_cache_id) for each in worker.configured] == [False, True, False]
 
 
@@ -172,9 +166,7 @@ async def test_a_suspect_that_is_aborted_on_trial_delays_no_other_request(tmp_pa
             await worker.step_arrived.wait()
             worker.step_arrived.clear()
         await frontend.abort(1)
-        await frontend.submit(2, [1], 3)
-        await frontend.read_until_finished(2)
-        assert frontend.tokens[2] == completion([1], 3)
+        await frontend.complete(2, [1], 3)
 
 
 async def test_workers_that_fail_at_everything_end_no_request(tmp_path: Path) -> None:
@@ -189,8 +181,7 @@ async def test_workers_that_fail_at_everything_end_no_request(tmp_path: Path) ->
             worker.step_arrived.clear()
         assert not await stack.serving()
         worker.fails = lambda _: False
-        await frontend.read_until_finished(1)
-        assert frontend.tokens[1] == completion([1], 3)
+        await frontend.expect(1, [1], 3)
         while not await stack.serving():
             pass
         assert frontend.states[:2] == [True, False]
@@ -210,8 +201,7 @@ async def test_a_rank_that_answers_nothing_is_given_up(tmp_path: Path) -> None:
             pass
         ranks[1].gate.set()
         ranks[1].answers_info.set()
-        await frontend.read_until_finished(1)
-        assert frontend.tokens[1] == completion([1, 2], 9)
+        await frontend.expect(1, [1, 2], 9)
     assert {step.epoch for step in ranks[0].steps} >= {1, 2}
 
 
@@ -239,8 +229,7 @@ async def test_a_rank_that_falls_silent_in_its_first_step_is_given_up(tmp_path: 
             await stack.load()
         worker.gate.set()
         worker.answers_info.set()
-        await frontend.read_until_finished(1)
-        assert frontend.tokens[1] == completion([1, 2], 9)
+        await frontend.expect(1, [1, 2], 9)
     assert worker.steps[-1].epoch > 2
 
 
@@ -256,8 +245,7 @@ async def test_a_slow_step_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
         while worker.num_infos < 10:  # the scheduler keeps looking
             await stack.load()
         worker.gate.set()
-        await frontend.read_until_finished(1)
-        assert frontend.tokens[1] == completion([1, 2], 9)
+        await frontend.expect(1, [1, 2], 9)
     assert {step.epoch for step in worker.steps} == {1}
 
 
@@ -274,9 +262,7 @@ async def test_workers_lost_while_there_is_nothing_to_do_are_found_again(tmp_pat
         while not await stack.serving():
             pass
         assert {step.epoch for step in worker.steps} == {2}  # ready before anything is asked
-        await frontend.submit(1, [1, 2], 9)
-        await frontend.read_until_finished(1)
-        assert frontend.tokens[1] == completion([1, 2], 9)
+        await frontend.complete(1, [1, 2], 9)
     await server.stop(None)
 
 

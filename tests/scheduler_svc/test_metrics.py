@@ -8,14 +8,12 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import Answer, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.metrics import EngineMetrics
+from tests.scheduler_svc.schedulers import make_scheduler
 
 STEP_S, GAP_S, RECOVERY_S = 0.2, 0.03, 4.0
 
@@ -58,7 +56,7 @@ async def test_steps_gaps_and_a_recovery_are_measured() -> None:
     def emit(_: list[Output]) -> None:
         workers.now += GAP_S  # what the scheduler does while no step is there
 
-    scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, 4))
+    scheduler = make_scheduler(8)
     engine = Engine(scheduler, workers, emit, lambda: workers.now, sync=True, metrics=metrics)
     running = asyncio.create_task(engine.run())
     engine.submit(Sequence((0, 0), range(9), SamplingParams(max_tokens=4)))
@@ -93,7 +91,7 @@ async def test_steps_gaps_and_a_recovery_are_measured() -> None:
 
 def test_waiting_sequences_and_their_tokens_are_counted() -> None:
     metrics = EngineMetrics()
-    metrics.scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, 4))
+    metrics.scheduler = make_scheduler(8)
     for index, tokens in enumerate((9, 5)):
         metrics.scheduler.add(Sequence((0, index), range(tokens), SamplingParams(max_tokens=1)))
     found = {sample.name: sample.value for family in metrics.collect() for sample in family.samples}

@@ -15,9 +15,8 @@ from tests.oracle import completion
 from tests.scheduler_svc.schedulers import (
     answered,
     generated,
-    make,
     make_scheduler,
-    run,
+    planned,
     sample,
 )
 
@@ -40,29 +39,13 @@ def test_all_but_the_last_token_is_computed_before_it_goes_on(prompt_len: int) -
         computed += step.rows[0].num_tokens
     assert computed == prompt_len - 1
     seq.unpause([MASK])
-    step = scheduler.schedule()
-    assert step is not None
+    step = planned(scheduler)
     assert [(row.start, row.samples) for row in step.rows] == [(prompt_len - 1, True)]
     features = encode_step(step, 4, 1, 1).features
     assert (len(features.masked), features.masks) == (4, MASK)
     assert scheduler.schedule() is None  # not one step ahead
     scheduler.apply(step, sample(step))
     assert scheduler.schedule() is None
-
-
-def test_other_sequences_continue_while_one_is_paused() -> None:
-    scheduler = make_scheduler()
-    first, second = paused(1, [1, 2, 3]), make(2, [4, 5], 4)
-    scheduler.add(first)
-    scheduler.add(second)
-    while generated(second) != completion([4, 5], 4):
-        assert answered(scheduler) is not None
-    assert not generated(first)
-    for _ in range(5):
-        first.unpause()
-        assert answered(scheduler) is not None
-    assert generated(first) == completion([1, 2, 3], 5)
-    assert not scheduler.open_sequences()
 
 
 @pytest.mark.parametrize("lose", [Scheduler.requeue_all, Scheduler.rewind_all])
@@ -77,8 +60,7 @@ def test_a_lost_step_is_computed_again_without_another_mask(
     seq.unpause([MASK])
     assert scheduler.schedule() is not None
     lose(scheduler)
-    step = scheduler.schedule()
-    assert step is not None
+    step = planned(scheduler)
     first = 3 if lose is Scheduler.rewind_all else 0
     assert [(row.start, row.num_tokens, row.samples) for row in step.rows] == [
         (first, 4 - first, True)
@@ -123,35 +105,3 @@ def test_a_sequence_can_be_unpaused_and_aborted_in_any_state() -> None:
     assert step is not None
     assert [(row.seq.key.number, row.samples) for row in step.rows] == [(2, True)]
     assert not scheduler.open_sequences()
-
-
-def test_preempted_and_paused_sequences_give_their_blocks_to_others() -> None:
-    scheduler = make_scheduler(num_blocks=4)
-    first, second = make(1, [1] * 7, 8), paused(2, [2] * 7, 2)
-    scheduler.add(first)
-    scheduler.add(second)
-    second.unpause()
-    for _ in range(8):
-        assert answered(scheduler) is not None
-    assert generated(first) == completion([1] * 7, 8)
-    assert scheduler.stats.preemptions == 1
-    while answered(scheduler) is not None:
-        pass
-    second.unpause()
-    run(scheduler)
-    assert generated(second) == completion([2] * 7, 2)
-
-
-def test_each_sibling_is_paused_by_itself() -> None:
-    scheduler = make_scheduler()
-    first = paused(1, [1, 2, 3, 4, 5, 6])
-    scheduler.add(first, n=2)
-    second = scheduler._sequences[0, 2]
-    first.unpause()
-    answered(scheduler)
-    assert second.status is Status.RUNNING
-    assert answered(scheduler) is None
-    second.unpause()
-    step = answered(scheduler)
-    assert step is not None
-    assert [(row.seq, row.start) for row in step.rows] == [(second, 5)]

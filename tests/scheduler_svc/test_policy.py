@@ -142,16 +142,6 @@ def test_the_queue_is_limited_in_tokens_too() -> None:
     assert refused.cause is FinishCause.QUEUE_FULL
 
 
-def test_a_full_queue_accepts_a_resubmitted_request() -> None:
-    scheduler = make_scheduler(max_waiting=1)
-    add(scheduler, 1, 5)
-    again = Sequence((0, 2), [1] * 3, SamplingParams(5), Request(resubmitted=True))
-    assert scheduler.add(again) is None
-    refused = scheduler.add(Sequence((0, 3), [1], SamplingParams(5)))
-    assert refused
-    assert "2 requests are waiting" in refused.message
-
-
 def test_the_head_of_the_queue_is_not_matched_again_until_it_may_fit() -> None:
     scheduler = make_scheduler(num_blocks=10)
     add(scheduler, 1, 20, max_tokens=20)

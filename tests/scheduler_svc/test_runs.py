@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Row, Sequence
@@ -19,8 +17,9 @@ from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from shared.sampling_params import Grammar, GrammarKind
 from tests import sanitizer
-from tests.oracle import VOCAB_SIZE, completion
-from tests.scheduler_svc.schedulers import generated, make
+from tests.oracle import completion
+from tests.scheduler_svc import schedulers
+from tests.scheduler_svc.schedulers import make
 from tests.step_columns import steps_of
 
 PROMPT = [1, 2, 3]
@@ -29,8 +28,7 @@ SIZE = 4  # tokens of a block
 
 def make_scheduler(num_blocks: int = 32, max_num_seqs: int = 8, step_s: float = 0.001) -> Scheduler:
     """A scheduler that knows how long a decode takes."""
-    limits = Limits(max_num_seqs, 32, 64, max_waiting=100, vocab_size=VOCAB_SIZE)
-    scheduler = Scheduler(limits, BlockManager(num_blocks, SIZE))
+    scheduler = schedulers.make_scheduler(num_blocks, SIZE, max_num_seqs=max_num_seqs)
     step = Step(0, [Row(make(0, PROMPT), 3, 1, True)], num_decodes=1)
     scheduler.step_times.step_answered(step, StepTiming(step_s, 0.0, 0.0))
     return scheduler
@@ -231,16 +229,3 @@ async def test_a_run_that_serves_nobody_is_cut() -> None:
     rig.engine.submit(later)
     await rig.finish()
     assert rig.tokens(later) == completion(PROMPT, 5)
-
-
-@pytest.mark.parametrize("cut", [False, True])
-async def test_what_a_lost_run_has_not_answered_is_computed_again(cut: bool) -> None:
-    rig, seq = Rig(), make(1, PROMPT, 20)
-    await rig.begin(seq)
-    if cut:
-        rig.engine.submit(make(2, PROMPT, 3))
-    await rig.workers.answer()
-    await rig.workers.lose()
-    await rig.finish()
-    assert rig.tokens(seq) == completion(PROMPT, 20)
-    assert len(generated(seq)) == 20

@@ -53,9 +53,7 @@ async def test_all_ranks_get_every_step_and_the_smallest_cache_counts(tmp_path: 
         assert (info.num_blocks, info.block_size, info.max_waiting) == (6, 8, 7)
         assert info.max_model_len == 48  # the cache holds less than the model could
         assert info.tensor_parallel_size == 2
-        await frontend.submit(1, [1, 2, 3], 6)
-        await frontend.read_until_finished(1)
-        assert frontend.tokens[1] == completion([1, 2, 3], 6)
+        await frontend.complete(1, [1, 2, 3], 6)
         assert ranks[0].steps == ranks[1].steps
 
 
@@ -73,8 +71,7 @@ async def test_abort_and_a_lost_connection_free_the_blocks(tmp_path: Path) -> No
         frontend.close()
         await stack.until(lambda load: load.running + load.waiting == 1)
         worker.gate.set()
-        await other.read_until_finished(1)
-        assert other.tokens[1] == completion(range(5), 8)
+        await other.expect(1, range(5), 8)
         load = await stack.load()
         assert load.blocks_free + load.blocks_cached == load.blocks
 
@@ -124,8 +121,7 @@ async def test_a_frontend_that_does_not_read_is_cut_off(
         for request in range(31):
             await stuck.submit(request, [5, 6, request + 7], sampling=sampling)
         await stack.until(lambda load: load.frontends == 1)
-        await other.read_until_finished(1)
-        assert other.tokens[1] == completion([5, 6], 60)
+        await other.expect(1, [5, 6], 60)
         await stack.until(lambda load: load.running == load.blocks_used == 0)
         assert (await stack.load()).sampled_tokens < 31 * 400
 
@@ -311,9 +307,7 @@ async def test_malformed_messages_end_the_stream_and_nothing_else(tmp_path: Path
         with pytest.raises(aio.AioRpcError) as raised:
             await garbage.read()
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        await other.submit(1, [1], 3)
-        await other.read_until_finished(1)
-        assert other.tokens[1] == completion([1], 3)
+        await other.complete(1, [1], 3)
 
 
 BEAMS = {"beam_width": 2}
@@ -345,5 +339,4 @@ async def test_a_request_that_no_worker_can_run_is_rejected_and_others_continue(
         end = frontend.finished[number]
         assert end.cause == scheduler_pb2.FINISH_CAUSE_INVALID
         assert f"{end.field}: {end.message}".startswith(message)
-        await other.read_until_finished(1)
-        assert other.tokens[1] == completion([4, 5], 60)
+        await other.expect(1, [4, 5], 60)

@@ -3,7 +3,7 @@
     python -m tests.simulation.mutations [--seeds 200] [--only NAME ...]
 
 Prints a row per bug: the first of the simulated seeds from 0 on that fails; if none does, whether
-Hypothesis's state machines or the unit tests fail. Exits with 1 if nothing finds a bug, if the
+Hypothesis's state machine or the unit tests fail. Exits with 1 if nothing finds a bug, if the
 bug's text is no longer in the code, or if something fails without a bug.
 """
 
@@ -22,12 +22,12 @@ from pathlib import Path
 from tests.simulation.planted_bugs import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
-_MACHINES = 20  # seeds of the state machines
+_MACHINES = 20  # seeds of the state machine
 # Of all that a bug of a world might break.
 _UNIT_TESTS = {
     "engine": [
         *("test_scheduler", "test_block_manager", "test_policy", "test_waiting_queue"),
-        *("test_fair_queueing", "test_budgets", "test_paused", "test_suspects", "test_rewind"),
+        *("test_fair_queueing", "test_budgets", "test_paused", "test_suspects"),
         *("forks/test_followers", "rpc/test_step_features", "test_drafted_steps", "test_runs"),
     ],
     "cluster": [
@@ -70,7 +70,7 @@ def _problem(root: Path, world: str, seeds: int, processes: int | None) -> str:
     if found := _failing_seed(root, world, seeds, processes):
         return found
     if world == "engine" and (found := _failing_seed(root, "state-machines", _MACHINES, processes)):
-        return f"state machines, {found}"
+        return f"state machine, {found}"
     modules = [f"{_FOLDERS[world]}/{name}.py" for name in _UNIT_TESTS[world]]
     return "unit tests" if _run(root, "pytest", "-qx", *modules).returncode else ""
 

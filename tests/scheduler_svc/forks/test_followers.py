@@ -11,7 +11,15 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence, Status
 from scheduler_svc.core.step import Step
 from tests.oracle import completion
-from tests.scheduler_svc.schedulers import answered, generated, make, make_scheduler, run, sample
+from tests.scheduler_svc.schedulers import (
+    answered,
+    generated,
+    make,
+    make_scheduler,
+    planned,
+    run,
+    sample,
+)
 
 BLOCK = 4
 
@@ -116,30 +124,28 @@ def test_without_a_slot_a_sibling_waits_before_new_ones_and_finds_the_prompt_cac
     assert generated(second) == completion(prompt, 2)
 
 
-def test_the_first_follower_leads_when_the_leader_ends_too_early() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=8)
-    prompt = list(range(12))
-    scheduler.add(make(1, prompt, max_tokens=2), n=3)
-    seqs = sequences(scheduler)
-    step = scheduler.schedule()  # part of the prompt
-    scheduler.abort((0, 1))
-    scheduler.check_integrity()
-    assert [seqs[n].status for n in (2, 3)] == [Status.WAITING, Status.FOLLOWING]
-    assert step is not None
-    scheduler.apply(step, sample(step))
-    scheduler.abort((0, 2))
-    assert seqs[3].status is Status.WAITING
-    run(scheduler)
-    assert generated(seqs[3]) == completion(prompt, 2)
-
-
 def test_a_prompt_that_fails_for_good_ends_those_that_follow_too() -> None:
     scheduler = make_scheduler()
     scheduler.add(make(1, [1, 2, 3]), n=3)
-    step = scheduler.schedule()
-    assert step is not None
+    step = planned(scheduler)
     outputs = scheduler.fail(step.rows[0].seq, "internal error")
     assert {(o.seq.key.number, o.finished) for o in outputs} == {
         (n, FinishCause.INTERNAL) for n in (1, 2, 3)
     }
     assert not scheduler.open_sequences()
+
+
+def test_the_first_follower_leads_when_the_leader_ends_too_early() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    prompt = list(range(12))
+    scheduler.add(make(1, prompt, max_tokens=2), n=3)
+    seqs = sequences(scheduler)
+    step = planned(scheduler)  # part of the prompt
+    scheduler.abort((0, 1))
+    scheduler.check_integrity()
+    assert [seqs[n].status for n in (2, 3)] == [Status.WAITING, Status.FOLLOWING]
+    scheduler.apply(step, sample(step))
+    scheduler.abort((0, 2))
+    assert seqs[3].status is Status.WAITING
+    run(scheduler)
+    assert generated(seqs[3]) == completion(prompt, 2)

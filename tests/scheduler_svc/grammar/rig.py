@@ -11,11 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.client import Client
 from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.core.step import Answer, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
@@ -24,8 +21,8 @@ from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from shared.sampling_params import Grammar, GrammarKind
 from tests.oracle import VOCAB_SIZE, completion
-from tests.sanitizer import Limits as StepLimits
-from tests.sanitizer import Sanitizer
+from tests.sanitizer import Limits, Sanitizer
+from tests.scheduler_svc.schedulers import make_scheduler
 
 GRAMMAR = Grammar(GrammarKind.REGEX, "odd")
 END = 999
@@ -107,7 +104,7 @@ class Worker:
         self._epoch += 1
         self._step_id = 0
         self._answers: asyncio.Queue[Answer] = asyncio.Queue()
-        limits = StepLimits(8, 32, 4 * self._num_blocks)
+        limits = Limits(8, 32, 4 * self._num_blocks)
         self._sanitizer = Sanitizer(limits, self._num_blocks, 4, self._epoch)
 
     max_run = 1
@@ -143,10 +140,9 @@ class Rig:
     def __init__(self, grammars: FakeGrammars, num_blocks: int, losses: Iterable[int], sync: bool):
         self.news = asyncio.Event()
         self.outputs: list[Output] = []
-        limits = Limits(8, 32, 4 * num_blocks, 100, VOCAB_SIZE)
         self.worker = Worker(num_blocks, losses)
         self.engine = Engine(
-            Scheduler(limits, BlockManager(num_blocks, 4)),
+            make_scheduler(num_blocks),
             self.worker,
             self._emit,
             sync=sync,

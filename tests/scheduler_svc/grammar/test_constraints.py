@@ -8,18 +8,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.planning.step_times import StepTimes
 from scheduler_svc.core.sampling import SamplingParams
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Sequence
 from scheduler_svc.core.step import End, Output
 from scheduler_svc.engine import Engine
 from scheduler_svc.grammar import constraints
 from scheduler_svc.grammar.errors import GrammarError, GrammarsBusyError
 from shared.sampling_params import GrammarKind
-from tests.oracle import VOCAB_SIZE, completion
+from tests.oracle import completion
 from tests.scheduler_svc.grammar.rig import (
     END,
     GRAMMAR,
@@ -30,6 +27,7 @@ from tests.scheduler_svc.grammar.rig import (
     odd,
     running,
 )
+from tests.scheduler_svc.schedulers import make_scheduler
 
 DEAD_END = GrammarError(GrammarKind.REGEX, "none can follow")
 
@@ -218,8 +216,7 @@ async def test_a_sequence_whose_grammar_is_not_compiled_ends_at_once(
 
 async def test_an_engine_without_grammars_rejects_them() -> None:
     outputs: list[Output] = []
-    scheduler = Scheduler(Limits(8, 32, 64, 100, VOCAB_SIZE), BlockManager(16, 4))
-    engine = Engine(scheduler, Worker(16, ()), outputs.extend)
+    engine = Engine(make_scheduler(16), Worker(16, ()), outputs.extend)
     engine.submit(odd(1))
     assert [output.finished for output in outputs] == [FinishCause.INVALID]
 

@@ -14,7 +14,7 @@ from scheduler_svc.core.step import Answer, Logprobs, Step
 from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
 from shared.pb import worker_pb2
 from tests.oracle import completion, logprobs, next_token, states
-from tests.scheduler_svc.schedulers import make_scheduler
+from tests.scheduler_svc.schedulers import make_scheduler, planned
 
 BLOCK = 4
 
@@ -215,8 +215,7 @@ def test_a_scored_prompt_may_be_taken_from_the_cache_again() -> None:
     prompt = list(range(12))
     seq = Sequence((0, 2), prompt, SamplingParams(3, prompt_logprobs=1))
     scheduler.add(seq)
-    step = scheduler.schedule()
-    assert step is not None
+    step = planned(scheduler)
     scheduler.apply(step, answer_to(step))
     scheduler.blocks.free(seq)
     seq.reset()
