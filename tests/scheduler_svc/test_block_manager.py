@@ -38,11 +38,12 @@ def test_names_under_a_salt_depend_on_a_key_and_not_only_on_the_seed() -> None:
         compute_all(blocks, seq)
         return seq.block_hashes
 
-    blocks, other = BlockManager(8, BLOCK), BlockManager(8, BLOCK)
+    blocks, other = BlockManager(16, BLOCK), BlockManager(8, BLOCK)
     other._seed = blocks._seed
     assert names(blocks, "") == names(other, "")
     assert names(blocks, "salt") == names(blocks, "salt")
-    assert not {*names(blocks, "salt")} & {*names(other, "salt"), *names(blocks, "")}
+    others = {*names(other, "salt"), *names(blocks, ""), *names(blocks, "another")}
+    assert not {*names(blocks, "salt")} & others
 
 
 def test_cached_blocks_are_not_counted_as_free_for_the_one_who_shares_them() -> None:
