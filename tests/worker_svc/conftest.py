@@ -44,7 +44,9 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_home(cache_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the user's cache directory away again."""
+
     def fail() -> Path:
         raise RuntimeError("could not determine home directory")
 

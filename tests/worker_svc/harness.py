@@ -15,7 +15,10 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
 from shared.sampling_params import COLUMNS, SamplingNumbers
 from tests.worker_svc.device import DEVICE
+from worker_svc.devices.cpu import CpuPlatform
+from worker_svc.distributed import TensorParallel
 from worker_svc.model_runner import ModelRunner
+from worker_svc.rank_models.rank_model import RankModel
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import StepArrays, StepLimits, decode_step
 
@@ -59,8 +62,19 @@ def save_model(
 
 
 def worker_settings(model: Path, **overrides: Any) -> WorkerSettings:
-    settings = {"device": DEVICE.type, "threads": 1, **overrides}
+    """The settings of a worker with one thread, and with an address for each rank."""
+    addresses = tuple(f"unix:{rank}" for rank in range(overrides.get("tp", 1)))
+    settings = {"device": DEVICE.type, "threads": 1, "worker_addresses": addresses, **overrides}
     return WorkerSettings(model=str(model), **settings)
+
+
+def load_rank(model: Path, tp: TensorParallel, **overrides: Any) -> RankModel:
+    """Loads a rank's part of a model on a CPU."""
+    of_rank = {"device": "cpu", "threads": "auto", "rank": tp.rank, "tp": tp.size}
+    settings = worker_settings(model, **of_rank, **overrides)
+    loaded = RankModel(settings, CpuPlatform(settings), tp)
+    loaded.load(max_model_len=512)
+    return loaded
 
 
 def i4(values: Sequence[int]) -> bytes:

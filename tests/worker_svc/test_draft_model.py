@@ -19,7 +19,7 @@ from tests.worker_svc.drafting import (
     make_runner,
     plain_tokens,
 )
-from tests.worker_svc.harness import batch_for, save_model, worker_settings
+from tests.worker_svc.harness import save_model, worker_settings
 from tests.worker_svc.test_model_runner import prompts
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc import model_runner
@@ -151,14 +151,6 @@ def test_copies_are_made_in_the_draft_models_cache(tiny_dir: Path) -> None:
     assert speculation.num_accepted == 5
 
 
-def test_a_step_without_drafted_tokens_has_no_draft_ids(tiny_dir: Path) -> None:
-    runner = make_runner(tiny_dir, tiny_dir)
-    assert (
-        len(runner.launch(batch_for(runner, NUM_BLOCKS).step([(0, TEXTS[0])])).wait().draft_ids)
-        == 0
-    )
-
-
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}], ids=str)
 def test_garbage_in_the_draft_models_cache_changes_no_token(
     tiny_dir: Path, settings: dict[str, Any]
@@ -244,17 +236,7 @@ def test_two_ranks_draft_the_tokens_of_one(
 
     def run(tp: TensorParallel, draft: Path) -> Speculation:
         ranks[tp.rank] = tp
-        settings = worker_settings(
-            tiny_dir,
-            max_num_seqs=32,
-            speculation=str(draft),
-            rank=tp.rank,
-            tp=2,
-            worker_addresses=("unix:0", "unix:1"),
-        )
-        runner = ModelRunner(settings)
-        runner.configure(1, NUM_BLOCKS)
-        return speculate(runner, temperature)
+        return speculate(make_runner(tiny_dir, draft, rank=tp.rank, tp=2), temperature)
 
     for draft in (other_dir, tiny_dir):
         first, second = on_ranks(2, lambda tp, draft=draft: run(tp, draft))
@@ -284,9 +266,8 @@ def test_what_cannot_draft_is_named(
     tiny_dir: Path, tmp_path: Path, settings: dict[str, Any], shape: dict[str, Any], reason: str
 ) -> None:
     save_model(tmp_path, **shape)
-    addresses = tuple(f"unix:{i}" for i in range(settings.get("tp", 1)))
     with pytest.raises(StartError, match=f"^speculation: {reason}"):
-        make_runner(tiny_dir, tmp_path, worker_addresses=addresses, **settings)
+        make_runner(tiny_dir, tmp_path, **settings)
 
 
 def test_a_draft_model_that_is_not_there(tiny_dir: Path) -> None:

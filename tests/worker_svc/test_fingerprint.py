@@ -85,11 +85,7 @@ def test_only_a_shard_that_changed_is_hashed_again(model: Path, hashed: list[str
 
 
 def test_ranks_agree(model: Path) -> None:
-    addresses = "127.0.0.1:1", "127.0.0.1:2"
-    ranks = [
-        ModelRunner(worker_settings(model, rank=rank, tp=2, worker_addresses=addresses))
-        for rank in range(2)
-    ]
+    ranks = [ModelRunner(worker_settings(model, rank=rank, tp=2)) for rank in range(2)]
     alone = ModelRunner(worker_settings(model))
     assert {each.info.fingerprint for each in [alone, *ranks]} == {alone.info.fingerprint}
 

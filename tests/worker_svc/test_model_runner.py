@@ -269,14 +269,6 @@ def test_rows_that_sample_nothing(tiny_dir: Path) -> None:
     assert runner.run(batch.step([(2, text[3:6])], silent=[2])).tolist() == [-1]
 
 
-def test_configure_starts_afresh(tiny_dir: Path) -> None:
-    runner, batch = make_runner(tiny_dir)
-    text = prompts(301, [40])[0]
-    first = runner.run(batch.step([(0, text)]))
-    runner.configure(2, NUM_BLOCKS)
-    assert runner.run(Batch(batch.limits).step([(0, text)])) == first
-
-
 def test_limits_of_the_cache_and_of_sequences(tiny_dir: Path) -> None:
     # No more than max_num_seqs sequences of 512 tokens can use.
     info = ModelRunner(worker_settings(tiny_dir, max_num_seqs=3)).info
@@ -315,9 +307,8 @@ def test_what_cannot_be_served_is_named(
     tmp_path: Path, settings: dict[str, Any], shape: dict[str, Any], reason: str
 ) -> None:
     save_model(tmp_path, **shape)
-    addresses = tuple(f"unix:{i}" for i in range(settings.get("tp", 1)))
     with pytest.raises(StartError) as error:
-        make_runner(tmp_path, worker_addresses=addresses, **settings)
+        make_runner(tmp_path, **settings)
     assert str(error.value).startswith(reason)
 
 

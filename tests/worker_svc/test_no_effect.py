@@ -1,7 +1,8 @@
-"""Tensors that a model does not have, and which may be in its checkpoint nevertheless."""
+"""Tensors that a model needs, and those that it does not have but a checkpoint may hold."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,15 @@ ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.2.mlp"
 ONE, ZERO = torch.ones(()), torch.zeros(())
 
 
-def add(model_dir: Path, tensors: dict[str, torch.Tensor]) -> None:
+def edit(model_dir: Path, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Adds or replaces tensors, and removes those that are None."""
     path = model_dir / "model.safetensors"
-    save_file({**load_file(path), **tensors}, path)
+    edited = {**load_file(path), **tensors}
+    save_file({name: each for name, each in edited.items() if each is not None}, path)
 
 
-def assert_unknown(model_dir: Path, name: str, reason: str = "") -> None:
-    with pytest.raises(ModelError, match=rf"^unknown weight: {name}{reason}"):
+def assert_rejected(model_dir: Path, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
         ModelRunner(worker_settings(model_dir))
 
 
@@ -34,9 +37,29 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "reason"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", None, r"missing weight: .*\.1\.mlp\.up_proj\.weight"),
+        ("model.norm.weight", torch.zeros(63), r"model\.norm\.weight: shape \[63\].*\[64\]"),
+        (
+            "model.layers.0.mlp.gate_proj.weight",
+            torch.zeros(111, 64),
+            r"gate_proj\.weight: shape \[111, 64\]",
+        ),
+        ("lm_head.weight", torch.zeros(299, 64), r"lm_head\.weight: shape \[299, 64\]"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(
+    model_dir: Path, name: str, tensor: torch.Tensor | None, reason: str
+) -> None:
+    edit(model_dir, {name: tensor})
+    assert_rejected(model_dir, reason)
+
+
 def test_such_tensors_do_not_change_the_model(tmp_path: Path) -> None:
     oracle = save_model(tmp_path)
-    add(
+    edit(
         tmp_path,
         {
             f"{ATTENTION}.rotary_emb.inv_freq": torch.rand(8),
@@ -72,8 +95,10 @@ def test_such_tensors_do_not_change_the_model(tmp_path: Path) -> None:
 def test_a_value_that_would_change_the_model_is_an_error(
     model_dir: Path, name: str, tensor: torch.Tensor, neutral: int
 ) -> None:
-    add(model_dir, {name: tensor})
-    assert_unknown(model_dir, name, f": may be ignored only if all of it is {neutral}")
+    edit(model_dir, {name: tensor})
+    assert_rejected(
+        model_dir, f"^unknown weight: {name}: may be ignored only if all of it is {neutral}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,12 +110,12 @@ def test_a_value_that_would_change_the_model_is_an_error(
         (f"{ATTENTION}.my_rotary_emb.inv_freq", ONE),
         (f"{ATTENTION}.other_norm.scale", ONE),
         (f"{ATTENTION}.temperature_scale", ONE),
-        ("model.layers.0.extra", ZERO),
+        ("model.layers.3.extra", ZERO),
     ],
 )
 def test_everything_else_stays_unknown(model_dir: Path, name: str, tensor: torch.Tensor) -> None:
-    add(model_dir, {name: tensor})
-    assert_unknown(model_dir, name, "$")
+    edit(model_dir, {name: tensor})
+    assert_rejected(model_dir, f"^unknown weight: {name}$")
 
 
 @pytest.mark.parametrize("format", ["GPTQ 4", "AWQ", "W4A16", "FP8", "Qwen FP8"])
@@ -98,18 +123,18 @@ def test_a_quantized_layers_bias_may_be_zero(tmp_path: Path, format: str) -> Non
     """AutoGPTQ writes one for each layer, whether or not the model has it."""
     save_quantized(tmp_path, FORMATS[format])
     names = [f"{ATTENTION}.o_proj.bias", f"{MLP}.up_proj.bias"]
-    add(tmp_path, {name: torch.zeros(64, dtype=torch.float16) for name in names})
+    edit(tmp_path, {name: torch.zeros(64, dtype=torch.float16) for name in names})
     ModelRunner(worker_settings(tmp_path))
-    add(tmp_path, {names[1]: torch.tensor([0.0, 1e-5])})
-    assert_unknown(tmp_path, names[1], ": may be ignored only if all of it is 0")
+    edit(tmp_path, {names[1]: torch.tensor([0.0, 1e-5])})
+    assert_rejected(tmp_path, f"^unknown weight: {names[1]}: may be ignored only if all of it is 0")
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_zero_points_of_a_symmetric_format_are_checked(tmp_path: Path, zero: int) -> None:
     save_quantized(tmp_path, FORMATS["W8A8"])
     name = f"{MLP}.up_proj.weight_zero_point"
-    add(tmp_path, {name: torch.full((128, 1), zero, dtype=torch.int8)})
+    edit(tmp_path, {name: torch.full((128, 1), zero, dtype=torch.int8)})
     if zero:
-        assert_unknown(tmp_path, name)
+        assert_rejected(tmp_path, f"^unknown weight: {name}")
     else:
         ModelRunner(worker_settings(tmp_path))

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shared.model_directory import MAX_JSON_BYTES
 from tests.worker_svc.harness import save_model
 from worker_svc.errors import ModelError
 from worker_svc.weights.files import WeightReader
@@ -90,6 +92,25 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     write(tmp_path, a={"x": ONES})
     write_index(tmp_path, x=A, y=B)
     assert_rejected(tmp_path, f"{INDEX}: names {B}, which does not exist")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../other/model.safetensors", "/tmp/model.safetensors", "part/model.safetensors", "..", "", 7],
+)
+def test_an_index_names_only_files_beside_it(tmp_path: Path, name: Any) -> None:
+    write(tmp_path, a={"x": ONES})
+    write_index(tmp_path, x=A, y=name)
+    assert_rejected(
+        tmp_path, f"{INDEX}: weight_map: y: {name!r} is not the name of a file beside it"
+    )
+
+
+def test_an_index_that_is_too_large(tmp_path: Path) -> None:
+    with (tmp_path / INDEX).open("wb") as file:
+        file.truncate(MAX_JSON_BYTES + 1)
+    with pytest.raises(ModelError, match=r"index\.json: cannot be read: .* the limit is 16777216"):
+        check_shards(tmp_path)
 
 
 def test_files_that_the_index_leaves_out_are_not_read(tmp_path: Path) -> None:

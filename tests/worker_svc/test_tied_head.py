@@ -10,23 +10,16 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from tests.worker_svc.device import DEVICE
-from tests.worker_svc.harness import batch_for, save_model
+from tests.worker_svc.harness import batch_for, load_rank, save_model
 from tests.worker_svc.test_kept_memory import runner_of
 from tests.worker_svc.test_model_runner import NUM_BLOCKS, make_runner, oracle_logits, prompts
 from tests.worker_svc.thread_ranks import on_ranks
-from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.distributed import TensorParallel
 from worker_svc.kept_memory import KeptMemory
-from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.ops import PackedWeight
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.loader import Rows, WeightLoader
-from worker_svc.models.config import load_model_config
-from worker_svc.models.decoder import attention_shape
-from worker_svc.models.registry import load_model
-from worker_svc.weights.files import WeightReader
 
-CPU = torch.device("cpu")
 (TOKENS,) = prompts(301, [40])
 
 
@@ -88,12 +81,7 @@ def test_only_the_rank_whose_rows_differ_loads_them(
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
 
     def logits(tp: TensorParallel) -> torch.Tensor:
-        config = load_model_config(tmp_path)
-        backend = CpuBackend(attention_shape(config, tp.size, CPU), block_size=16)
-        with WeightReader(tmp_path, torch.float32, CPU) as reader:
-            loader = WeightLoader(reader, cpu_ops)
-            model = load_model(loader, config, 512, cpu_ops, tp, backend)
-        return model.lm_head(hidden)
+        return load_rank(tmp_path, tp).decoder.lm_head(hidden)
 
     found = torch.cat(on_ranks(ranks, logits), dim=1)
     torch.testing.assert_close(found[:, :301], hidden @ head.T, rtol=1e-5, atol=1e-5)

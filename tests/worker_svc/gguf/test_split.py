@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
 from tests.gguf_files import split_gguf, write_gguf
-from tests.worker_svc.gguf.test_unpack import SHAPE
+from tests.worker_svc.gguf.test_unpack import SHAPE, refusal
 
 pytestmark = pytest.mark.usefixtures("cache_home")
 
@@ -25,12 +25,6 @@ def whole(tmp_path: Path) -> Path:
     path = tmp_path / "models" / "small.gguf"
     write_gguf(path, LlamaForCausalLM(LlamaConfig(**SHAPE)))
     return path
-
-
-def refusal(model: Path) -> str:
-    with pytest.raises(LaunchError) as error:
-        resolve_model(str(model))
-    return str(error.value).removeprefix(f"MODEL: {model}: ")
 
 
 def test_any_part_stands_for_the_model(whole: Path) -> None:

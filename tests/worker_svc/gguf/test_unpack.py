@@ -51,6 +51,12 @@ def write(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
+def refusal(model: Path) -> str:
+    with pytest.raises(LaunchError) as error:
+        resolve_model(str(model))
+    return str(error.value).removeprefix(f"MODEL: {model}: ")
+
+
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
@@ -140,10 +146,7 @@ def test_makes_a_tokenizer_in_sentencepieces_manner(tmp_path: Path) -> None:
     ],
 )
 def test_refuses_by_name(tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
-    path = write(tmp_path, keys=keys)
-    with pytest.raises(LaunchError) as error:
-        resolve_model(str(path))
-    assert str(error.value).startswith(f"MODEL: {path}: {reason}")
+    assert refusal(write(tmp_path, keys=keys)).startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -160,10 +163,7 @@ def test_refuses_by_name(tmp_path: Path, keys: dict[str, Any], reason: str) -> N
 def test_refuses_a_tensor_by_name(
     tmp_path: Path, name: str, values: np.ndarray[Any, Any], reason: str
 ) -> None:
-    path = write(tmp_path, tensors={name: values})
-    with pytest.raises(LaunchError) as error:
-        resolve_model(str(path))
-    assert str(error.value).startswith(f"MODEL: {path}: {name}: {reason}")
+    assert refusal(write(tmp_path, tensors={name: values})).startswith(f"{name}: {reason}")
 
 
 def test_names_where_a_file_is_cut_short(tmp_path: Path) -> None:
@@ -178,8 +178,7 @@ def test_names_where_a_file_is_cut_short(tmp_path: Path) -> None:
     }
     for size, reason in places.items():
         path.write_bytes(data[:size])
-        with pytest.raises(LaunchError, match=reason):
-            resolve_model(str(path))
+        assert reason in refusal(path)
 
 
 def key(name: str, kind: int, value: bytes) -> bytes:
@@ -228,8 +227,7 @@ def long_header(*keys: bytes) -> bytes:
 def test_refuses_hostile_headers(tmp_path: Path, header: bytes, reason: str) -> None:
     path = tmp_path / "hostile.gguf"
     path.write_bytes(header)
-    with pytest.raises(LaunchError, match=reason):
-        resolve_model(str(path))
+    assert reason in refusal(path)
 
 
 def test_numbers_take_no_more_than_their_bytes(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@ every launch, without a GPU or memory for the weights."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,18 +16,16 @@ import torch
 from triton.runtime.jit import KernelInterface
 
 from tests.worker_svc.harness import Batch, limits
-from tools.make_model import BASE_CONFIG, SHAPES
+from tools.make_model import model_config
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.devices.warm_up import NUM_LOGPROBS, warm_up_steps
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kv_cache import TokenCache, copy_blocks
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
-from worker_svc.layers.rotary import RopeConfig
 from worker_svc.loader import WeightLoader
-from worker_svc.models.config import ModelConfig
+from worker_svc.models.config import load_model_config
 from worker_svc.models.decoder import attention_shape
-from worker_svc.models.families import FAMILIES
 from worker_svc.models.registry import load_model
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import PIECE
@@ -83,26 +83,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         yield launches
 
 
-def model_config(shape: dict[str, Any], dtype: torch.dtype) -> ModelConfig:
-    return ModelConfig(
-        family=FAMILIES[shape["architectures"][0]],
-        vocab_size=shape["vocab_size"],
-        hidden_size=shape["hidden_size"],
-        intermediate_size=shape["intermediate_size"],
-        num_layers=shape["num_hidden_layers"],
-        num_heads=shape["num_attention_heads"],
-        num_kv_heads=shape["num_key_value_heads"],
-        head_dim=shape["head_dim"],
-        rms_norm_eps=1e-6,
-        attention_bias=False,
-        mlp_bias=False,
-        tie_word_embeddings=shape["tie_word_embeddings"],
-        max_model_len=MAX_MODEL_LEN,
-        rope=RopeConfig("default", 1e6),
-        dtype=dtype,
-    )
-
-
 def make_step(query_lens: list[int], context_lens: list[int], block_size: int) -> StepArrays:
     batch = Batch(limits(block_size=block_size, max_model_len=MAX_MODEL_LEN))
     lengths = list(enumerate(zip(query_lens, context_lens, strict=True)))
@@ -136,9 +116,10 @@ def on_gpu(arrays: list[np.ndarray]) -> StepTensors:
     ],
 )
 def test_forward(
-    monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, dtype: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ranks: int, dtype: torch.dtype
 ) -> None:
-    config = model_config({**BASE_CONFIG, **SHAPES[name]}, dtype)
+    (tmp_path / "config.json").write_text(json.dumps(model_config(name)))
+    config = replace(load_model_config(tmp_path), dtype=dtype)
     steps = {"decodes": ([1] * 5, [600] * 5), "mixed": ([1, 700, 30], [33, 700, 90])}
     for query_lens, context_lens in steps.values():
         with recorded(monkeypatch) as launches:

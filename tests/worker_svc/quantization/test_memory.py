@@ -26,50 +26,27 @@ FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 MEASURE = """
 import sys
-from dataclasses import replace
 from pathlib import Path
 import torch
-from tests.worker_svc.quantization import exact
-from worker_svc.attention.cpu_backend import CpuBackend
+from tests.worker_svc.harness import load_rank
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops
 from worker_svc.kernels.ops import PlainWeight
-from worker_svc.loader import WeightLoader
-from worker_svc.models.config import load_model_config
-from worker_svc.models.decoder import attention_shape
-from worker_svc.models.registry import load_model
-from worker_svc.weights.packed_cache import open_cache
-from worker_svc.weights.quantization.choice import choose_quantization
-from worker_svc.weights.files import WeightReader
 
 def resident(name):  # in bytes; ru_maxrss would begin at the parent's
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split(name + ":")[1].split()[0])
 
-packed = 0
+packed, real_pack = 0, ops.pack
 
-def pack(weight, dtype):  # into a copy, as kernels do
+def pack(weight, dtype):
     global packed
-    if isinstance(weight, torch.Tensor):
-        made = PlainWeight(weight.clone())
-    else:
-        made = exact.ExactWeight(replace(weight, codes=weight.codes.clone()))
+    made = real_pack(weight, dtype)
     packed += sum(tensor.nbytes for tensor in made.state().values() if not tensor.is_meta)
     return made
 
 def load(path, setting):
-    config, cpu = load_model_config(path), torch.device("cpu")
-    choice = choose_quantization(setting, config.quantization)
-    backend = CpuBackend(attention_shape(config, 1, cpu), 16)
-    cache = None
-    if choice.quantize_to:
-        cache = open_cache(path, "fingerprint", setting, "copy", config.dtype, 0, 1)
-    with WeightReader(path, config.dtype, cpu) as reader:
-        loader = WeightLoader(reader, ops, choice, cache)
-        model = load_model(loader, config, 64, ops, TensorParallel(), backend)
-    if cache:
-        cache.save()
-    return model
+    return load_rank(path, TensorParallel(), quantization=setting).decoder
 
 ops.pack = pack
 torch.set_num_threads(1)
@@ -84,6 +61,7 @@ print(packed, resident("VmHWM") - before)
 """
 
 
+@pytest.mark.usefixtures("cache_home")
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.parametrize(
     "format",

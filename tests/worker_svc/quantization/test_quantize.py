@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,22 +9,25 @@ import torch
 from safetensors.torch import save_file
 
 from tests.worker_svc.harness import save_model, worker_settings
-from tests.worker_svc.quantization.exact import ExactWeight
+from tests.worker_svc.quantization.test_checkpoints import load_codes
 from tests.worker_svc.quantization.writers import SHAPE
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
 from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.kernels.cpu.structs import Kind
+from worker_svc.kernels.cpu.weights import PanelWeight
 from worker_svc.kernels.cpu_features import has
-from worker_svc.kernels.ops import PackedWeight
 from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead, VocabPartition
 from worker_svc.layers.linear import RowParallelLinear
 from worker_svc.loader import Rows, WeightLoader
 from worker_svc.model_runner import ModelRunner
 from worker_svc.weights.files import WeightReader
 from worker_svc.weights.quantization.choice import Choice
-from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+from worker_svc.weights.quantization.formats import Format
 from worker_svc.weights.quantization.quantize import group_size, quantize
+
+pytestmark = pytest.mark.usefixtures("cache_home")
 
 FORMATS: list[Format] = ["int8", "int4", "fp8"]
 CPU = torch.device("cpu")
@@ -33,15 +35,6 @@ CPU = torch.device("cpu")
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def loaded(
-    path: Path, format: Format, load: Callable[[WeightLoader], PackedWeight]
-) -> QuantizedWeight:
-    with WeightReader(path, torch.bfloat16, CPU) as reader:
-        weight = load(WeightLoader(reader, cpu_ops, Choice(quantize_to=format)))
-    assert isinstance(weight, ExactWeight)
-    return weight.weight
 
 
 def relative_error(weight: torch.Tensor, format: Format) -> float:
@@ -119,11 +112,10 @@ def test_embedding_and_head_have_more_bits_than_int4(tmp_path: Path) -> None:
         for format in FORMATS:
             model = ModelRunner(worker_settings(tmp_path, quantization=format))._model.decoder
             table, head = model.embed_tokens.weight, model.lm_head._weight
-            assert isinstance(table, ExactWeight)
-            assert isinstance(head, ExactWeight)
+            assert isinstance(table, PanelWeight)
+            assert isinstance(head, PanelWeight)
             assert (table is head) == tied
-            expected = "int6" if format == "int4" else "int8"
-            assert table.weight.format == head.weight.format == expected
+            assert table.kind == head.kind == (Kind.INT6 if format == "int4" else Kind.INT8)
 
 
 def test_inputs_that_no_group_divides_are_rejected(tmp_path: Path) -> None:
@@ -140,22 +132,18 @@ def test_ranks_have_the_codes_of_one(tmp_path: Path, format: Format, ranks: int)
         {"x.weight": random(24, 384), "y.weight": random(24, 384, seed=1)},
         tmp_path / "x.safetensors",
     )
-    whole = loaded(
-        tmp_path, format, lambda loader: loader.matrix([Rows("x", 0, 24), Rows("y", 0, 24)], 384)
-    ).dequantized()
+    choice = Choice(quantize_to=format)
+    both = [Rows("x", 0, 24), Rows("y", 0, 24)]
+    whole = load_codes(tmp_path, choice, both, 384).dequantized()
     rows, columns = 24 // ranks, 384 // ranks
     for rank in range(ranks):
         parts = [Rows(name, rank * rows, rows) for name in "xy"]
-        part = loaded(tmp_path, format, lambda loader, parts=parts: loader.matrix(parts, 384))
+        part = load_codes(tmp_path, choice, parts, 384)
         ends = slice(rank * rows, (rank + 1) * rows)
         assert torch.equal(part.dequantized(), torch.cat((whole[:24][ends], whole[24:][ends])))
 
         place = range(rank * columns, (rank + 1) * columns)
-        part = loaded(
-            tmp_path,
-            format,
-            lambda loader, place=place: loader.matrix([Rows("x", 0, 24)], 384, place),
-        )
+        part = load_codes(tmp_path, choice, both[:1], 384, place)
         assert torch.equal(part.dequantized(), whole[:24, place.start : place.stop])
 
 

@@ -202,17 +202,3 @@ def test_a_row_that_may_sample_nothing_samples_something(temperature: float, ran
     tokens = sample(random_logits(4, VOCAB, 2), step, ranks)
     assert len(tokens) == 3
     assert all(0 <= token < VOCAB for token in tokens)
-
-
-def test_greedy_after_bias_penalty_and_mask() -> None:
-    logits = torch.zeros(4, VOCAB)
-    logits[:, 5], logits[:, 6] = 3.0, 2.0
-    asked = {
-        0: Asked(bias={200: 5.0}),
-        1: Asked(repetition_penalty=2.0),
-        2: Asked(allowed=[9, 300], bias={300: 0.5}),
-        3: Asked(presence_penalty=2.0, prompt_len=1),
-    }
-    step = make_step([[5], [5], [5], [5]], asked, [0.0] * 4)
-    # The last one's 5 belongs to its prompt.
-    assert sample(logits, step) == [200, 6, 300, 5]

@@ -172,18 +172,6 @@ def test_the_batch_changes_nothing() -> None:
         assert torch.equal(alone[0], together[row]), params[row]
 
 
-def test_equal_logits_are_kept_or_excluded_together() -> None:
-    logits = torch.tensor([2.0, -0.0, 3.0, 0.0, 2.0, -1.0, 2.0, 0.0]).repeat(4, 1)
-    params = [Params(top_k=2), Params(top_k=5), Params(top_p=0.5), Params(min_p=0.3)]
-    kept = filtered(logits, params) > -torch.inf
-    assert [row.nonzero().squeeze(1).tolist() for row in kept] == [
-        [0, 2, 4, 6],
-        [0, 1, 2, 3, 4, 6, 7],
-        [0, 2, 4, 6],
-        [0, 2, 4, 6],
-    ]
-
-
 def test_greedy_rows_and_rows_of_nothing_stay() -> None:
     """Their parameters do not matter."""
     logits = random_logits(3, 301, seed=9)

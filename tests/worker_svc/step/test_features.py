@@ -46,6 +46,14 @@ def decode(request: StepRequest) -> StepArrays:
     return decode_step(request, LIMITS, None)
 
 
+def check_rejected(part: str, column: str, value: bytes, reason: str) -> None:
+    request = valid()
+    setattr(getattr(request, part), column, value)
+    with pytest.raises(InvalidArgumentError) as error:
+        decode(request)
+    assert (error.value.field, error.value.reason) == (f"{part}.{column}", reason)
+
+
 def test_features_are_decoded() -> None:
     features = decode(valid()).features
     assert features
@@ -122,11 +130,7 @@ def test_a_step_without_features_or_targets() -> None:
     ],
 )
 def test_a_malformed_feature_is_named(column: str, value: bytes, reason: str) -> None:
-    request = valid()
-    setattr(request.features, column, value)
-    with pytest.raises(InvalidArgumentError) as error:
-        decode(request)
-    assert (error.value.field, error.value.reason) == (f"features.{column}", reason)
+    check_rejected("features", column, value, reason)
 
 
 @pytest.mark.parametrize("name", COLUMNS)
@@ -141,7 +145,7 @@ def test_a_number_that_is_not_in_its_range_is_named(name: str) -> None:
     for value in wrong:
         reasons[encode([default, value])] = f"{value} is not {engine}"
     for values, reason in reasons.items():
-        test_a_malformed_feature_is_named(column, values, reason)
+        check_rejected("features", column, values, reason)
 
 
 @pytest.mark.parametrize(
@@ -160,11 +164,7 @@ def test_a_number_that_is_not_in_its_range_is_named(name: str) -> None:
     ],
 )
 def test_a_malformed_target_is_named(column: str, value: bytes, reason: str) -> None:
-    request = valid()
-    setattr(request.prompt_logprobs, column, value)
-    with pytest.raises(InvalidArgumentError) as error:
-        decode(request)
-    assert (error.value.field, error.value.reason) == (f"prompt_logprobs.{column}", reason)
+    check_rejected("prompt_logprobs", column, value, reason)
 
 
 @pytest.mark.parametrize("seed", range(3))

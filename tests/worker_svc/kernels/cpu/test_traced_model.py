@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +10,20 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.worker_svc.harness import Batch, limits, save_model
+from tests.worker_svc.harness import Batch, limits, load_rank, save_model
 from tests.worker_svc.test_model_runner import prompts
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.distributed import TensorParallel
-from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu import traced_model
 from worker_svc.kernels.cpu.program import SEQUENCES, run_timed
 from worker_svc.kernels.cpu.rows import Rows, allocate
 from worker_svc.kernels.cpu.traced_model import TracedModel
-from worker_svc.loader import WeightLoader
-from worker_svc.models.config import load_model_config
-from worker_svc.models.decoder import Decoder, attention_shape
-from worker_svc.models.registry import load_model
+from worker_svc.models.decoder import Decoder
 from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import upload_step
-from worker_svc.weights.files import WeightReader
-from worker_svc.weights.quantization.choice import choose_quantization
+
+pytestmark = pytest.mark.usefixtures("cache_home")
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
@@ -79,13 +75,11 @@ class Pair:
 
 
 def load(path: Path, quantization: str, dtype: torch.dtype, tp: TensorParallel) -> Pair:
-    config = replace(load_model_config(path), dtype=dtype)
-    backend = CpuBackend(attention_shape(config, tp.size, CPU), block_size=16)
-    with WeightReader(path, dtype, CPU) as reader:
-        loader = WeightLoader(reader, cpu_ops, choose_quantization(quantization, None))
-        model = load_model(loader, config, 512, cpu_ops, tp, backend)
-    traced = TracedModel(model.hidden_states, tp, config.num_layers, backend.cache_of)
-    return Pair(model, backend, traced)
+    model = load_rank(path, tp, quantization=quantization, dtype=str(dtype)[6:], block_size=16)
+    backend: Any = model.backend
+    num_layers, run_layers = model.config.num_layers, model.decoder.hidden_states
+    traced = TracedModel(run_layers, tp, num_layers, backend.cache_of)
+    return Pair(model.decoder, backend, traced)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.worker_svc.kernels.triton.weights import random_weight
-from tests.worker_svc.quantization.exact import rounded
 from worker_svc.errors import ModelError
 from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.ops import OneDnnWeight, embed, pack, unpack
@@ -35,6 +34,15 @@ CPUS = {
 }
 
 
+def rounded(x: torch.Tensor, segment: int) -> torch.Tensor:
+    """x [T, in] as products with integers see it: in 8 bits, each `segment` of the inputs with a
+    scale of its own. The result is float64."""
+    rows, columns = x.shape
+    segments = torch.nn.functional.pad(x, (0, -columns % segment)).view(-1, segment)
+    codes, scales = quantize_rows(segments)
+    return (codes.double() * scales.double()[:, None]).view(rows, -1)[:, :columns]
+
+
 def check_quantized() -> None:
     """Products are those of exact integers, alone and in a crowd, and rows what they should be."""
     for (out_features, in_features), (fmt, groups, zeros) in product(SHAPES, QUANTIZED):
@@ -54,7 +62,7 @@ def check_quantized() -> None:
             x[1:2] = 1
             seen = x.double()
             if fmt != "fp8":
-                seen = rounded(x, segment=packed.segment)
+                seen = rounded(x, packed.segment)
             elif cpu_features.has("avx512bf16"):
                 seen = x.bfloat16().double()
             expected = seen @ dequantized.double().T + bias
