@@ -24,7 +24,7 @@ _PORT = 50051
 _LONG = ("greedy", "seeded", "filters", "stop string")
 _REQUESTS = deepcopy(REQUESTS)
 for _name in _LONG:
-    _REQUESTS[_name].sampling.max_tokens = 600
+    _REQUESTS[_name].sampling.max_tokens = 1000
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def _start(name: str, hosts: Hosts, logs: Path) -> None:
         "NANO_WORKER_ADDRESSES": f"{hosts.address('worker')}:50053",
         "NANO_KV_BLOCKS": "1024",
         "NANO_BLOCK_SIZE": "16",
+        "NANO_SPECULATION": "none",  # so that streams last until connections have ended
         "NANO_ALLOW_PLAINTEXT": "1",
         "NANO_ALLOW_PUBLIC_PLAINTEXT": "1",
         **faulty_environment(KEEPALIVE_S="2"),
