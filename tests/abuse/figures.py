@@ -1,4 +1,4 @@
-"""Figures of what honest clients saw in a stretch of time, a *window*."""
+"""Figures of a *window*: a stretch of time in which honest clients stream."""
 
 from __future__ import annotations
 

@@ -129,6 +129,6 @@ class Report:
 
 
 def _most(counts: list[Counter[str]]) -> str:
-    """What was counted most often, one kind per line."""
+    """The most frequent kinds, one per line."""
     most = sum(counts, Counter[str]()).most_common(_SHOWN)
     return "\n".join(f"{count:,} {what}" for what, count in most) or "nothing"

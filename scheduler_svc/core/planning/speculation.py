@@ -63,8 +63,8 @@ class Speculation:
         if not gains:
             return {}
         gains.sort(key=lambda each: -each[0])  # stable, so that a token follows those before it
-        without_s = self.step_times.seconds_without(len(decodes), waits=waits)
-        num_drafts = self._best_number([gain for gain, _ in gains[:room]], len(decodes), without_s)
+        gained = [gain for gain, _ in gains[:room]]
+        num_drafts = self._best_number(gained, len(decodes), waits=waits)
         counts = Counter(seq for _, seq in gains[:num_drafts])
         return {seq: seq.guess.tokens[:count] for seq, count in counts.items() if seq.guess}
 
@@ -104,13 +104,16 @@ class Speculation:
             return seq.guess if seq.guess and seq.guess.is_current else None
         return self.guess(seq)
 
-    def _best_number(self, gains: Seq[float], num_seqs: int, without_s: float) -> int:
-        """How many drafts are best, of those that gain this much, in a step of sequences that takes
-        `without_s` seconds without any."""
+    def _best_number(self, gains: Seq[float], num_seqs: int, *, waits: bool) -> int:
+        """How many drafts are best in a step of sequences, of the drafts that gain this much. Such
+        a step `waits` or not for the last answer without drafts, too."""
         best, best_value, value = 0, 0.0, 0.0
+        times = self.step_times
+        alone_s = times.seconds_without(num_seqs)
+        without_s = alone_s + (times.wait_s if waits else 0)
         for number, gain in enumerate(gains, 1):
             value += gain
-            seconds = self.step_times.seconds_with(num_seqs, num_seqs + number)
+            seconds = times.seconds_with(num_seqs + number, alone_s)
             if (net := value - num_seqs * log(seconds / without_s)) > best_value:
                 best, best_value = number, net
         return best

@@ -65,23 +65,23 @@ class StepTimes:
         if not self._sizes or self._num_drafted >> self._counts.get(num_seqs, 0):
             return 0
         room = min(room, 2 * max(num_seqs, self._sizes[-1]) - num_seqs)
-        without_s = self.seconds_without(num_seqs, waits=waits)
+        alone_s = self.seconds_without(num_seqs)
+        without_s = alone_s + (self.wait_s if waits else 0)
         for rows in {num_seqs + min(factor * num_seqs, room) for factor in (1, 3, 7)}:
-            if rows * without_s > _MIN_GAIN * num_seqs * self.seconds_with(num_seqs, rows):
+            if rows * without_s > _MIN_GAIN * num_seqs * self.seconds_with(rows, alone_s):
                 return room
         return 0
 
-    def seconds_without(self, num_seqs: int, *, waits: bool = False) -> float:
-        """The time of a step of sequences without drafts: not more than that of more rows. That of
-        a step that `waits` for the last answer includes the wait."""
+    def seconds_without(self, num_seqs: int) -> float:
+        """The time of a step of sequences without drafts: not more than that of more rows."""
         larger = self._sizes[bisect_left(self._sizes, num_seqs) :]
         least = min(map(self._relative.__getitem__, larger), default=inf)
-        return min(self.seconds(num_seqs), self._scale * least) + (self.wait_s if waits else 0)
+        return min(self.seconds(num_seqs), self._scale * least)
 
-    def seconds_with(self, num_seqs: int, rows: int) -> float:
-        """The time of a step of sequences with drafts, which has so many rows, and of the wait for
-        its answer."""
-        return max(self.seconds(rows), self.seconds_without(num_seqs)) + self.wait_s
+    def seconds_with(self, rows: int, alone_s: float) -> float:
+        """The time of a step of so many rows, drafts among them, and of the wait for its answer.
+        Without the drafts it takes `alone_s`."""
+        return max(self.seconds(rows), alone_s) + self.wait_s
 
     def may_guess(self, rows: int) -> bool:
         """Whether steps were measured that had more than half as many rows."""
