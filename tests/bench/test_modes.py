@@ -116,7 +116,8 @@ def test_a_private_stack_and_in_process(tmp_path: Path, bench: Bench) -> None:
 
 @pytest.mark.system
 def test_scheduler(bench: Bench) -> None:
-    sizes = "--num-seqs 4 --context 40 --steps 12 --rounds 2"
+    # The kernel counts CPU time in hundredths of a second: 300 steps take a quarter of one.
+    sizes = "--num-seqs 4 --context 40 --steps 300 --rounds 2"
     found = bench(f"--mode scheduler {sizes}")
     (decode,) = found["decode"]
     for key in ("steps_per_s", "tokens_per_s", "scheduler_cpu_ms"):

@@ -31,7 +31,11 @@ def test_a_request_that_kills_a_service_ends_and_the_others_go_on(tmp_path: Path
     deaths = tmp_path / "deaths"  # of schedulers
     deaths.touch()
     healthy = {f"{n}": request(n) for n in range(10, 18)}
-    environment = faulty_environment(SCHEDULER_FAULT=str(deaths), WORKER_FAULT="exit")
+    environment = faulty_environment(
+        SCHEDULER_FAULT=str(deaths),
+        WORKER_FAULT="exit",
+        NANO_SPECULATION="none",  # so that healthy streams last until the deadly one starts
+    )
     with running_stack(environment, frontends=2, kv_blocks=512) as stack:
         expected = undisturbed(stack.address, healthy)
         for kind in (READ, STEP, TOKEN, FAILURE, OF_WORKERS):
