@@ -45,7 +45,7 @@ class AsyncLLM:
     Args:
         address: `host:port` or `unix:path` of a frontend, or of several, as a list or separated by
             commas.
-        connections: maximum number per address. A server takes 128 calls on each, and each reaches
+        connections: maximum number per address. A server takes 1,024 calls on each. Each reaches
             one of the frontends that share a port.
         max_in_flight: number of requests that `generate` has open at a time; the others wait here.
         max_retry_wait_s: how long a request may wait for a server that is away or full, counted

@@ -18,7 +18,7 @@ from shared.config import ServiceSettings
 from shared.rpc.contract import ContractInterceptor
 from shared.rpc.health import HealthServicer
 from shared.rpc.interceptors import StatusInterceptor
-from shared.rpc.open_calls import MAX_CALLS, OpenCalls
+from shared.rpc.open_calls import OpenCalls
 from shared.rpc.reading import MessageReader
 from shared.rpc.roles import Callers, RoleInterceptor
 from shared.tls import server_credentials
@@ -27,7 +27,10 @@ log = structlog.get_logger(__name__)
 
 # Larger metadata is rejected with RESOURCE_EXHAUSTED. By default gRPC rejects some from half of it.
 _MAX_METADATA_BYTES = 16 << 10
-_CALLS_PER_CONNECTION = 128  # open at a time; for further calls its client waits
+# Open calls of a connection; for further ones its client waits. gRPC also refuses calls while it
+# holds more than this, ended ones included. That makes floods of calls that are reset at once
+# cheap. With 512, an honest client that cancelled many calls got UNAVAILABLE, too (gRPC 1.85).
+_CALLS_PER_CONNECTION = 1024
 _CALLS_PER_READ = 4
 _PENDING_CALLS = 16_384  # that wait for the event loop; gRPC cancels further ones
 MAX_CONNECTIONS = 4096  # of a process; further ones are closed
@@ -54,7 +57,7 @@ class Server:
         ready: called when the server is SERVING for the first time.
         plaintext: serves plaintext whatever the settings say, for an address on loopback.
         beside: another server of this process. This server shares its interceptors and its limit
-            on calls, and stops with it. It serves gateways, which make all calls on one connection.
+            on calls, and stops with it.
 
     Raises:
         FileError: a certificate file cannot be used.
@@ -91,10 +94,9 @@ class Server:
         if tls and callers:
             required = settings.internal_tls_roles == "required"
             first.append(RoleInterceptor(service_name, callers, required))
-        calls_per_connection = MAX_CALLS if beside else _CALLS_PER_CONNECTION
         self.grpc = aio.server(
             interceptors=[*first, *interceptors, MessageReader()],
-            options=_options(settings, reuse_port, calls_per_connection),
+            options=_options(settings, reuse_port),
         )
         self._health = HealthServicer(("", service_name))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -172,17 +174,14 @@ class Server:
         log.info("stopped")
 
 
-def _options(settings: ServiceSettings, reuse_port: bool, calls_per_connection: int) -> Options:
+def _options(settings: ServiceSettings, reuse_port: bool) -> Options:
     return [
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.max_concurrent_streams", calls_per_connection),
-        # By default gRPC refuses new calls until ended calls are freed, which may take a while. An
-        # honest client that made call after call then got UNAVAILABLE (gRPC 1.85).
-        ("grpc.http.overload_protection", 0),
+        ("grpc.max_concurrent_streams", _CALLS_PER_CONNECTION),
         # After this many calls gRPC reads other connections, because a client may make calls and
         # reset them at once.
         ("grpc.http2.max_requests_per_read", _CALLS_PER_READ),

@@ -7,7 +7,6 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack
 from functools import partial
 
 import psutil
@@ -137,17 +136,10 @@ async def open_and_cancel(stack: RealStack) -> None:
     """
     sampled = stack.load().sampled_tokens
     params = SamplingParams(temperature=1, max_tokens=1900, ignore_eos=True)
-    async with AsyncExitStack() as channels:
-        apart = (("grpc.use_local_subchannel_pool", 1),)  # a connection takes 128 calls
-        stubs = [
-            InferenceServiceStub(
-                await channels.enter_async_context(aio.insecure_channel(stack.address, apart))
-            )
-            for _ in range(8)
-        ]
+    async with aio.insecure_channel(stack.address) as channel:
+        stub = InferenceServiceStub(channel)
         calls = [
-            stubs[number % 8].GenerateStream(encode_request(f"Once {number}", params))
-            for number in range(1000)
+            stub.GenerateStream(encode_request(f"Once {number}", params)) for number in range(1000)
         ]
         load = await asyncio.to_thread(stack.wait_load, partial(has_a_thousand, sampled))
         assert load.waiting

@@ -20,7 +20,19 @@ import shared.rpc.server
 from frontend.settings import FrontendSettings
 from shared.rpc.server import Server
 from tests.frontend.conftest import detail
-from tests.http2 import PREFACE, SETTINGS, RawConnection, call_frames, connect, dial, frame
+from tests.http2 import (
+    ACK,
+    CANCEL,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    RawConnection,
+    call_frames,
+    connect,
+    dial,
+    frame,
+)
 
 CHECK = "/grpc.health.v1.Health/Check"
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -150,6 +162,34 @@ async def test_no_call_is_lost_when_many_arrive_at_once(
         assert len(answers.received) == count
 
 
+async def test_most_calls_that_are_reset_at_once_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC refuses them on its own threads, though the event loop is busy (CVE-2023-44487)."""
+    limit, count = 10, 300
+    monkeypatch.setattr(shared.rpc.server, "_CALLS_PER_CONNECTION", limit)
+    async with serving(tmp_path) as address:
+        with socket.socket(socket.AF_UNIX) as client, client.makefile("rb") as answers:
+            client.settimeout(TIMEOUT_S)
+            client.connect(address.removeprefix("unix:"))
+
+            def read_until(kind: int) -> None:
+                while (head := answers.read(9))[3] != kind:
+                    answers.read(int.from_bytes(head[:3], "big"))
+                answers.read(int.from_bytes(head[:3], "big"))
+
+            client.sendall(PREFACE + frame(SETTINGS))
+            read_until(SETTINGS)
+            client.sendall(frame(SETTINGS, flags=ACK) + frame(PING, bytes(8)))
+            read_until(PING)  # now the limit holds
+            for stream in range(1, 2 * count, 2):
+                reset = frame(RST_STREAM, CANCEL, stream=stream)
+                client.sendall(call_frames(stream, CHECK, b"") + reset)
+            for _ in range(count - 2 * limit):
+                read_until(RST_STREAM)
+        await check(address)
+
+
 async def test_a_connection_is_told_how_many_calls_it_may_have(tmp_path: Path) -> None:
     max_concurrent_streams = 3  # a setting: RFC 9113, 6.5.2
     async with serving(tmp_path) as address, asyncio.timeout(20):
@@ -158,6 +198,6 @@ async def test_a_connection_is_told_how_many_calls_it_may_have(tmp_path: Path) -
         head = await reader.readexactly(9)
         assert head[3] == SETTINGS
         payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
-        assert dict(struct.iter_unpack(">HI", payload))[max_concurrent_streams] == 128
+        assert dict(struct.iter_unpack(">HI", payload))[max_concurrent_streams] == 1024
         writer.close()
         await writer.wait_closed()

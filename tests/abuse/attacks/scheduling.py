@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import AsyncExitStack
 from typing import Any
 
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from tests.abuse.attack import SERVICE, Target, attack
 
-_CALLS_PER_CONNECTION = 128  # the most that a server takes
 _CALLS = 512  # of a client
 
 
@@ -21,12 +19,10 @@ def _request(prompt: list[int], **sampling: Any) -> pb.GenerateRequest:
 
 async def _flood(target: Target, requests: list[pb.GenerateRequest], at_once: int) -> None:
     rng = random.Random(1)
-    async with AsyncExitStack() as open_channels:
-        count = -(-at_once // _CALLS_PER_CONNECTION)
-        channels = [await open_channels.enter_async_context(target.channel()) for _ in range(count)]
+    async with target.channel() as channel:
 
         async def send() -> None:
-            await target.generate(rng.choice(channels), rng.choice(requests))
+            await target.generate(channel, rng.choice(requests))
 
         await target.flood(send, at_once)
 
