@@ -228,7 +228,8 @@ class Sequence:
     def rewind(self) -> None:
         """Forgets the steps in flight. What answered steps computed stays in the cache."""
         self.last_step, self.last_row = 0, -1
-        self.begin_at(self.num_computed_tokens)
+        if self.num_scheduled_tokens > self.num_computed_tokens:  # a beam may wait for others
+            self.begin_at(self.num_computed_tokens)
 
     def begin_at(self, num_tokens: int) -> None:
         """Starts computing after `num_tokens` tokens that are in the cache."""

@@ -248,6 +248,18 @@ def test_beams_with_candidates_keep_their_blocks_while_the_others_run() -> None:
     assert rig.scheduler.stats.steps == 3 + 2 + 4
 
 
+def test_beams_with_candidates_wait_on_when_the_workers_are_lost() -> None:
+    rig = Rig(64, 8, ahead=0)
+    prompt, params = [1] * 7, SamplingParams(8, beam_width=3)
+    rig.scheduler.add(Sequence((0, 1), prompt, params))
+    for _ in range(3):
+        rig.turn()
+    rig.lose_cache()
+    rig.turn()  # computes two contexts and a part of the third
+    rig.lose_workers(Random(0))
+    assert list(rig.run().values()) == search(prompt, params)
+
+
 def test_each_beams_tokens_are_its_clients() -> None:
     rig = Rig(num_blocks=60, max_num_seqs=8, ahead=1)
     client = Client("acme", output_tokens_per_minute=20)
