@@ -140,8 +140,8 @@ class TokenStream:
         Raises:
             ServiceError: the request failed.
         """
-        if self.error is not None:
-            raise self.error
+        if self.error is not None:  # of several streams, whose calls' frames it must not join
+            raise self.error.with_traceback(None)
 
     @property
     def stands_for_itself(self) -> bool:

@@ -86,3 +86,13 @@ async def test_the_end_and_an_error_are_read_without_tokens() -> None:
     failed.fail(InternalError("broken"))
     with pytest.raises(InternalError, match="broken"):
         await waiting
+
+
+async def test_streams_that_fail_together_share_no_traceback() -> None:
+    """Else the end of one call would clear the frames of another."""
+    error = InternalError("broken")
+    for stream in token_streams(2):
+        stream.fail(error)
+        with pytest.raises(InternalError) as raised:
+            stream.check()
+        assert len(raised.traceback) == 2
