@@ -41,7 +41,7 @@ async def serve(
         ready: called once the model has been configured. A failure before that may be permanent.
         memory: see `ModelRunner`.
     """
-    server = Server(settings, SERVICE_NAME, callers=Callers("scheduler"))
+    server = Server(settings, SERVICE_NAME, callers=Callers("scheduler", reads=("Profile",)))
     service = WorkerService(settings, server.stop, ready, metrics, memory)
     add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(settings.worker_addresses[settings.rank])

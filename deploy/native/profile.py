@@ -11,7 +11,8 @@ from grpc import aio
 
 from deploy.errors import LaunchError
 from deploy.stack import Process, Stack, make_directory, open_file
-from nano_vllm_grpc.channels import keepalive_options, open_channel
+from nano_vllm_grpc.channels import open_channel
+from shared.channels import internal_options
 from shared.pb.worker_pb2 import ProfileRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 
@@ -20,13 +21,17 @@ def profile(directory: Path, steps: int) -> int:
     """Records the next steps of this host's workers, and writes and names a trace of each.
 
     Raises:
-        LaunchError: no stack was started in `directory`, or a worker cannot be profiled.
+        LaunchError: no stack with a worker was started in `directory`, or a worker cannot be
+            profiled.
     """
     stack = Stack.load(directory)
+    workers = [each for each in stack.processes() if each.service == "worker"]
+    if not workers:
+        raise LaunchError("this host has no worker of the stack")
     folder = directory / "profiles"
     make_directory(folder)
     print(f"recording {steps} steps; send requests meanwhile", flush=True)
-    for process, trace in asyncio.run(_record_all(stack, steps)):
+    for process, trace in asyncio.run(_record_all(stack, workers, steps)):
         path = folder / f"{process.name}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}.json.gz"
         with open(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(trace)
@@ -34,15 +39,16 @@ def profile(directory: Path, steps: int) -> int:
     return 0
 
 
-async def _record_all(stack: Stack, steps: int) -> list[tuple[Process, bytes]]:
-    workers = [each for each in stack.processes() if each.service == "worker"]
+async def _record_all(
+    stack: Stack, workers: list[Process], steps: int
+) -> list[tuple[Process, bytes]]:
     traces = await asyncio.gather(*(_record(stack, worker, steps) for worker in workers))
     return list(zip(workers, traces, strict=True))
 
 
 async def _record(stack: Stack, worker: Process, steps: int) -> bytes:
     tls = stack.tls(worker.service)
-    async with open_channel(worker.address, tls, keepalive_options()) as channel:
+    async with open_channel(worker.address, tls, internal_options()) as channel:
         call = WorkerServiceStub(channel).Profile(ProfileRequest(num_steps=steps))
         try:
             return b"".join([piece.trace async for piece in call])

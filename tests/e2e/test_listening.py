@@ -24,7 +24,7 @@ from nano_vllm_grpc.channels import open_blocking_channel
 from nano_vllm_grpc.tls import ClientTls
 from shared.pb.scheduler_pb2 import GetLoadRequest
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest
+from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, ProfileRequest, StepRequest
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.certificates import Authority
 from tests.stack import ROOT, RealStack, running_stack
@@ -219,15 +219,16 @@ def test_no_other_user_can_take_a_port_during_a_restart(opened: Open) -> None:
 
 
 DENIED, STALE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.FAILED_PRECONDITION
+READS = {"GetLoad": None, "Profile": grpc.StatusCode.INVALID_ARGUMENT}
 
 
 @pytest.mark.parametrize("opened", ["tls"], indirect=True)
 @pytest.mark.parametrize(
     ("role", "expected"),
     [
-        ("frontend", {"Connect": None, "GetLoad": None}),
-        ("scheduler", {"GetLoad": None, "GetInfo": None, "Configure": STALE, "Execute": STALE}),
-        ("worker", {"GetLoad": None}),
+        ("frontend", READS | {"Connect": None}),
+        ("scheduler", READS | {"GetInfo": None, "Configure": STALE, "Execute": STALE}),
+        ("worker", READS),
         ("", {}),
     ],
 )
@@ -254,6 +255,7 @@ def test_a_certificate_opens_only_what_its_role_is_for(
             "GetLoad": status(lambda: engine.GetLoad(GetLoadRequest(), timeout=TIMEOUT_S)),
             "GetInfo": status(lambda: rank.GetInfo(GetInfoRequest(), timeout=TIMEOUT_S)),
             "Configure": status(lambda: rank.Configure(configure(), timeout=TIMEOUT_S)),
+            "Profile": status(lambda: next(rank.Profile(ProfileRequest(), timeout=TIMEOUT_S))),
             "Execute": status(lambda: next(rank.Execute(stale, timeout=TIMEOUT_S))),
         }
     assert answers == dict.fromkeys(answers, DENIED) | expected
