@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,18 @@ class Controller:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._collected = False
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Lets a command to a worker that has just died fail silently. Its death is told next, and
+        then its tests are given to others; without this, pytest-xdist ends the run (3.8)."""
+        send = node.sendcommand
+
+        def send_if_alive(name: str, **arguments: object) -> None:
+            with suppress(OSError):
+                send(name, **arguments)
+
+        node.sendcommand = send_if_alive
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
