@@ -48,7 +48,7 @@ class Cache:
     def __init__(self, call: Any) -> None:
         self.call = call
         self.blocks: dict[int, tuple[int | None, tuple[int, ...]]] = {}
-        self.number = self.times_cleared = 0
+        self.number = 0
         self.loads: list[Any] = []
         while True:
             batch = self.apply()
@@ -63,7 +63,6 @@ class Cache:
         for event in batch.events:
             if event.HasField("cleared"):
                 self.blocks.clear()
-                self.times_cleared += 1
             for block_hash in event.removed.block_hashes:
                 del self.blocks[block_hash]
             parent = None

@@ -55,7 +55,8 @@ async def reflects(address: str, metadata: Any = ()) -> Any:
             timeout=TIMEOUT_S,
         )
         try:
-            return [answer async for answer in call] and await call.code()
+            answers = [answer async for answer in call]
+            return SERVICE_NAME.encode() in b"".join(answers) and await call.code()
         except aio.AioRpcError as error:
             return error.code()
 
@@ -81,6 +82,7 @@ async def test_a_call_without_a_valid_token_is_rejected(tokens_file: Path, metad
             for call in (
                 stub.Detokenize(pb.DetokenizeRequest(), metadata=metadata),
                 stub.GenerateStream(pb.GenerateRequest(), metadata=metadata),
+                channel.stream_unary(f"/{SERVICE_NAME}/Generate")(metadata=metadata),  # no message
             ):
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
                 message = await call.details()

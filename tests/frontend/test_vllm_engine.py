@@ -292,6 +292,15 @@ async def test_events_are_sent_on_loopback_only(engine: Any) -> None:
     assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
+async def test_a_lost_cache_is_an_event(engine: Any, scheduler: FakeScheduler) -> None:
+    cleared = scheduler_pb2.BlockEvent(cleared=True)
+    load = scheduler_pb2.GetLoadResponse(blocks=1)
+    scheduler.block_events.put_nowait(scheduler_pb2.BlockEvents(events=[cleared], load=load))
+    call = engine.SubscribeKvEvents(common.SubscribeKvEventsRequest())
+    await call.read()  # the snapshot
+    assert [event.WhichOneof("data") for event in (await call.read()).events] == ["cleared"]
+
+
 @pytest.fixture
 async def running(scheduler: FakeScheduler, service: Service, engine: Any) -> Callable[[str], Any]:
     """Starts streams of which each has its first token."""

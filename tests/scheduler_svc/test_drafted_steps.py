@@ -102,6 +102,14 @@ def test_no_tokens_are_drafted_after_a_token_that_is_not_known_yet() -> None:
     assert [row.draft for row in planned(scheduler).rows] == [None]
 
 
+def test_nothing_is_drafted_when_it_may_not_be() -> None:
+    scheduler = scheduler_with({1: TOKENS[1:4]})
+    scheduler.add(make(1, PROMPT, 12))
+    run_step(scheduler)
+    scheduler.may_draft = False
+    assert [row.draft for row in planned(scheduler).rows] == [None]
+
+
 def test_the_next_step_waits_for_an_answer_if_drafts_are_worth_it() -> None:
     scheduler = scheduler_with({})
     scheduler.add(make(1, PROMPT, 12))

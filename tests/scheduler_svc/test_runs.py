@@ -229,3 +229,14 @@ async def test_a_run_that_serves_nobody_is_cut() -> None:
     rig.engine.submit(later)
     await rig.finish()
     assert rig.tokens(later) == completion(PROMPT, 5)
+
+
+async def test_a_run_that_was_cut_and_lost_is_computed_again() -> None:
+    rig, seq = Rig(), make(1, PROMPT, 20)
+    await rig.begin(seq)
+    rig.engine.submit(make(2, PROMPT, 3))
+    await rig.workers.answer()
+    assert rig.workers.cuts
+    await rig.workers.lose()
+    await rig.finish()
+    assert rig.tokens(seq) == completion(PROMPT, 20)

@@ -56,6 +56,7 @@ def make_cases() -> dict[str, Case]:
     return {
         "decodes": Case(ones, contexts),
         "padded decodes": Case(ones, contexts, num_padding=3),
+        "a long decode": Case([1], [2 * LONGEST]),  # in parts, and over several blocks
         "prompts": Case(prompts, prompts),
         "chunks": Case(prompts, chunks),
         "chunks after few decodes": Case(ones[:9] + prompts, contexts[:9] + chunks),
