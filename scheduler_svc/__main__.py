@@ -33,8 +33,6 @@ from shared.telemetry.tracing import open_tracing
 
 log = structlog.get_logger(__name__)
 
-_MAX_JSON_WHITESPACE = 20  # otherwise a model may write spaces until its last token
-
 
 async def serve(
     settings: SchedulerSettings,
@@ -158,12 +156,7 @@ def _limits(settings: SchedulerSettings, group: WorkerGroup) -> Limits:
 def main() -> int:
     settings = settings_or_exit(SchedulerSettings, sys.argv[1:])
     link, metrics, records = HostLink.create(), EngineMetrics(settings.model), BlockRecords()
-    run_grammars = partial(
-        run_host,
-        link,
-        Path(settings.model),
-        max_json_whitespace=_MAX_JSON_WHITESPACE,
-    )
+    run_grammars = partial(run_host, link, Path(settings.model))
     return run_service(
         "scheduler",
         settings,

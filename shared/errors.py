@@ -112,7 +112,8 @@ class UnauthenticatedError(ServiceError):
 
 
 class PermissionDeniedError(ServiceError):
-    """The caller may not call this method. It needs another token or another certificate."""
+    """The caller may not call this method. It needs another certificate, or must be a
+    process of the same user."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import structlog
@@ -19,7 +20,7 @@ from shared.errors import (
     ServiceError,
 )
 from shared.pb import scheduler_pb2 as pb
-from shared.sampling_params import NUMBERS, Grammar, GrammarKind
+from shared.sampling_params import NUMBERS, Grammar
 
 log = structlog.get_logger(__name__)
 
@@ -110,8 +111,7 @@ def _token_sampling(stream: TokenStream) -> pb.TokenSampling:
 def _grammar(grammar: Grammar | None) -> pb.Grammar | None:
     if grammar is None:
         return None
-    kind = pb.GrammarKind.Value(f"GRAMMAR_KIND_{GrammarKind(grammar.kind).name}")
-    return pb.Grammar(kind=kind, text=grammar.text)
+    return pb.Grammar(kind=cast("pb.GrammarKind.ValueType", grammar.kind), text=grammar.text)
 
 
 def abort_message(stream: TokenStream) -> pb.FrontendMessage:

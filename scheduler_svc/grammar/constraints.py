@@ -60,7 +60,7 @@ class Constraints:
         self._grammars = grammars
         self._engine = engine
         self._beginning: dict[SequenceKey, asyncio.Task[None]] = {}
-        self._beginning_of: Counter[str] = Counter()  # by client name
+        self._beginning_of: Counter[str | int] = Counter()  # by `_sender`
         self._masking: set[asyncio.Task[None]] = set()
         self._matchers: WeakKeyDictionary[Sequence, RemoteMatcher] = WeakKeyDictionary()
 
@@ -71,7 +71,7 @@ class Constraints:
             return
         task = asyncio.create_task(self._guarded(partial(self._begin, seq, n), [seq]))
         self._beginning[seq.key] = task
-        self._beginning_of[seq.request.client.name] += 1
+        self._beginning_of[_sender(seq)] += 1
         task.add_done_callback(lambda _: self._begun(seq))
 
     def abort(self, key: SequenceKey) -> None:
@@ -123,7 +123,7 @@ class Constraints:
         if seq.request.resubmitted:
             return None
         # As in the queue (`admission`), a client of whom nothing waits finds room.
-        theirs, count = self._beginning_of[seq.request.client.name], len(self._beginning)
+        theirs, count = self._beginning_of[_sender(seq)], len(self._beginning)
         if theirs and count >= scheduler.limits.max_waiting:
             message = f"{count} requests already wait for their grammars"
             return End(FinishCause.QUEUE_FULL, message)
@@ -131,9 +131,10 @@ class Constraints:
 
     def _begun(self, seq: Sequence) -> None:
         del self._beginning[seq.key]
-        self._beginning_of[seq.request.client.name] -= 1
-        if not self._beginning_of[seq.request.client.name]:
-            del self._beginning_of[seq.request.client.name]
+        sender = _sender(seq)
+        self._beginning_of[sender] -= 1
+        if not self._beginning_of[sender]:
+            del self._beginning_of[sender]
 
     async def _begin(self, seq: Sequence, n: int) -> None:
         params, grammar = seq.params, seq.params.grammar
@@ -220,6 +221,11 @@ class Constraints:
             self._engine.refuse(seq, End(cause, message, retry_after_s))
         elif seq.status is not Status.FINISHED:
             self._engine.emit(self._engine.scheduler.end(seq, cause, message))
+
+
+def _sender(seq: Sequence) -> str | int:
+    """The client of a sequence, or the connection of an anonymous one."""
+    return seq.request.client.name or seq.key.connection
 
 
 def without_early_end(seq: Sequence, mask: bytes, num_drafts: int = 0) -> bytes:

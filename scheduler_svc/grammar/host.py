@@ -27,42 +27,28 @@ from scheduler_svc.grammar.wire import OUT_OF_MEMORY
 log = structlog.get_logger(__name__)
 
 _BEAT_S = 0.2
+_MAX_JSON_WHITESPACE = 20  # otherwise a model may write spaces until its last token
 _LOAD_S = 120.0  # about 4 s on an idle machine; after this the kernel kills the host (SIGALRM)
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # xgrammar's libraries handle some of these, with system calls that a confined process cannot make.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
-def run_host(
-    link: HostLink,
-    model: Path,
-    beat: Callable[[], None] = lambda: None,
-    *,
-    max_json_whitespace: int | None = None,
-) -> None:
+def run_host(link: HostLink, model: Path, beat: Callable[[], None] = lambda: None) -> None:
     """Serves for ever.
 
     Args:
         model: the directory of tokenizer.json and config.json.
         beat: called several times a second once everything is loaded.
-        max_json_whitespace: limit on the characters in a row between a JSON text's tokens; None: no
-            limit.
     """
-    _Host(link, model, beat, max_json_whitespace).run()
+    _Host(link, model, beat).run()
 
 
 class _Host:
-    def __init__(
-        self,
-        link: HostLink,
-        model: Path,
-        beat: Callable[[], None],
-        max_json_whitespace: int | None,
-    ) -> None:
+    def __init__(self, link: HostLink, model: Path, beat: Callable[[], None]) -> None:
         self._link = link
         self._model = model
         self._beat = beat
-        self._max_json_whitespace = max_json_whitespace
         self._serve: Callable[[socket.socket], None] | None = None  # set once all is loaded
         self._connections: dict[int, socket.socket] = {}  # of living processes, by pid
 
@@ -109,7 +95,7 @@ class _Host:
             from scheduler_svc.grammar.child import serve
             from scheduler_svc.grammar.compiler import make_compilers
 
-            compilers = make_compilers(vocabulary, self._max_json_whitespace)
+            compilers = make_compilers(vocabulary, _MAX_JSON_WHITESPACE)
             self._serve = partial(serve, compilers=compilers)
             log_gaps()
         finally:

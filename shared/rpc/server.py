@@ -56,8 +56,8 @@ class Server:
         reuse_port: whether several processes may listen on one port.
         ready: called when the server is SERVING for the first time.
         plaintext: serves plaintext whatever the settings say, for an address on loopback.
-        beside: another server of this process. This server shares its interceptors and its limit
-            on calls, and stops with it.
+        beside: another server of this process. This server shares its interceptors, reader and
+            limit on calls, and stops with it.
 
     Raises:
         FileError: a certificate file cannot be used.
@@ -84,6 +84,7 @@ class Server:
         self._ready = ready
         self.interceptors: Sequence[aio.ServerInterceptor] = interceptors
         self._calls: OpenCalls = beside._calls if beside else OpenCalls()
+        self._reader: MessageReader = beside._reader if beside else MessageReader()
         tls = None if plaintext else settings.server_tls
         self._credentials = server_credentials(tls, _warn) if tls else None
         if settings.dialer.tls:
@@ -95,7 +96,7 @@ class Server:
             required = settings.internal_tls_roles == "required"
             first.append(RoleInterceptor(service_name, callers, required))
         self.grpc = aio.server(
-            interceptors=[*first, *interceptors, MessageReader()],
+            interceptors=[*first, *interceptors, self._reader],
             options=_options(settings, reuse_port),
         )
         self._health = HealthServicer(("", service_name))

@@ -119,7 +119,7 @@ def running_parent(
 
 
 LASTS = "time.sleep(600)"
-COMPANION = """
+SIDECAR = """
 def sidecar(heartbeat):
     say_pid("sidecar")
     {body}
@@ -164,7 +164,7 @@ def test_a_program_that_starts_again_finds_what_the_same_program_kept(tmp_path: 
 from shared.process.kept import KeptObject
 
 kept = KeptObject("number", version=starts.with_name("version").read_text())
-""" + COMPANION.format(body=LASTS)
+""" + SIDECAR.format(body=LASTS)
     body = f"""
     ready()
     before = kept.read() or "first"
@@ -220,9 +220,9 @@ def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
         assert not psutil.wait_procs([fork], timeout=60)[1]
 
 
-def test_a_companion_outlives_forks_that_serve_and_has_successors(tmp_path: Path) -> None:
+def test_a_sidecar_outlives_forks_that_serve_and_has_successors(tmp_path: Path) -> None:
     body = f"ready(); say_pid(); {LASTS}"
-    with running_parent(tmp_path / "starts", body, COMPANION.format(body=LASTS)) as parent:
+    with running_parent(tmp_path / "starts", body, SIDECAR.format(body=LASTS)) as parent:
         sidecar = psutil.Process(parent.next_pid("sidecar"))
         service = parent.next_fork()
         service.kill()
@@ -263,9 +263,9 @@ def test_a_fork_that_hangs_is_replaced(tmp_path: Path, body: str) -> None:
 
 
 @pytest.mark.parametrize("beat", ["heartbeat.beat()", "pass"])
-def test_a_companion_that_is_stopped_is_replaced(tmp_path: Path, beat: str) -> None:
+def test_a_sidecar_that_is_stopped_is_replaced(tmp_path: Path, beat: str) -> None:
     first_only = "first = starts.with_name('first'); first.exists() and time.sleep(600)"
-    prelude = COMPANION.format(body=f"{first_only}; first.touch(); {beat}; {STOPS}")
+    prelude = SIDECAR.format(body=f"{first_only}; first.touch(); {beat}; {STOPS}")
     with running_parent(
         tmp_path / "starts", f"ready(); {LASTS}", prelude, hang_timeout_s=0.3
     ) as parent:

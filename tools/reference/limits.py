@@ -95,7 +95,7 @@ _PROCESS = (
         "s",
         "UNAVAILABLE",
     ),
-    Limit("wait of an older request", "frontend.engines.pool:_RETURN_S", "s", "UNAVAILABLE"),
+    Limit("wait of an older request", "frontend.engines.engine:_RESUME_S", "s", "UNAVAILABLE"),
     Limit("connections", f"{_SERVER}:MAX_CONNECTIONS", "", "closed"),
     Limit("open calls, but for health", "shared.rpc.open_calls:MAX_CALLS", "", _FULL),
     Limit("open calls of a connection", f"{_SERVER}:_CALLS_PER_CONNECTION", "", "waits"),

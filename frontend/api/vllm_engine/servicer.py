@@ -6,12 +6,12 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
@@ -37,7 +37,6 @@ from shared.pb import scheduler_pb2
 from shared.sampling_params import DEFAULTS, NUMBERS
 
 Context = aio.ServicerContext[Any, Any]
-Response = TypeVar("Response")
 PROTOCOL = vllm.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME = "vllm.grpc.engine.VllmEngine"
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
@@ -196,9 +195,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm.GetLoadsResponse:
         engines = self._generations.engines.connected()
         message = scheduler_pb2.GetLoadRequest()
-        loads = await _call_all(
-            engines, lambda stub: stub.GetLoad(message, timeout=_LOAD_TIMEOUT_S)
-        )
+
+        async def load(engine: EngineClient) -> scheduler_pb2.GetLoadResponse:
+            with engine.connection.stub() as stub:
+                return await stub.GetLoad(message, timeout=_LOAD_TIMEOUT_S)
+
+        loads = await asyncio.gather(*map(load, engines))
         return vllm.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             dp_rank_count=len(engines),
@@ -246,18 +248,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         for start in range(0, len(archive), _ARCHIVE_BYTES_AT_ONCE):
             yield common.GetTokenizerChunk(data=archive[start : start + _ARCHIVE_BYTES_AT_ONCE])
         yield common.GetTokenizerChunk(sha256=sha256)
-
-
-async def _call_all(
-    engines: Sequence[EngineClient], make: Callable[[Any], Awaitable[Response]]
-) -> list[Response]:
-    """Calls all engines at once. `make`: makes the call with an engine's stub."""
-
-    async def call(engine: EngineClient) -> Response:
-        with engine.connection.stub() as stub:
-            return await make(stub)
-
-    return await asyncio.gather(*map(call, engines))
 
 
 def _call() -> Call:
