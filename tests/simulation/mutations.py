@@ -28,7 +28,8 @@ _UNIT_TESTS = {
     "engine": [
         *("test_scheduler", "test_block_manager", "test_policy", "test_waiting_queue"),
         *("test_fair_queueing", "test_budgets", "test_paused", "test_suspects"),
-        *("forks/test_followers", "rpc/test_step_features", "test_drafted_steps", "test_runs"),
+        *("forks/test_followers", "forks/test_beams", "rpc/test_step_features"),
+        *("test_drafted_steps", "test_runs"),
     ],
     "cluster": [
         *("test_engines", "test_placement", "test_prefix_index", "test_recovery"),
