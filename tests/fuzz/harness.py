@@ -5,8 +5,9 @@ The honest ones must get what they get alone. In the end, nothing of any message
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from google.protobuf.message import Message
 from grpc import aio
@@ -27,7 +28,7 @@ class Interface:
 
     Args:
         corpus: the folder of its cases, and its name.
-        draw: makes that many cases from a seed.
+        draw: makes that many cases from a seed, one after another, as many may be large.
         send: sends a case and records how it ended. Raises TimeoutError if it did not end.
         honest: sends a valid request; returns what must be equal each time.
         rest: waits until nothing is left of any case; records what died or logged a traceback.
@@ -36,7 +37,7 @@ class Interface:
     """
 
     corpus: str
-    draw: Callable[[int, int], list[Case]]
+    draw: Callable[[int, int], Iterable[Case]]
     send: Callable[[Case, Tally], Awaitable[None]]
     honest: Callable[[], Awaitable[object]]
     rest: Callable[[Tally], Awaitable[None]]
@@ -46,11 +47,11 @@ class Interface:
 async def fuzz(interface: Interface, count: int, seed: int) -> Tally:
     """Sends the corpus and `count` cases that are drawn from the seed."""
     tally = Tally()
-    cases = [*interface.draw(count, seed), *load_cases(interface.corpus)]
+    cases = chain(interface.draw(count, seed), load_cases(interface.corpus))
     expected = await interface.honest()
-    size = _ALONE_AFTER if interface.at_once == 1 else len(cases)
-    for first in range(0, len(cases), size):
-        left = cases[first : first + size]
+    size = _ALONE_AFTER if interface.at_once == 1 else None  # all
+    for first in cases:
+        left = chain([first], islice(cases, size))
         sending = asyncio.gather(
             *(_send_some(interface, left, tally) for _ in range(interface.at_once))
         )
@@ -58,7 +59,9 @@ async def fuzz(interface: Interface, count: int, seed: int) -> Tally:
             await sending
         while True:
             if await interface.honest() != expected:
-                tally.problem("an honest request got another answer", f"{len(left)} cases are left")
+                tally.problem(
+                    "an honest request got another answer", f"after {tally.counts.total()} answers"
+                )
             if sending.done():
                 break
         await sending
@@ -66,9 +69,8 @@ async def fuzz(interface: Interface, count: int, seed: int) -> Tally:
     return tally
 
 
-async def _send_some(interface: Interface, left: list[Case], tally: Tally) -> None:
-    while left:
-        case = left.pop(0)
+async def _send_some(interface: Interface, left: Iterator[Case], tally: Tally) -> None:
+    for case in left:
         try:
             await interface.send(case, tally)
         except TimeoutError:
@@ -79,7 +81,7 @@ def drawing(shares: Shares) -> Callable[[int, int], list[Case]]:
     """Draws cases like the examples of each method, as many as its share."""
     total = sum(share for *_, share in shares)
 
-    def draw(count: int, seed: int) -> list[Case]:
+    def draw(count: int, seed: int) -> Iterable[Case]:
         numbers = [(name, like, round(count * share / total)) for name, like, share in shares]
         return draw_cases(numbers, seed)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
@@ -73,10 +73,10 @@ def encode(method: str, path: str, body: bytes, headers: Sequence[tuple[str, str
     return "\r\n".join((*lines, "\r\n")).encode("latin-1") + body
 
 
-def draw_cases(examples: Sequence[tuple[str, str, Any]], count: int, seed: int) -> list[Case]:
+def draw_cases(examples: Sequence[tuple[str, str, Any]], count: int, seed: int) -> Iterator[Case]:
     """Draws requests like the examples: method, path, and the body as JSON, or None."""
     rng = random.Random(seed)
-    return [_draw_case(rng, *rng.choice(examples)) for _ in range(count)]
+    return (_draw_case(rng, *rng.choice(examples)) for _ in range(count))
 
 
 def _draw_case(rng: random.Random, method: str, path: str, value: Any) -> Case:

@@ -7,7 +7,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -184,15 +184,14 @@ class Witness:
         return self._stream.tokens.get(request) == completion(prompt, TOKENS)
 
 
-def _draw(count: int, seed: int) -> list[Case]:
+def _draw(count: int, seed: int) -> Iterator[Case]:
     """Draws cases of a few messages each, besides sequences of messages that are each valid."""
     rng = random.Random(seed)
     messages = draw_messages(pb.FrontendMessage, EXAMPLES, count, seed)
-    cases = [Case(way, tuple(each)) for each in _hostile_sequences() for way in _WAYS]
-    while messages:
-        some = tuple(messages.pop() for _ in range(min(len(messages), rng.randint(1, 5))))
-        cases.append(Case(rng.choice(_WAYS[:2]), some))
-    return cases
+    for each in _hostile_sequences():
+        yield from (Case(way, tuple(each)) for way in _WAYS)
+    while some := tuple(itertools.islice(messages, rng.randint(1, 5))):
+        yield Case(rng.choice(_WAYS[:2]), some)
 
 
 async def _send(target: Target, case: Case, tally: Tally) -> None:

@@ -3,7 +3,7 @@ of valid messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -27,26 +27,27 @@ _FLOATS = [0.0, -0.0, 0.5, 1.0, 2.0, -1.0, 1e-45, 3.4e38, -3.4e38]
 _FLOATS += [float("nan"), float("inf"), float("-inf")]
 _TEXTS = ["", CANARY, "\0", "\U0001f937\u0300", "{", "((((", "[" * 9]
 _HUGE = 2_000  # entries
+_SMALL = 1 << 10  # bytes
 
 
 def draw_messages(
     kind: type[Message], examples: Sequence[Message], count: int, seed: int
-) -> list[bytes]:
+) -> Iterator[bytes]:
     """Draws `count` serialized messages meant to be of `kind`; the same for the same seed."""
     rng = Random(seed)
     recorded = [example.SerializeToString() for example in examples]
-    return [_draw(kind, recorded, rng) for _ in range(count)]
+    return (_draw(kind, recorded, rng) for _ in range(count))
 
 
-def draw_cases(shares: Sequence[tuple[str, Sequence[Message], int]], seed: int) -> list[Case]:
+def draw_cases(shares: Sequence[tuple[str, Sequence[Message], int]], seed: int) -> Iterator[Case]:
     """Draws cases of one message in random order: per method as many as asked for, meant to be like
     its examples; the same for the same seed."""
-    cases = []
+    order = []
     for i, (method, examples, number) in enumerate(shares):
         drawn = draw_messages(type(examples[0]), examples, number, seed + i)
-        cases += [Case(method, (message,)) for message in drawn]
-    Random(seed).shuffle(cases)
-    return cases
+        order += [(method, drawn)] * number
+    Random(seed).shuffle(order)
+    return (Case(method, (next(drawn),)) for method, drawn in order)
 
 
 def _draw(kind: type[Message], recorded: Sequence[bytes], rng: Random) -> bytes:
@@ -109,7 +110,8 @@ def _set(message: Any, field: FieldDescriptor, rng: Random) -> None:
             if field.message_type:
                 part = values.add()
                 _fill(part, rng)
-                values.extend([part] * (times // 20))
+                if part.ByteSize() < _SMALL:  # else lists in lists fill the memory
+                    values.extend([part] * (times // 20))
             else:
                 values.extend([_scalar(field, rng)] * times)
     elif field.message_type:
