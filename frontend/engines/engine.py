@@ -165,9 +165,8 @@ class EngineClient:
     def model_of(self, stream: TokenStream) -> str:
         """The fingerprint of the model with which a completion and the others of its request must
         continue. Empty if any model will do."""
-        known = (each.model_fingerprint for each in stream.group if each.model_fingerprint)
         begun = any(each.tokens for each in stream.group)
-        return next(known, self.model_fingerprint if begun else "")
+        return stream.model_fingerprint or (self.model_fingerprint if begun else "")
 
     def has_other_model(self, stream: TokenStream) -> bool:
         """Whether a completion was begun with another model than this engine's."""
