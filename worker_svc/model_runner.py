@@ -177,7 +177,7 @@ class ModelRunner:
             CaptureError: decodes cannot run from CUDA graphs.
         """
         if keep and not self._has_cache(keep, num_blocks):
-            raise FailedPreconditionError(f"keep_cache_id: there is no cache {keep}")
+            raise FailedPreconditionError("keep_cache_id: this worker has no such cache")
         if not keep:
             self.forget_cache()
         alone = self._tp.size == 1
