@@ -134,7 +134,7 @@ bench: $(KERNELS)  ## run benchmarks (MODE, OUT: a JSON file, PORT: of a running
 gpu-check: $(if $(GPU_PYTHON),,$(STAMP))  ## test and measure the worker on this machine's GPU (GPU_PYTHON: replaces .venv)
 	@$(or $(GPU_PYTHON),$(BIN)/python) -m bench.gpu $(if $(OUT),--out $(call quote,$(OUT))) $(ARGS)
 
-IMAGES := frontend gateway scheduler worker
+IMAGES := frontend scheduler worker
 BUILDER ?= $(or $(shell for each in docker podman buildah; do if command -v $$each >/dev/null; then echo $$each; break; fi; done),docker) build
 images:  ## build the container images for CPUs on BASE, which has Python (BUILDER: docker, podman or buildah build; PIP_ARGS)
 	@for image in $(IMAGES); do \

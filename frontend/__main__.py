@@ -12,11 +12,12 @@ from functools import partial
 
 from frontend.event_loop import EventLoop
 from frontend.metrics import RequestMetrics
-from frontend.service import public_server, serve
+from frontend.service import Frontend
 from frontend.settings import FrontendSettings
 from frontend.text.model_files import ModelFilesError
 from frontend.text.tokenizer import import_auto_tokenizer
 from shared.config import settings_or_exit
+from shared.process.ports import SharedListener
 from shared.process.run import Ready, run_service
 
 
@@ -25,21 +26,29 @@ def main() -> int:
     _hide_torch()
     import_auto_tokenizer()  # imported once, in the parent process, for all forks
     metrics = RequestMetrics(settings.model)
+    listener = None
+    if settings.http_port:
+        listener = SharedListener(f"{settings.host}:{settings.http_port}")
     return run_service(
         "frontend",
         settings,
-        partial(_serve, metrics),
+        partial(_serve, metrics, listener),
         (ModelFilesError,),
         EventLoop,
         metrics=metrics,
         index=settings.index,
-        alone=[settings.gateway_address] if settings.gateway_address else [],
         together=[f"{settings.host}:{settings.port}"],
+        listener=listener,
     )
 
 
-async def _serve(metrics: RequestMetrics, settings: FrontendSettings, ready: Ready) -> None:
-    await serve(public_server(settings, ready, metrics), settings, metrics)
+async def _serve(
+    metrics: RequestMetrics,
+    listener: SharedListener | None,
+    settings: FrontendSettings,
+    ready: Ready,
+) -> None:
+    await Frontend(settings, ready, metrics).serve(listener)
 
 
 def _hide_torch() -> None:

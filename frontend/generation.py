@@ -255,24 +255,18 @@ async def begin(
     vocabulary: Vocabulary,
     received_at: float,
     on_thread: OnThread,
-    *,
-    with_text: bool = True,
 ) -> Generation:
     """Submits a request, unless the tokens to resume after already complete it.
 
     Args:
         vocabulary: the bytes of each token.
-        with_text: whether the caller reads the deltas' text.
 
     Raises:
         QueueFullError: too many requests wait for an engine that recovers.
         UnavailableError: no engine is ready or recovers.
     """
     sampling = request.sampling
-    builders = [
-        CompletionBuilder(vocabulary, sampling, with_text=with_text)
-        for _ in range(sampling.num_completions)
-    ]
+    builders = [CompletionBuilder(vocabulary, sampling) for _ in range(sampling.num_completions)]
     if request.resume_token_ids:
         await on_thread(lambda: _replay(request.resume_token_ids, builders[0]))
     reason = _end_of_resumed(request, builders[0])

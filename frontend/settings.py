@@ -7,7 +7,6 @@ from typing import ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nano_vllm_grpc.channels import stays_on_host
 from shared.config import Addresses, ServiceSettings, split_commas
 from shared.tls import ServerTls
 
@@ -85,15 +84,23 @@ class FrontendSettings(PublicSettings):
     index: int = Field(
         0, ge=0, description="number of this frontend among those that share the port"
     )
-    gateway_addresses: Addresses = Field(
-        (), description="host:port at which each frontend serves vLLM's engine protocol"
+    http_port: int = Field(
+        0, ge=0, le=65535, description="port of HTTP, on the address of host (0: no HTTP)"
+    )
+    http_hosts: Addresses = Field(
+        (), description="names of this server in the Host headers of its clients, besides localhost"
+    )
+    http_origins: Addresses = Field(
+        (), description="origins of web pages that may send requests, https://HOST (*: all)"
     )
     report_cached_tokens: bool = Field(
-        False,
-        description="tell callers of gateway_addresses how many prompt tokens were cached",
+        False, description="tell HTTP clients how many of their prompt tokens were cached"
+    )
+    responses_directory: str = Field(
+        "", description="directory of background responses (empty: they are not served)"
     )
 
-    _split = field_validator("gateway_addresses", "scheduler_addresses", mode="before")(
+    _split = field_validator("http_hosts", "http_origins", "scheduler_addresses", mode="before")(
         split_commas
     )
 
@@ -109,22 +116,8 @@ class FrontendSettings(PublicSettings):
                 raise ValueError("scheduler_addresses: file: must be followed by a path")
             if kind != "file":
                 self.check_scheduler(source)
-        for address in self.gateway_addresses:
-            self._check_listening("gateway_addresses", address)
-        if self.gateway_addresses and self.index >= len(self.gateway_addresses):
-            raise ValueError(f"gateway_addresses: none for the frontend with index {self.index}")
         return self
 
     def check_scheduler(self, address: str) -> None:
         """Raises ValueError if `address` is that of a scheduler that must not be called."""
         self._check_calling("scheduler_addresses", address)
-
-    @property
-    def gateway_address(self) -> str:
-        """The address at which this frontend serves vLLM's engine protocol; empty if none."""
-        return self.gateway_addresses[self.index] if self.gateway_addresses else ""
-
-    @property
-    def serves_gateway(self) -> bool:
-        """Whether the engine protocol serves only processes of this user, namely a gateway."""
-        return stays_on_host(self.gateway_address)

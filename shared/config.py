@@ -81,12 +81,12 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 # misspelt ones. It cannot import the other services, because an image may hold only one service.
 _NAMES_OF_SERVICES = """
     allow_public_plaintext attention auth_tokens_file block_size device
-    draft_quantization dtype enforce_eager engine_name engines_on_host gateway_addresses
-    gateway_policy host http_port index
+    draft_quantization dtype enforce_eager engine_name engines_on_host
+    host http_hosts http_origins http_port index
     kv_blocks kv_dtype master_addr master_port max_model_len
     max_num_batched_tokens max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting
     memory_utilization model port
-    quantization rank report_cached_tokens scheduler_address scheduler_addresses
+    quantization rank report_cached_tokens responses_directory scheduler_address scheduler_addresses
     served_model_name speculation sync threads tls_cert tls_client_ca tls_key tp
     ui_port worker_addresses
 """

@@ -7,10 +7,13 @@ import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from nano_vllm_grpc.tls import FileError, Stamp, load_files, read_file, stamp_of
+
+Contents = TypeVar("Contents")
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,23 @@ def server_credentials(tls: ServerTls, warn: Callable[[str], None]) -> grpc.Serv
     Raises:
         FileError: a file cannot be used.
     """
-    follower = _Follower(tls, warn)
+    follower = _Follower(tls, warn, _configuration)
     return grpc.dynamic_ssl_server_credentials(
-        follower.first,
+        follower.current,
         follower.reread,  # type: ignore[arg-type]  # the stubs lack the None that is documented
         require_client_authentication=bool(tls.client_ca),
     )
+
+
+def server_context(tls: ServerTls, warn: Callable[[str], None]) -> ssl.SSLContext:
+    """A context for servers of asyncio that follows the files like `server_credentials`.
+
+    Raises:
+        FileError: a file cannot be used.
+    """
+    context = _FollowingContext(ssl.PROTOCOL_TLS_SERVER)
+    context.follower = _Follower(tls, warn, _context)
+    return context
 
 
 def check_apart(client_ca: str, internal_ca: str) -> None:
@@ -71,37 +85,60 @@ def _certificates(path: str) -> set[bytes]:
     return {base64.b64decode(each) for each in found}
 
 
-class _Follower:
+class _Follower(Generic[Contents]):
     """Reads a server's certificate again when its files change."""
 
-    def __init__(self, tls: ServerTls, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, tls: ServerTls, warn: Callable[[str], None], read: Callable[[ServerTls], Contents]
+    ) -> None:
         self._tls = tls
         self._warn = warn
+        self._read = read
         self._seen = tls.stamp()
-        self.first = self._read()
+        self.current = read(tls)
 
-    def reread(self) -> grpc.ServerCertificateConfiguration | None:
+    def reread(self) -> Contents | None:
         """Returns the contents of the files, or None if they have not changed or cannot be used.
-        gRPC calls this method at the start of each connection."""
+        Call it at the start of each connection."""
         stamp = self._tls.stamp()
         if stamp == self._seen:
             return None
         try:
-            config = self._read()
+            found = self._read(self._tls)
         except FileError as error:
             self._warn(str(error))
-            config = None
+            found = None
         if self._tls.stamp() == stamp:  # else a file changed meanwhile: try again next time
             self._seen = stamp
-            return config
+            self.current = found or self.current
+            return found
         return None
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
-        tls = self._tls
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        load_files(tls.setting, context, tls.cert, tls.key, tls.client_ca)
-        check_apart(tls.client_ca, tls.apart_from)
-        return grpc.ssl_server_certificate_configuration(
-            [(read_file(tls.key), read_file(tls.cert))],
-            root_certificates=read_file(tls.client_ca) if tls.client_ca else None,
-        )
+
+class _FollowingContext(ssl.SSLContext):
+    """A context for asyncio's servers, with the files' present contents for each connection."""
+
+    follower: _Follower[ssl.SSLContext]
+
+    def wrap_bio(self, *args: Any, **kwargs: Any) -> ssl.SSLObject:
+        self.follower.reread()
+        return self.follower.current.wrap_bio(*args, **kwargs)
+
+
+def _context(tls: ServerTls) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    load_files(tls.setting, context, tls.cert, tls.key, tls.client_ca)
+    check_apart(tls.client_ca, tls.apart_from)
+    if tls.client_ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC does
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
+    _context(tls)  # which checks the files
+    return grpc.ssl_server_certificate_configuration(
+        [(read_file(tls.key), read_file(tls.cert))],
+        root_certificates=read_file(tls.client_ca) if tls.client_ca else None,
+    )

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from frontend.service import public_server
+from frontend.service import Frontend
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import (
@@ -46,7 +46,7 @@ class Echo(InferenceServiceServicer):
 async def echo_server(**settings: object) -> AsyncIterator[tuple[str, Echo]]:
     """Runs the server; yields its address and the service."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    server = public_server(load_settings(FrontendSettings, flags))
+    server = Frontend(load_settings(FrontendSettings, flags)).server
     echo = Echo()
     add_InferenceServiceServicer_to_server(echo, server.grpc)
     port = server.add_port("127.0.0.1:0")

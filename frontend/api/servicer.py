@@ -7,9 +7,11 @@ from typing import Any
 
 from grpc import aio
 
-from frontend.api import responses, validation
-from frontend.api.generations import Generations
+from frontend import validation
+from frontend.api import responses
 from frontend.api.responses import WholeCompletion, stream_response
+from frontend.generation import Generation
+from frontend.generations import Generations
 from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceServicer
@@ -29,7 +31,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # serialized already
         self, request: pb.GenerateRequest, context: Context
     ) -> bytes:
-        generation = await self._generations.start(request, context)
+        generation = await self._start(request, context)
         del request
         wholes = [
             WholeCompletion(index, self._tokenizer.vocabulary.tokens)
@@ -52,7 +54,7 @@ class InferenceServicer(InferenceServiceServicer):
     async def GenerateStream(  # type: ignore[override]  # writing takes less work than yielding
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
-        generation = await self._generations.start(request, context)
+        generation = await self._start(request, context)
         del request
         request_id, table = generation.request.request_id, self._tokenizer.vocabulary.tokens
         while not generation.ended:
@@ -66,6 +68,16 @@ class InferenceServicer(InferenceServiceServicer):
                     await context.write(response.SerializeToString() + prompt)
                 else:
                     await context.write(response)
+
+    async def _start(self, request: pb.GenerateRequest, context: Context) -> Generation:
+        generation = await self._generations.start(request, context.time_remaining())
+
+        def on_done(_: object) -> None:
+            # Runs however the call ends, even if the client goes away while a chunk is written.
+            generation.close()
+
+        context.add_done_callback(on_done)  # type: ignore[arg-type]  # grpc's stubs want a class
+        return generation
 
     async def _prompt_logprobs(
         self, message: type[pb.GenerateResponse | pb.GenerateStreamResponse], delta: Delta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def traced(tracing: Tracing | None, call: Call, metadata: Any) -> Iterator[None]:
+def traced(tracing: Tracing | None, call: Call, traceparent: str) -> Iterator[None]:
     """Traces a call if its client asks for it or if it is sampled at random. Log lines of the call
     name its trace."""
     if tracing is None:
         yield
         return
-    traceparent = next((value for key, value in metadata or () if key == "traceparent"), "")
     span = tracing.begin(call.method, traceparent)
     if traceparent or span.is_recording():
         structlog.contextvars.bind_contextvars(trace_id=f"{span.get_span_context().trace_id:032x}")

@@ -36,11 +36,7 @@ class CompletionBuilder:
     both. Stop strings count only after the first `min_tokens` tokens, as in vLLM.
     """
 
-    def __init__(
-        self, vocabulary: Vocabulary, sampling: Sampling, *, with_text: bool = True
-    ) -> None:
-        """`with_text`: whether the caller reads deltas' text."""
-        self._with_text = with_text or bool(sampling.stop)
+    def __init__(self, vocabulary: Vocabulary, sampling: Sampling) -> None:
         self._detokenizer = IncrementalDetokenizer(vocabulary)
         self._matcher = (
             StopStringMatcher(sampling.stop, include=sampling.include_stop)
@@ -59,7 +55,7 @@ class CompletionBuilder:
         """Adds the next tokens, up to the one that completes a stop string."""
         offset = self.num_tokens
         if self._matcher is None:
-            text = self._decode(token_ids) if self._with_text else ""
+            text = self._decode(token_ids)
         else:
             text, token_ids = self._feed_until_stop(self._matcher, token_ids)
         self.num_tokens += len(token_ids)

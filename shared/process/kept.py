@@ -129,10 +129,10 @@ def _name_of(descriptor: int) -> str:
     try:
         if found.family not in _INTERNET or found.type != socket.SOCK_STREAM:
             return ""
-        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return _LISTENER
-        holds = found.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT)
-        return _holder(*found.getsockname()[:2]) if holds else ""
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT):
+            return _holder(*found.getsockname()[:2])
+        listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return _LISTENER if listens else ""
     finally:
         found.detach()
 

@@ -17,23 +17,37 @@ from shared.process.kept import held_socket
 _ANY = ("0.0.0.0", "[::]")
 
 
+class SharedListener:
+    """The sockets of one address, `host:port`, on which the forks of this process listen one after
+    another. While no fork lives, connections wait. Other processes of this user may listen, too."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.sockets: list[socket.socket] = []  # bound once the port is held
+
+
 @contextmanager
-def held_ports(alone: Sequence[str], together: Sequence[str] = ()) -> Iterator[None]:
+def held_ports(
+    alone: Sequence[str], together: Sequence[str] = (), listener: SharedListener | None = None
+) -> Iterator[None]:
     """Holds the ports of these addresses, `host:port`; port 0 means none.
 
     Args:
         alone: addresses on which only the forks of this process listen.
         together: addresses on which other processes of this user may listen, too.
+        listener: gets its sockets.
 
     Raises:
         OSError: a port is in use, or a host is not an address of this machine.
     """
     with ExitStack() as sockets:
-        for address in (*alone, *together):
+        for address in (*alone, *together, *([listener.address] if listener else [])):
             host, _, port = address.rpartition(":")
             try:
                 for each in _hosts(host) if int(port) else ():
-                    sockets.enter_context(_hold(each, int(port), address in alone))
+                    held = sockets.enter_context(_hold(each, int(port), address in alone))
+                    if listener and address == listener.address:
+                        listener.sockets.append(held)
             except OSError as error:
                 raise OSError(f"cannot listen on {address}: {error.strerror}") from error
         yield

@@ -25,7 +25,7 @@ from shared.process.fork import CANNOT_START
 from shared.process.heartbeat import Heartbeat
 from shared.process.kept import listening_socket
 from shared.process.parent_process import ParentProcess
-from shared.process.ports import held_ports
+from shared.process.ports import SharedListener, held_ports
 from shared.telemetry.logging import configure_logging
 from shared.telemetry.metrics import ServiceMetrics
 from shared.telemetry.metrics_endpoint import open_endpoint
@@ -55,6 +55,7 @@ def run_service(
     labels: Mapping[str, str] | None = None,
     alone: Sequence[str] = (),
     together: Sequence[str] = (),
+    listener: SharedListener | None = None,
     **bound: object,
 ) -> int:
     """Runs `serve(settings, ready)` on an event loop, in a fork -> `ParentProcess.run`'s status.
@@ -69,6 +70,7 @@ def run_service(
         index: the number of this process among the service's.
         labels: the metrics' labels in Prometheus, besides service and index.
         alone, together: addresses on which `serve` listens with SO_REUSEPORT, see `held_ports`.
+        listener: sockets on which `serve` listens; they are bound before the first fork.
     """
     configure_logging(settings, name, **bound)
     raise_descriptor_limit()
@@ -81,7 +83,7 @@ def run_service(
         endpoint = metrics and open_endpoint(
             settings, name, index, metrics, listening_socket(), **labels or {}
         )
-        held.enter_context(held_ports(alone, together))
+        held.enter_context(held_ports(alone, together, listener))
     except OSError as error:
         log.error("cannot start", reason=str(error))
         return CANNOT_START

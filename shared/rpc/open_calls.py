@@ -18,7 +18,6 @@ _ENDLESS = (
     _HEALTH,
     "/grpc.reflection.",
     "/nanovllm.scheduler.v1.SchedulerService/WatchBlocks",
-    "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
 )
 _Task = asyncio.Task[object]
 

@@ -35,13 +35,13 @@ _CALLS_PER_READ = 4
 _PENDING_CALLS = 16_384  # that wait for the event loop; gRPC cancels further ones
 MAX_CONNECTIONS = 4096  # of a process; further ones are closed
 # A connection is closed if its handshake takes this long, or if it has had no call for _IDLE_S.
-_HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10.0
 _IDLE_S = 600.0
 # Bytes that a connection may send before the process reads them.
 _UNREAD_BYTES = 64 << 10
 # Time for the last messages and statuses to be sent; a client that does not read would delay the
 # end of the process for ever.
-_FLUSH_S = 1.0
+FLUSH_S = 1.0
 
 
 class Server:
@@ -55,9 +55,6 @@ class Server:
             of its version; None: anybody may.
         reuse_port: whether several processes may listen on one port.
         ready: called when the server is SERVING for the first time.
-        plaintext: serves plaintext whatever the settings say, for an address on loopback.
-        beside: another server of this process. This server shares its interceptors, reader and
-            limit on calls, and stops with it.
 
     Raises:
         FileError: a certificate file cannot be used.
@@ -73,30 +70,24 @@ class Server:
         callers: Callers | None = None,
         reuse_port: bool = False,
         ready: Callable[[], object] | None = None,
-        plaintext: bool = False,
-        beside: Server | None = None,
     ) -> None:
-        if beside:
-            interceptors = beside.interceptors
         if settings.callers_need_tokens and not interceptors:
             raise ValueError("auth_tokens_file: no interceptor checks tokens")
         self._settings = settings
         self._ready = ready
-        self.interceptors: Sequence[aio.ServerInterceptor] = interceptors
-        self._calls: OpenCalls = beside._calls if beside else OpenCalls()
-        self._reader: MessageReader = beside._reader if beside else MessageReader()
-        tls = None if plaintext else settings.server_tls
+        self.calls = OpenCalls()
+        tls = settings.server_tls
         self._credentials = server_credentials(tls, _warn) if tls else None
         if settings.dialer.tls:
             channel_credentials(settings.dialer.tls)  # fails now rather than on the first call
-        first: list[aio.ServerInterceptor] = [StatusInterceptor(), self._calls]
+        first: list[aio.ServerInterceptor] = [StatusInterceptor(), self.calls]
         if callers:
             first.append(ContractInterceptor(service_name))
         if tls and callers:
             required = settings.internal_tls_roles == "required"
             first.append(RoleInterceptor(service_name, callers, required))
         self.grpc = aio.server(
-            interceptors=[*first, *interceptors, self._reader],
+            interceptors=[*first, *interceptors, MessageReader()],
             options=_options(settings, reuse_port),
         )
         self._health = HealthServicer(("", service_name))
@@ -106,7 +97,7 @@ class Server:
                 (service_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
             )
         self._on_stopping: Callable[[], object] = lambda: None
-        self._stopping: asyncio.Event = beside._stopping if beside else asyncio.Event()
+        self._stopping = asyncio.Event()
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the status that `grpc.health.v1.Health` reports from now on."""
@@ -165,12 +156,12 @@ class Server:
             await self.grpc.stop(None)
             raise
         grace_s = self._settings.drain_timeout_s
-        log.info("draining", grace_s=grace_s, calls=self._calls.count)
+        log.info("draining", grace_s=grace_s, calls=self.calls.count)
         self._health.stop()
         self._on_stopping()
-        stopped = asyncio.create_task(self.grpc.stop(grace_s + _FLUSH_S))
-        await self._calls.finished(grace_s)
-        self._calls.end()
+        stopped = asyncio.create_task(self.grpc.stop(grace_s + FLUSH_S))
+        await self.calls.finished(grace_s)
+        self.calls.end()
         await stopped
         log.info("stopped")
 
@@ -190,7 +181,7 @@ def _options(settings: ServiceSettings, reuse_port: bool) -> Options:
         # By default gRPC cancels some calls when over 1,000 wait for the event loop.
         ("grpc.server.max_pending_requests", _PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", _PENDING_CALLS),
-        ("grpc.server_handshake_timeout_ms", round(1000 * _HANDSHAKE_S)),
+        ("grpc.server_handshake_timeout_ms", round(1000 * HANDSHAKE_S)),
         ("grpc.max_connection_idle_ms", round(1000 * _IDLE_S)),
         # The receive window, which must not grow with the bandwidth. gRPC enlarges it as far as a
         # message that is being read needs.

@@ -15,7 +15,6 @@ import pytest
 from google.rpc import status_pb2
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from transformers import AutoTokenizer
 
 from deploy.ports import free_port
@@ -23,7 +22,7 @@ from frontend.api.servicer import SERVICE_NAME
 from frontend.engines.engine import EngineClient
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.metrics import RequestMetrics
-from frontend.service import public_server, serve
+from frontend.service import Frontend
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -142,8 +141,8 @@ def settings(scheduler: FakeScheduler) -> FrontendSettings:
 @pytest.fixture
 async def service(scheduler: FakeScheduler, settings: FrontendSettings) -> AsyncIterator[Service]:
     metrics = RequestMetrics(settings.model)
-    server = public_server(settings, metrics=metrics)
-    serving = asyncio.create_task(serve(server, settings, metrics))
+    frontend = Frontend(settings, metrics=metrics)
+    server, serving = frontend.server, asyncio.create_task(frontend.serve())
     address = f"{settings.host}:{settings.port}"
     try_again_soon = [("grpc.initial_reconnect_backoff_ms", 50)]
     async with aio.insecure_channel(address, options=try_again_soon) as channel:
@@ -188,12 +187,3 @@ async def two(cluster: Cluster) -> Two:
     schedulers = await cluster.add("a"), await cluster.add("b")
     await cluster.list("a", "b")
     return schedulers
-
-
-@pytest.fixture
-async def engine(service: Service, settings: FrontendSettings) -> AsyncIterator[Any]:
-    """A client of vLLM's engine protocol. The settings must have a gateway's address."""
-    port = settings.gateway_address.rpartition(":")[2]
-    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        await channel.channel_ready()
-        yield VllmEngineStub(channel)  # type: ignore[no-untyped-call]

@@ -10,13 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
-from frontend.api import responses, sampling_checks
-from frontend.api.sampling_checks import MAX_LOGPROB_ENTRIES
-from frontend.api.validation import MAX_TOKENIZED
+from frontend import sampling_checks
+from frontend.api import responses
 from frontend.engines import engine, outputs
 from frontend.generation import Generation
+from frontend.sampling_checks import MAX_LOGPROB_ENTRIES
 from frontend.text import structured_output
 from frontend.text.completion import CompletionBuilder
+from frontend.validation import MAX_TOKENIZED
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend.conftest import Service, rejection

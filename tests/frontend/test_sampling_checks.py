@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from frontend.api.sampling_checks import check_resume, check_sampling
 from frontend.request import Sampling
+from frontend.sampling_checks import check_resume, check_sampling
 from frontend.text.model_files import ModelFacts
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError

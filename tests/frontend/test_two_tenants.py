@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2
 from grpc import aio
 
 from deploy.ports import free_port
-from frontend.service import public_server, serve
+from frontend.service import Frontend
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -76,10 +76,10 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
         auth_tokens_file=str(tmp_path / "tokens"),
         max_requests_per_client=12,
     )
-    server = public_server(settings)
+    served = Frontend(settings)
     link = HostLink.create()  # with nobody at its other end
     scheduler = asyncio.create_task(scheduler_service.serve(scheduler_settings, link=link))
-    frontend = asyncio.create_task(serve(server, settings))
+    frontend = asyncio.create_task(served.serve())
     async with (
         aio.insecure_channel(f"127.0.0.1:{settings.port}") as channel,
         aio.insecure_channel(address) as inner,
@@ -88,7 +88,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
         while not await _answers(stack):
             pass
         yield stack
-    server.stop()
+    served.server.stop()
     await frontend
     scheduler.cancel()
     await asyncio.gather(scheduler, return_exceptions=True)

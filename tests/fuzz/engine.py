@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from frontend.api.vllm_engine.servicer import SERVICE_NAME
 from google.protobuf.message import Message
 from grpc import aio
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from frontend.api.vllm_engine.servicer import SERVICE_NAME
 from tests.fuzz.corpus import Case
 from tests.fuzz.harness import Shares
 from tests.fuzz.tally import Tally, send

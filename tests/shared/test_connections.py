@@ -85,7 +85,7 @@ async def watching(stack: AsyncExitStack, address: str) -> RawConnection:
 async def test_silent_connections_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr(shared.rpc.server, "_HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(shared.rpc.server, "HANDSHAKE_S", 0.1)
     async with serving(tmp_path) as address, asyncio.timeout(TIMEOUT_S):
         await read_to_the_end(address, sent)
         await check(address)

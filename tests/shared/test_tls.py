@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from frontend.service import public_server
+from frontend.service import Frontend
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.channels import open_channel, stays_on_host
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -130,8 +130,8 @@ async def test_an_authority_of_clients_and_services_stops_the_start(
         **{"internal_tls_cert": server.cert, "internal_tls_key": server.key},
     }
     with pytest.raises(FileError, match=r"tls_client_ca, internal_tls_ca: .*both.pem and .*ours"):
-        public_server(frontend_settings(**files, internal_tls_ca=authority.ca))
-    public_server(
+        Frontend(frontend_settings(**files, internal_tls_ca=authority.ca))
+    Frontend(
         frontend_settings(**files, internal_tls_ca=authority.ca, internal_tls_roles="required")
     )
     # Nor does it join later.

@@ -11,7 +11,7 @@ import pytest
 import structlog
 from grpc import aio
 
-from frontend.service import public_server
+from frontend.service import Frontend
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import (
@@ -67,7 +67,7 @@ class Service(InferenceServiceServicer):
 async def test_nothing_is_logged_or_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    server, service = public_server(load_settings(FrontendSettings, [])), Service()
+    server, service = Frontend(load_settings(FrontendSettings, [])).server, Service()
     add_InferenceServiceServicer_to_server(service, server.grpc)
     address = f"unix:{tmp_path}/s.sock"
     await server.start(address)

@@ -33,7 +33,7 @@ class Limit(NamedTuple):
     beyond: str = _INVALID
 
 
-_VALIDATION = "frontend.api.validation"
+_VALIDATION = "frontend.validation"
 _CHAT = "frontend.text.conversation"
 _GRAMMAR = "scheduler_svc.grammar"
 _REQUEST = (
@@ -52,7 +52,7 @@ _REQUEST = (
     Limit("tools and arguments of a chat", f"{_CHAT}:MAX_CHAT_JSON_BYTES", "characters"),
     Limit(
         "`n` · `max_tokens` · (1 + `logprobs`), if `n` is above 1",
-        "frontend.api.sampling_checks:MAX_LOGPROB_ENTRIES",
+        "frontend.sampling_checks:MAX_LOGPROB_ENTRIES",
     ),
     Limit("`beam_width` · `max_tokens`", "scheduler_svc.core.admission:MAX_BEAM_TOKENS", "tokens"),
     Limit("candidates of a beam", "scheduler_svc.core.admission:_MAX_LOGPROBS", "tokens"),
@@ -99,7 +99,7 @@ _PROCESS = (
     Limit("connections", f"{_SERVER}:MAX_CONNECTIONS", "", "closed"),
     Limit("open calls, but for health", "shared.rpc.open_calls:MAX_CALLS", "", _FULL),
     Limit("open calls of a connection", f"{_SERVER}:_CALLS_PER_CONNECTION", "", "waits"),
-    Limit("handshake of a connection", f"{_SERVER}:_HANDSHAKE_S", "s", "closed"),
+    Limit("handshake of a connection", f"{_SERVER}:HANDSHAKE_S", "s", "closed"),
     Limit("connection without calls", f"{_SERVER}:_IDLE_S", "s", "closed"),
     Limit("unread bytes of a connection", f"{_SERVER}:_UNREAD_BYTES", "bytes", "waits"),
     Limit("health watches", "shared.rpc.health:MAX_WATCHERS", "", _FULL),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from frontend.api.sampling_checks import check_sampling
+from frontend.sampling_checks import check_sampling
 from frontend.text.model_files import ModelFacts
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.sampling_params import (

@@ -7,9 +7,9 @@ import itertools
 import json
 from typing import Any
 
+from frontend.api.vllm_engine.servicer import SERVICE_NAME
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
-from frontend.api.vllm_engine.servicer import SERVICE_NAME
 from tests.abuse.attack import Target, attack
 from tests.abuse.observer import STREAMS
 from tests.http2 import RawConnection

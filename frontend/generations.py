@@ -6,28 +6,25 @@ import time
 import uuid
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import structlog
-from grpc import aio
 
-from frontend.api import validation
-from frontend.api.sampling_checks import check_resume, check_sampling
+from frontend import validation
 from frontend.callers.call import CALL, Work
 from frontend.callers.tenants import engine_salt
 from frontend.engines.pool import Engines
 from frontend.generation import Generation, begin
 from frontend.request import GenerationRequest
+from frontend.sampling_checks import check_resume, check_sampling
 from frontend.text.model_files import ModelFacts
 from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-
-Context = aio.ServicerContext[Any, Any]
+from shared.vocabulary import Vocabulary
 
 
 class Generations:
-    """Starts generations with one model, for both interfaces of the frontend."""
+    """Starts generations with one model, for clients of gRPC and of HTTP."""
 
     def __init__(self, facts: ModelFacts, tokenizer: Tokenizer, engines: Engines) -> None:
         self.facts = facts
@@ -37,16 +34,15 @@ class Generations:
     async def start(
         self,
         message: pb.GenerateRequest,
-        context: Context,
-        *,
+        timeout_s: float | None = None,
         truncate: int | None = None,
-        with_text: bool = True,
     ) -> Generation:
-        """Checks a request and submits it. If the call ends first, the request is dropped.
+        """Checks a request and submits it. The caller must close the generation however its call
+        ends.
 
         Args:
+            timeout_s: after this time the request fails; None: never.
             truncate: how many of the prompt's last tokens to keep; -1 keeps as many as fit.
-            with_text: whether the caller reads the deltas' text.
 
         Raises:
             InvalidArgumentError: a field is wrong.
@@ -54,28 +50,26 @@ class Generations:
             UnavailableError: no engine is ready or recovers.
         """
         received_at = time.monotonic()
-        timeout_s = context.time_remaining()
         deadline = None if timeout_s is None else received_at + timeout_s
-        checked = await self._checked(message, deadline, truncate)
-        special = checked.sampling.show_special
-        vocabulary = self.tokenizer.vocabulary if special else self.tokenizer.text_vocabulary
-        generation = await begin(
-            checked,
-            self.engines,
-            vocabulary,
-            received_at,
-            self.tokenizer.on_thread,
-            with_text=with_text,
-        )
+        return await self.begin(await self.check(message, deadline, truncate), received_at)
 
-        def on_done(_: object) -> None:
-            # Runs however the call ends, even if the client goes away while a chunk is written.
-            generation.close()
+    async def begin(self, request: GenerationRequest, received_at: float) -> Generation:
+        """Submits a checked request.
 
-        context.add_done_callback(on_done)  # type: ignore[arg-type]  # grpc's stubs want a class
+        Raises:
+            QueueFullError, UnavailableError: as for `start`.
+        """
+        on_thread = self.tokenizer.on_thread
+        vocabulary = self.vocabulary_of(request)
+        generation = await begin(request, self.engines, vocabulary, received_at, on_thread)
         if call := CALL.get():
             call.work = lambda: _work(generation, self.facts.name)
         return generation
+
+    def vocabulary_of(self, request: GenerationRequest) -> Vocabulary:
+        """The bytes that each token has in the text of a request's completions."""
+        special = request.sampling.show_special
+        return self.tokenizer.vocabulary if special else self.tokenizer.text_vocabulary
 
     async def encode(
         self, message: pb.GenerateRequest | pb.TokenizeRequest, max_tokens: int
@@ -92,10 +86,15 @@ class Generations:
             return await self.tokenizer.encode_chat(message.chat, max_tokens)
         raise InvalidArgumentError("prompt", "missing; must be text, token_ids or chat")
 
-    async def _checked(
+    async def check(
         self, message: pb.GenerateRequest, deadline: float | None, truncate: int | None
     ) -> GenerationRequest:
-        """Turns a message into a checked, tokenized request."""
+        """Turns a message into a checked, tokenized request.
+
+        Raises:
+            InvalidArgumentError: a field is wrong.
+            UnavailableError: no engine is connected or recovers.
+        """
         validation.check_request(message)
         call = CALL.get()
         client = call.client if call else None

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from frontend.api.validation import check_token_ids
 from frontend.request import Sampling
 from frontend.text.model_files import ModelFacts
 from frontend.text.structured_output import check_structured_output
+from frontend.validation import check_token_ids
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 from shared.sampling_params import (

@@ -1,0 +1,1 @@
+"""The HTTP interface, from the outside in: `server`, `app`, a file per API, formats, store."""

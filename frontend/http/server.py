@@ -1,0 +1,166 @@
+"""Listens for HTTP, bounds what a connection may hold, and drains when the process stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from frontend.callers.admission import Admission
+from frontend.generations import Generations
+from frontend.http.app import MAX_HEAD_BYTES, App
+from frontend.settings import FrontendSettings
+from shared.rpc.open_calls import OpenCalls
+from shared.rpc.server import FLUSH_S, HANDSHAKE_S, MAX_CONNECTIONS
+from shared.tls import server_context
+
+log = structlog.get_logger(__name__)
+
+_HEAD_S = 10.0  # for a request's line and headers to arrive
+_IDLE_S = 75.0  # between requests of a connection
+_BACKLOG = 1024
+# A client whose host has vanished is noticed after about half a minute.
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+)
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+    b"content-length: 0\r\nconnection: close\r\n\r\n"
+)
+
+
+class HttpServer:
+    """Serves OpenAI's and Anthropic's APIs beside gRPC.
+
+    Args:
+        calls: the open calls of the process, over gRPC and HTTP.
+
+    Raises:
+        FileError: a certificate file cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        generations: Generations,
+        admission: Admission,
+        calls: OpenCalls,
+    ) -> None:
+        self.app = App(settings, generations, admission, calls)
+        tls = settings.server_tls
+        self._tls = server_context(tls, _warn) if tls else None
+        self._config = uvicorn.Config(
+            self.app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=int(_IDLE_S),
+            server_header=False,
+            reset_contextvars=True,
+        )
+        self._config.load()
+        # Its lines would quote paths that callers choose.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._state = ServerState()
+        self._servers: list[asyncio.Server] = []
+        self._sockets: Sequence[socket.socket] = ()
+
+    async def start(self, sockets: Sequence[socket.socket]) -> None:
+        """Listens on bound sockets, which the parent process keeps for the next fork."""
+        self._sockets = sockets
+        for each in sockets:
+            self._servers.append(
+                await asyncio.get_running_loop().create_server(
+                    self._connection,
+                    sock=each.dup(),
+                    ssl=self._tls,
+                    backlog=_BACKLOG,
+                    ssl_handshake_timeout=HANDSHAKE_S if self._tls else None,
+                )
+            )
+            log.info("listening for HTTP", address=each.getsockname(), tls=self._tls is not None)
+
+    def drain(self) -> None:
+        """Refuses connections, which other frontends may take, and closes idle ones."""
+        for server in self._servers:
+            server.close()
+        for each in self._sockets:
+            # Also for the parent process, whose next fork listens again.
+            each.shutdown(socket.SHUT_RDWR)
+        for connection in [*self._state.connections]:
+            connection.shutdown()
+        self.app.drain()
+
+    async def close(self) -> None:
+        """Waits until the last answers are sent, but not for clients that do not read."""
+        if self._state.tasks:
+            await asyncio.wait([*self._state.tasks], timeout=FLUSH_S)
+        for connection in [*self._state.connections]:
+            connection.transport.abort()
+
+    def _connection(self) -> asyncio.Protocol:
+        return _Connection(self._config, self._state, {})
+
+
+class _Connection(HttpToolsProtocol):
+    """A connection with limits on the size and the time of unfinished request heads."""
+
+    _timer: asyncio.TimerHandle | None = None  # while a head is expected or unfinished
+    _head_bytes = 0  # of an unfinished head, without its first piece
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+            return
+        found: Any = transport.get_extra_info("socket")
+        for option in _KEEPALIVE:
+            found.setsockopt(*option)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        began = self._timer
+        super().data_received(data)
+        if self._timer and self._timer is began:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.transport.write(_TOO_LARGE)
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_head()
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+
+    def _begin_head(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(_HEAD_S, self.transport.close)
+
+    def _end_head(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        self._timer, self._head_bytes = None, 0
+
+
+def _warn(reason: str) -> None:
+    log.warning("cannot reload certificates; keeping the last ones", reason=reason)
