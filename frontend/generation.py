@@ -36,7 +36,7 @@ VLLM_REASONS = {
 }
 
 # Runs a function on a thread.
-OnThread = Callable[[Callable[[], None]], Awaitable[None]]
+OnThread = Callable[[Callable[[], str]], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +128,19 @@ class Generation:
         readers: Sequence[CompletionReader],
         received_at: float,
         metrics: RequestMetrics,
+        resumed_text: str = "",
     ) -> None:
-        """`received_at`: when the request arrived, by `time.monotonic`."""
+        """
+        Args:
+            received_at: when the request arrived, by `time.monotonic`.
+            resumed_text: of the tokens that the client already has.
+        """
         self._metrics = metrics
         call = CALL.get()
         self._trace = call.trace if call else None
         self._has_tokens = False
         self.request = request
+        self.resumed_text = resumed_text
         self._all = readers
         self._open = list(readers)
         self._received_at = received_at
@@ -267,8 +273,9 @@ async def begin(
     """
     sampling = request.sampling
     builders = [CompletionBuilder(vocabulary, sampling) for _ in range(sampling.num_completions)]
+    text = ""
     if request.resume_token_ids:
-        await on_thread(lambda: _replay(request.resume_token_ids, builders[0]))
+        text = await on_thread(lambda: _replay(request.resume_token_ids, builders[0]))
     reason = _end_of_resumed(request, builders[0])
     if reason is None:
         streams = engines.submit(request)
@@ -276,15 +283,17 @@ async def begin(
         streams = [TokenStream(0, request, Waiter(WakeUps()))]
         streams[0].complete(reason)
     readers = [CompletionReader(*each) for each in zip(streams, builders, strict=True)]
-    return Generation(request, readers, received_at, engines.metrics)
+    return Generation(request, readers, received_at, engines.metrics, text)
 
 
-def _replay(token_ids: Sequence[int], builder: CompletionBuilder) -> None:
-    """Feeds the tokens that the client already has, up to a stop string."""
+def _replay(token_ids: Sequence[int], builder: CompletionBuilder) -> str:
+    """Feeds the tokens that the client already has, up to a stop string. Returns their text."""
+    texts = []
     for piece in in_pieces(token_ids, _MAX_TOKENS):
-        builder.feed(piece)
+        texts.append(builder.feed(piece).text)
         if builder.stop_string is not None:
-            return
+            break
+    return "".join(texts)
 
 
 def _end_of_resumed(request: GenerationRequest, builder: CompletionBuilder) -> FinishReason | None:

@@ -97,9 +97,12 @@ class Frontend:
             await http.start(listener.sockets)
             server.on_stopping(http.drain)
         async with asyncio.TaskGroup() as tasks:
-            connection = tasks.create_task(engines.run())
+            running = [tasks.create_task(engines.run())]
+            if http:
+                running.append(tasks.create_task(http.run()))
             await server.wait()
-            connection.cancel()
+            for task in running:
+                task.cancel()
         if http:
             await http.close()
         tokenizer.close()

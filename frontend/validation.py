@@ -20,14 +20,22 @@ def check_request(request: pb.GenerateRequest) -> None:
     Raises:
         InvalidArgumentError: `request_id`, `cache_salt` or `engine` is not acceptable.
     """
-    if len(request.request_id) > MAX_REQUEST_ID_LENGTH or not request.request_id.isprintable():
-        raise InvalidArgumentError(
-            "request_id", f"must be printable and at most {MAX_REQUEST_ID_LENGTH} characters"
-        )
+    check_request_id("request_id", request.request_id)
     for field, limit in (("cache_salt", MAX_CACHE_SALT_LENGTH), ("engine", MAX_ENGINE_LENGTH)):
         length = len(getattr(request, field))
         if length > limit:
             raise InvalidArgumentError(field, f"{length} characters; the limit is {limit}")
+
+
+def check_request_id(field: str, request_id: str) -> None:
+    """
+    Raises:
+        InvalidArgumentError: the id is too long, or not printable.
+    """
+    if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
+        raise InvalidArgumentError(
+            field, f"must be printable and at most {MAX_REQUEST_ID_LENGTH} characters"
+        )
 
 
 def check_chat(chat: pb.Chat) -> None:

@@ -29,6 +29,18 @@ class Work:
     completion_tokens: int
     finish_reasons: str  # of its completions; empty unless all have ended
 
+    def with_other(self, other: Work) -> Work:
+        """The work of a call that has another prompt, too."""
+        reasons = {*self.finish_reasons.split(","), *other.finish_reasons.split(",")}
+        return Work(
+            self.request_id,
+            self.model,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_prompt_tokens + other.cached_prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            "" if "" in reasons else ",".join(sorted(reasons)),
+        )
+
 
 class CallTrace:
     """The spans of a traced call."""
@@ -85,6 +97,11 @@ class Call:
     began_at: float = field(default_factory=time.monotonic)
     work: Callable[[], Work] | None = None  # once there is a generation
     trace: CallTrace | None = None
+
+    def add_work(self, work: Callable[[], Work]) -> None:
+        """Adds a request to the model. `work` returns its result so far."""
+        earlier = self.work
+        self.work = (lambda: earlier().with_other(work())) if earlier else work
 
     @property
     def caller(self) -> str:

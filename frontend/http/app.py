@@ -1,17 +1,206 @@
-"""The paths of the HTTP interface."""
+"""The paths of the HTTP interface, and the checks that every request passes."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+import ipaddress
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import urlsplit
 
-MAX_HEAD_BYTES = 16 << 10
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from frontend.callers.admission import Admission
+from frontend.callers.call import Call
+from frontend.generations import Generations
+from frontend.http import chat, completions, messages, models, responses
+from frontend.http.background.responses import BackgroundResponses
+from frontend.http.errors import HttpError
+from frontend.http.exchange import Answer, Exchange, Request
+from frontend.http.service import Service
+from frontend.settings import FrontendSettings
+from frontend.validation import check_request_id
+from nano_vllm_grpc.channels import stays_on_host
+from shared.errors import ServiceError, UnavailableError
+from shared.rpc.open_calls import OpenCalls
+
+MAX_HEAD_BYTES = 16 << 10  # of a request's line and headers
+_HINT = "header 'Authorization: Bearer TOKEN' or 'x-api-key: TOKEN'"
+_HEALTH = ("/health", "/readiness", "/liveness")
+
+Handler = Callable[[Service, Request], Awaitable[Answer]]
+_ROUTES: Sequence[tuple[str, str, Handler]] = (
+    ("POST", "/v1/chat/completions", chat.create),
+    ("POST", "/v1/completions", completions.create),
+    ("POST", "/v1/responses", responses.create),
+    ("GET", "/v1/responses/{id}", responses.retrieve),
+    ("DELETE", "/v1/responses/{id}", responses.delete),
+    ("POST", "/v1/responses/{id}/cancel", responses.cancel),
+    ("GET", "/v1/responses/{id}/input_items", responses.input_items),
+    ("POST", "/v1/messages", messages.create),
+    ("POST", "/v1/messages/count_tokens", messages.count_tokens),
+    ("GET", "/v1/models", models.list_models),
+    ("GET", "/v1/models/{id:path}", models.retrieve),
+    ("POST", "/tokenize", models.tokenize),
+    ("POST", "/v1/tokenize", models.tokenize),
+    ("POST", "/detokenize", models.detokenize),
+    ("POST", "/v1/detokenize", models.detokenize),
+)
+_PATTERNS = [(method, path, compile_path(path)[0], handler) for method, path, handler in _ROUTES]
 
 
 class App:
-    def __init__(self, *_: Any) -> None: ...
+    """An ASGI application.
 
-    def drain(self) -> None: ...
+    Args:
+        calls: the open calls of the process, over gRPC and HTTP.
+    """
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 404, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        generations: Generations,
+        admission: Admission,
+        calls: OpenCalls,
+    ) -> None:
+        self._settings = settings
+        self._engines = generations.engines
+        self._admission = admission
+        self._calls = calls
+        self._parsing = asyncio.Lock()
+        self._stopping = False
+        self.background = BackgroundResponses(
+            settings.responses_directory,
+            generations,
+            admission,
+            calls,
+            reports_cached=settings.report_cached_tokens,
+        )
+        self._service = Service(generations, settings.report_cached_tokens, self.background)
+        self._app: ASGIApp = self._serve
+        if settings.http_origins:
+            self._app = CORSMiddleware(
+                self._serve,
+                allow_origins=settings.http_origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+
+    def drain(self) -> None:
+        """Reports that this process stops, and leaves background responses to others."""
+        self._stopping = True
+        self.background.stop()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        request_id = exchange.headers.get("x-request-id", "")
+        headers: list[tuple[bytes, bytes]] = []
+        try:
+            self._check_head(exchange)
+            if scope["path"] in _HEALTH:
+                await exchange.run(self._health(scope["path"]), headers)
+                return
+            method, handler, parameters = _route(scope["method"], scope["path"])
+            check_request_id("X-Request-Id", request_id)
+            headers = [(b"x-request-id", (request_id or uuid.uuid4().hex).encode("latin-1"))]
+            await self._call(exchange, method, handler, parameters, headers)
+        except asyncio.CancelledError:
+            if not exchange.is_gone:
+                raise
+        except Exception as error:
+            await exchange.fail(error, headers)
+
+    async def _call(
+        self,
+        exchange: Exchange,
+        method: str,
+        handler: Handler,
+        parameters: dict[str, str],
+        headers: list[tuple[bytes, bytes]],
+    ) -> None:
+        """Has `handler` answer a request of a known path, with the caller's limits."""
+        call = Call(method, exchange.peer)
+        try:
+            call.client = self._admission.client(exchange.token, _HINT)
+        except ServiceError:
+            with self._admission.recorded(call):
+                raise
+        traceparent = exchange.headers.get("traceparent", "")
+        async with self._calls.span(method):
+            with self._admission.placed(call, traceparent):
+                limit = self._settings.max_message_bytes
+                body = await exchange.read_json(limit, self._parsing)
+                request = Request(
+                    body,
+                    exchange.headers,
+                    exchange.query,
+                    parameters,
+                    exchange.headers.get("x-request-id", ""),
+                )
+                await exchange.run(handler(self._service, request), headers)
+
+    async def _health(self, path: str) -> Answer:
+        if path != "/liveness" and (self._stopping or not self._engines.serving):
+            raise UnavailableError("no engine is ready, or this server is stopping")
+        return b'{"status":"ok"}'
+
+    def _check_head(self, exchange: Exchange) -> None:
+        """
+        Raises:
+            HttpError: the head is too large, or a web page that is not allowed sent the request.
+        """
+        scope = exchange.scope
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        if size + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:
+            raise HttpError(431, f"headers: more than {MAX_HEAD_BYTES} bytes")
+        host = exchange.headers.get("host", "localhost")
+        trusted = self._is_own_name(host)
+        # A web page whose name suddenly means this host (DNS rebinding) must not get in.
+        on_loopback = stays_on_host(f"{self._settings.host}:0")
+        if on_loopback and not trusted and not self._admission.needs_token:
+            raise HttpError(
+                421, "host: not a name of this server; http_hosts (NANO_HTTP_HOSTS) names others"
+            )
+        origin = exchange.headers.get("origin", "")
+        if origin and not (trusted and urlsplit(origin).netloc == host):
+            allowed = self._settings.http_origins
+            if origin not in allowed and "*" not in allowed:
+                raise HttpError(
+                    403, "origin: not allowed; http_origins (NANO_HTTP_ORIGINS) permits web pages"
+                )
+
+    def _is_own_name(self, host: str) -> bool:
+        """Whether a Host header has an address, or a name that no stranger can give to it."""
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        if name == "localhost" or name.endswith(".localhost"):
+            return True
+        if name in (self._settings.host, *self._settings.http_hosts):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _route(method: str, path: str) -> tuple[str, Handler, dict[str, str]]:
+    """The path as the log names it, its handler and the parameters in it.
+
+    Raises:
+        HttpError: there is no such path, or not for this method.
+    """
+    methods = []
+    for known, name, pattern, handler in _PATTERNS:
+        if match := pattern.fullmatch(path):
+            if known == method:
+                return name, handler, match.groupdict()
+            methods.append(known)
+    if methods:
+        raise HttpError(405, f"method: {method} is not served; use {', '.join(methods)}")
+    raise HttpError(404, "path: not served; see docs/use/http.md")

@@ -104,6 +104,10 @@ class HttpServer:
             connection.shutdown()
         self.app.drain()
 
+    async def run(self) -> None:
+        """Continues the background responses of others, until cancelled."""
+        await self.app.background.sweep()
+
     async def close(self) -> None:
         """Waits until the last answers are sent, but not for clients that do not read."""
         if self._state.tasks:

@@ -47,6 +47,7 @@ class Tokenizer:
         self._hf = _load(directory)
         self._backend = self._hf.backend_tokenizer
         self._template = ChatTemplate(self._hf)
+        self.chat_template = _text_of(self._hf.chat_template)
         self._threads = FairThreads(threads, "tokenizer")
         # A model's template may end turns with a token that its configuration leaves out.
         end: int | None = self._hf.eos_token_id
@@ -92,6 +93,18 @@ class Tokenizer:
         with part_of_call("tokenize"):
             return await self.on_thread(encode)
 
+    def is_special(self, text: str) -> bool:
+        """Whether a text is a special token, which completions omit by default."""
+        token_id = self._backend.token_to_id(text)
+        return token_id is not None and not self.text_vocabulary.tokens.get(token_id)
+
+    async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Encodes each word alone, without special tokens."""
+        encode = self._backend.encode_batch_fast
+        words = list(words)
+        found = await self.on_thread(lambda: encode(words, add_special_tokens=False))
+        return [encoding.ids for encoding in found]
+
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Decodes `token_ids` like a completion's text, without special tokens."""
 
@@ -127,6 +140,11 @@ class Tokenizer:
             raise InvalidArgumentError(field, f"{len(encoding)} tokens; the limit is {max_tokens}")
         ids: list[int] = encoding.ids
         return ids
+
+
+def _text_of(template: str | dict[str, str] | None) -> str:
+    """The chat template, or one after the other if there are several; empty if there is none."""
+    return "".join(template.values()) if isinstance(template, dict) else template or ""
 
 
 def _vocabulary(directory: Path, backend: Any) -> Vocabulary:

@@ -52,8 +52,8 @@ class OpenCalls(SpanInterceptor):
             task.cancel()
 
     @asynccontextmanager
-    async def span(self, method: str, context: Context) -> AsyncIterator[None]:
-        """Records a call while it runs.
+    async def span(self, method: str, context: Context | None = None) -> AsyncIterator[None]:
+        """Records a call while it runs. A call over HTTP has no context.
 
         Raises:
             QueueFullError: too many calls are open.

@@ -19,7 +19,7 @@ Parse = Callable[[bytes], Any]  # `FromString` of a message type
 MAX_READ_S = 30.0  # for a call's one message to arrive
 # A larger message may take 0.2 s to parse, so an iteration of the event loop parses at most one.
 # Else a process would not answer for seconds if many arrived at once, and be replaced.
-_LARGE_BYTES = 64 << 10
+LARGE_BYTES = 64 << 10
 
 
 class MessageReader(aio.ServerInterceptor):
@@ -76,7 +76,7 @@ class MessageReader(aio.ServerInterceptor):
             raise QueueFullError(reason, RETRY_AFTER_S, "message") from None
         if not isinstance(data, bytes):  # the end of the stream
             raise InvalidArgumentError("message", "missing; send one")
-        if len(data) <= _LARGE_BYTES:
+        if len(data) <= LARGE_BYTES:
             return parse_message(data, parse)
         async with self._parsing:
             await asyncio.sleep(0)

@@ -66,7 +66,7 @@ async def test_a_frontend_that_drains_does_not_wait_for_its_engine_beyond_the_gr
     await service.scheduler.stop()
     await service.wait_for_health(False)
     call = service.stub.Generate(message())
-    await until(lambda: service.server._calls.count > 0, "the call to arrive")
+    await until(lambda: service.server.calls.count > 0, "the call to arrive")
     service.server.stop()
     code, _ = await rejection(call)
     assert code is grpc.StatusCode.UNAVAILABLE

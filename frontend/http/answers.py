@@ -1,0 +1,195 @@
+"""Answers of the model, split into content, reasoning and tool calls, with their statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import orjson
+
+from frontend.engines.token_stream import FinishReason
+from frontend.generation import CompletionReader, Generation, Totals
+from frontend.generations import Generations
+from frontend.http.formats import AnswerParser, Event, ToolFormat, reasons
+from frontend.logprobs import LogprobRow
+from frontend.request import GenerationRequest
+from frontend.text.completion import Delta
+from frontend.text.threads import in_pieces
+
+_TAIL = 16  # tokens of a prompt in which a template may open a thought
+_ROWS_AT_ONCE = 32
+_MIN_LOGPROB = -9999.0  # as vLLM writes minus infinity, which JSON lacks
+Reasoning = Literal["none", "may_begin", "begun"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the text of an answer is read."""
+
+    reasoning: Reasoning = "none"
+    tools: ToolFormat | None = None
+
+    def parser(self) -> AnswerParser:
+        return AnswerParser(reasoning=self.reasoning, tools=self.tools)
+
+
+def answer_form(
+    generations: Generations, request: GenerationRequest, tools: ToolFormat | None
+) -> AnswerForm:
+    """How the answer to a chat is read. Only models whose template has thoughts reason.
+
+    Args:
+        tools: the format of calls; None if they are not read.
+    """
+    if not reasons(generations.tokenizer.chat_template):
+        return AnswerForm("none", tools)
+    table = generations.tokenizer.vocabulary.tokens
+    tail = b"".join(table.get(token_id, b"") for token_id in request.prompt_ids[-_TAIL:])
+    # A grammar begins with the first token, so the thought has not begun.
+    begun = tail.rstrip().endswith(b"<think>") and request.sampling.grammar is None
+    return AnswerForm("begun" if begun else "may_begin", tools)
+
+
+class Step(NamedTuple):
+    """What is new of one completion."""
+
+    completion: CompletionReader
+    delta: Delta
+    events: Sequence[Event]
+
+
+class Answers:
+    """Reads the completions of a generation."""
+
+    def __init__(self, generation: Generation, form: AnswerForm) -> None:
+        self.generation = generation
+        count = generation.request.sampling.num_completions
+        self._parsers = [form.parser() for _ in range(count)]
+        # Of the tokens that the client already has.
+        self.resumed: Sequence[Event] = self._parsers[0].feed(generation.resumed_text)
+
+    async def next(self) -> list[Step]:
+        """Waits for news, as `Generation.next_deltas`.
+
+        Raises:
+            ServiceError: the request failed.
+        """
+        steps = []
+        for completion, delta in await self.generation.next_deltas():
+            parser = self._parsers[completion.index]
+            events = parser.feed(delta.text) if delta.text else []
+            if completion.ending is not None:
+                events = [*events, *parser.finish()]
+            steps.append(Step(completion, delta, events))
+        return steps
+
+
+def finish_reason(completion: CompletionReader) -> str | None:
+    """OpenAI's reason for the end of a completion; None while it has not ended."""
+    if completion.ending is None:
+        return None
+    return REASONS[completion.ending.reason]
+
+
+REASONS = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORTED: "abort",
+}
+
+
+def usage(totals: Sequence[Totals], *, reports_cached: bool) -> dict[str, Any]:
+    """OpenAI's `usage` of one or more prompts."""
+    prompt = sum(each.prompt_tokens for each in totals)
+    completion = sum(each.completion_tokens for each in totals)
+    cached = sum(each.cached_prompt_tokens for each in totals)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached} if reports_cached else None,
+    }
+
+
+class TokenTexts:
+    """Writes tokens in log-probabilities.
+
+    Args:
+        table: the bytes of each token, special ones included.
+        as_ids: whether to write `token_id:17`, which is unambiguous, instead of the text.
+    """
+
+    def __init__(self, table: Mapping[int, bytes], *, as_ids: bool) -> None:
+        self._table = table
+        self._as_ids = as_ids
+
+    def text(self, token_id: int) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        return self._table.get(token_id, b"").decode(errors="replace")
+
+    def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        """A token of OpenAI's chats."""
+        return {
+            "token": self.text(token_id),
+            "logprob": max(logprob, _MIN_LOGPROB),
+            "bytes": list(self._table.get(token_id, b"")),
+        }
+
+    def chat_entries(self, rows: Sequence[LogprobRow]) -> list[dict[str, Any]]:
+        """One entry per token, with the likeliest tokens there."""
+        entries = []
+        for ids, values in rows:
+            first, *top = map(self.entry, ids, values)
+            entries.append(first | {"top_logprobs": top})
+        return entries
+
+    def columns(self, rows: Sequence[LogprobRow], offset: int) -> dict[str, list[Any]]:
+        """The log-probabilities of OpenAI's completions.
+
+        Args:
+            rows: one per token; empty for a prompt's first token.
+            offset: the characters before the first of the tokens.
+        """
+        found: dict[str, list[Any]] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
+        for ids, values in rows:
+            token, logprob = self.text(ids[0]), values[0] if values else None
+            found["tokens"].append(token)
+            found["text_offset"].append(offset)
+            found["token_logprobs"].append(None if logprob is None else _finite(logprob))
+            top = {self.text(i): _finite(v) for i, v in zip(ids[1:], values[1:], strict=True)}
+            found["top_logprobs"].append((top | {token: _finite(values[0])}) if values else None)
+            offset += len(token)
+        return found
+
+    def prompt_rows(self, rows: Sequence[LogprobRow]) -> orjson.Fragment:
+        """vLLM's `prompt_logprobs` as JSON: a map by token id for each token of the prompt. Run it
+        on a thread, because a long prompt takes a second."""
+        pieces = [
+            orjson.dumps([self._prompt_row(row) for row in piece])[1:-1]
+            for piece in in_pieces(rows, _ROWS_AT_ONCE)
+        ]
+        return orjson.Fragment(b"[" + b",".join(pieces) + b"]")
+
+    def _prompt_row(self, row: LogprobRow) -> dict[str, Any] | None:
+        ids, values = row
+        ranks = {token_id: rank for rank, token_id in enumerate(ids[1:], start=1)}
+        return {
+            str(token_id): {
+                "logprob": _finite(value),
+                "rank": ranks.get(token_id),
+                "decoded_token": self.text(token_id),
+            }
+            for token_id, value in zip(ids, values, strict=True)
+        } or None
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)

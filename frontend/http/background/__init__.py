@@ -1,0 +1,1 @@
+"""Responses that are stored, and continue in the background."""

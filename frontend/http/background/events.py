@@ -1,0 +1,190 @@
+"""The events of a response, and the response as they leave it.
+
+Both are a pure function of what is fed: numbers, ids of items and the cuts of deltas. So a stream
+can be continued by feeding the same tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from frontend.http.formats import CallArguments, CallBegin, Content, Event, Reasoning
+
+Json = dict[str, Any]
+
+
+class ResponseEvents:
+    """Builds a response.
+
+    Args:
+        response: the response before its first token; it is not changed.
+    """
+
+    def __init__(self, response: Json) -> None:
+        self._response = response | {"output": []}
+        self._id = str(response["id"]).partition("_")[2]
+        self._number = 0  # of the next event
+        self._item: Json | None = None  # the last item, while it is open
+        self._num_reasoning_tokens = 0
+        self.events: list[bytes] = []  # since the last `take`
+
+    @property
+    def response(self) -> Json:
+        return self._response
+
+    @property
+    def next_number(self) -> int:
+        return self._number
+
+    def take(self) -> list[bytes]:
+        """Returns the events since the last call, as server-sent events."""
+        events, self.events = self.events, []
+        return events
+
+    def start(self) -> None:
+        self._emit("response.created", response=self._response)
+        self._response |= {"status": "in_progress"}
+        self._emit("response.in_progress", response=self._response)
+
+    def feed(self, events: Sequence[Event], num_tokens: int, logprobs: Sequence[Json] = ()) -> None:
+        """Adds what tokens show.
+
+        Args:
+            num_tokens: the number of tokens, for statistics.
+            logprobs: entries of the tokens; a text gets them.
+        """
+        for event in events:
+            match event:
+                case Reasoning(text):
+                    self._num_reasoning_tokens += num_tokens
+                    num_tokens = 0
+                    self._add_text("reasoning", text, ())
+                case Content(text):
+                    self._add_text("message", text, logprobs)
+                    logprobs = ()
+                case CallBegin(name):
+                    self._open("function_call", name=name)
+                case CallArguments(text):
+                    assert self._item is not None
+                    self._item["arguments"] += text
+                    self._emit_of_item("response.function_call_arguments.delta", delta=text)
+        if logprobs and self._item and self._item["type"] == "message":
+            self._add_text("message", "", logprobs)
+
+    def _add_text(self, kind: str, text: str, logprobs: Sequence[Json]) -> None:
+        if self._item is None or self._item["type"] != kind:
+            self._open(kind)
+        assert self._item is not None
+        part = self._item["content"][0]
+        part["text"] += text
+        if kind == "reasoning":
+            self._emit_of_item("response.reasoning_text.delta", content_index=0, delta=text)
+            return
+        part["logprobs"] += logprobs
+        self._emit_of_item(
+            "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs
+        )
+
+    def _open(self, kind: str, name: str = "") -> None:
+        """Begins an item of the output."""
+        self._close("completed")
+        number = len(self._response["output"])
+        item: Json = {"type": kind, "status": "in_progress"}
+        part: Json = {}
+        if kind == "reasoning":
+            part = {"type": "reasoning_text", "text": ""}
+            item |= {"id": f"rs_{self._id}{number}", "summary": [], "content": []}
+        elif kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item |= {"id": f"msg_{self._id}{number}", "role": "assistant", "content": []}
+        else:
+            item |= {
+                "id": f"fc_{self._id}{number}",
+                "call_id": f"call_{self._id}{number}",
+                "name": name,
+                "arguments": "",
+            }
+        self._response["output"].append(item)
+        self._item = item
+        self._emit("response.output_item.added", output_index=number, item=item)
+        if part:
+            item["content"].append(part)
+            self._emit_of_item("response.content_part.added", content_index=0, part=part)
+
+    def _close(self, status: str) -> None:
+        """Ends the open item, if there is one."""
+        item = self._item
+        if item is None:
+            return
+        item["status"] = status
+        if item["type"] == "function_call":
+            self._emit_of_item(
+                "response.function_call_arguments.done",
+                name=item["name"],
+                arguments=item["arguments"],
+            )
+        else:
+            part = item["content"][0]
+            done = {"content_index": 0, "text": part["text"]}
+            if item["type"] == "reasoning":
+                self._emit_of_item("response.reasoning_text.done", **done)
+            else:
+                done["logprobs"] = part["logprobs"]
+                self._emit_of_item("response.output_text.done", **done)
+            self._emit_of_item("response.content_part.done", content_index=0, part=part)
+        self._emit(
+            "response.output_item.done",
+            output_index=len(self._response["output"]) - 1,
+            item=item,
+        )
+        self._item = None
+
+    def end(self, reason: str, usage: Json | None, error: Json | None = None) -> None:
+        """Ends the response.
+
+        Args:
+            reason: stop, length, cancelled or failed.
+            usage: OpenAI's usage of a chat.
+            error: of a response that failed.
+        """
+        status, event = _ENDS.get(reason, _ENDS["failed"])
+        self._close("completed" if status == "completed" else "incomplete")
+        self._response |= {"status": status, "error": error}
+        if reason == "length":
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if usage is not None:
+            self._response["usage"] = self.usage(usage)
+        self._emit(event, response=self._response)
+
+    def usage(self, usage: Json) -> Json:
+        details = usage["prompt_tokens_details"] or {"cached_tokens": 0}
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": details,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _emit_of_item(self, kind: str, **values: Any) -> None:
+        assert self._item is not None
+        number = len(self._response["output"]) - 1
+        self._emit(kind, item_id=self._item["id"], output_index=number, **values)
+
+    def _emit(self, kind: str, **values: Any) -> None:
+        event = {"type": kind, "sequence_number": self._number, **values}
+        self._number += 1
+        self.events.append(b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps(event)))
+
+
+# Status and last event, by the reason of the end.
+_ENDS = {
+    "stop": ("completed", "response.completed"),
+    "length": ("incomplete", "response.incomplete"),
+    "abort": ("incomplete", "response.incomplete"),
+    "cancelled": ("cancelled", "response.incomplete"),
+    "failed": ("failed", "response.failed"),
+}

@@ -1,0 +1,122 @@
+"""Translates errors to HTTP statuses, and to the forms of OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+from grpc import StatusCode
+
+from shared.errors import (
+    InternalError,
+    InvalidArgumentError,
+    QueueFullError,
+    ServiceError,
+    UnavailableError,
+)
+
+# By gRPC's status; others are the server's failure.
+STATUSES = {
+    StatusCode.INVALID_ARGUMENT: 400,
+    StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.PERMISSION_DENIED: 403,
+    StatusCode.NOT_FOUND: 404,
+    StatusCode.FAILED_PRECONDITION: 409,
+    StatusCode.RESOURCE_EXHAUSTED: 429,
+    StatusCode.UNIMPLEMENTED: 501,
+    StatusCode.UNAVAILABLE: 503,
+    StatusCode.DEADLINE_EXCEEDED: 504,
+}
+# The names of the kinds of errors in OpenAI's and in Anthropic's API.
+_TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    503: ("server_error", "overloaded_error"),
+}
+# The names in HTTP requests of fields of protos/frontend.proto.
+_FIELDS = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "chat": "messages",
+    "beam_width": "use_beam_search",
+    "include_stop_in_output": "include_stop_str_in_output",
+    "structured_output": "structured_outputs",
+}
+
+
+class HttpError(ServiceError):
+    """An error that only HTTP has, with its status and the code of OpenAI's API."""
+
+    def __init__(self, status: int, message: str, code: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.error_code = code
+        self.param = param
+
+
+def unknown_model(name: str) -> HttpError:
+    message = f"model: {name[:256]!r} is not served here; GET /v1/models names the model"
+    return HttpError(404, message, "model_not_found", "model")
+
+
+def status_of(error: ServiceError) -> int:
+    return error.status if isinstance(error, HttpError) else STATUSES.get(error.code, 500)
+
+
+def headers_of(error: ServiceError) -> list[tuple[bytes, bytes]]:
+    """The headers that say how to retry the request."""
+    if status_of(error) == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    if isinstance(error, QueueFullError | UnavailableError) and error.retry_after_s is not None:
+        return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
+    return []
+
+
+def openai_error(error: ServiceError) -> dict[str, Any]:
+    """The object under `error` in OpenAI's API."""
+    status = status_of(error)
+    code: str | None = None
+    message, param = str(error), None
+    if isinstance(error, HttpError):
+        code, param = error.error_code or None, error.param
+    elif isinstance(error, InvalidArgumentError):
+        param = http_field(error.field)
+        message = f"{param}: {error.reason.replace('sampling.', '')}"
+    kind = _TYPES.get(status, ("invalid_request_error" if status < 500 else "server_error",) * 2)[0]
+    return {"message": message, "type": kind, "param": param, "code": code}
+
+
+def anthropic_error(error: ServiceError) -> dict[str, Any]:
+    """The body of an error in Anthropic's API."""
+    status = status_of(error)
+    kind = _TYPES.get(status, ("", "invalid_request_error" if status < 500 else "api_error"))[1]
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": openai_error(error)["message"]},
+    }
+
+
+def response_error(error: ServiceError) -> dict[str, Any]:
+    """The error of a response that failed."""
+    return {"code": "server_error", "message": openai_error(error)["message"]}
+
+
+def body_of(error: ServiceError, *, anthropic: bool) -> bytes:
+    return orjson.dumps(anthropic_error(error) if anthropic else {"error": openai_error(error)})
+
+
+def http_field(field: str) -> str:
+    """The path in an HTTP request of a field of protos/frontend.proto."""
+    path = field.removeprefix("sampling.").removeprefix("chat.")
+    name = path[: len(path) - len(path.lstrip("abcdefghijklmnopqrstuvwxyz_"))]
+    return _FIELDS.get(name, name) + path[len(name) :]
+
+
+def public(error: Exception) -> ServiceError:
+    """The error that a client sees; what is no `ServiceError` stays in the log."""
+    return error if isinstance(error, ServiceError) else InternalError("internal error")

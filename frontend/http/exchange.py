@@ -1,0 +1,195 @@
+"""One HTTP request and its response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl
+
+import orjson
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from frontend.callers.admission import bearer_token
+from frontend.http.errors import HttpError, body_of, headers_of, public, status_of
+from shared.errors import InvalidArgumentError
+from shared.rpc.reading import LARGE_BYTES, MAX_READ_S
+
+log = structlog.get_logger(__name__)
+
+_JSON = (b"content-type", b"application/json")
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # else nginx would hold events back
+)
+
+# JSON, or the parts of a stream of server-sent events.
+Answer = bytes | AsyncIterator[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an API reads of a request."""
+
+    body: Any  # its JSON value; None without a body
+    headers: Mapping[str, str]
+    query: Mapping[str, str]
+    parameters: Mapping[str, str]  # of the path
+    request_id: str  # of the header X-Request-Id; empty if there is none
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request that is read, and a response that is sent, in the form of one of two APIs."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    headers: dict[str, str] = field(init=False)
+    is_gone: bool = False  # whether the client has disconnected
+    _started: bool = False  # whether the response has a status
+
+    def __post_init__(self) -> None:
+        self.headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in self.scope["headers"]
+        }
+
+    @property
+    def path(self) -> str:
+        return str(self.scope["path"])
+
+    @property
+    def query(self) -> dict[str, str]:
+        return dict(parse_qsl(self.scope["query_string"].decode("latin-1")))
+
+    @property
+    def token(self) -> str:
+        """The caller's token as OpenAI's clients send it, or Anthropic's."""
+        return bearer_token(self.headers.get("authorization", "")) or self.headers.get(
+            "x-api-key", ""
+        )
+
+    @property
+    def peer(self) -> str:
+        """The caller's address as gRPC writes it."""
+        host, port = self.scope["client"] or ("unknown", 0)
+        return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+    async def read_json(self, max_bytes: int, parsing: asyncio.Lock) -> Any:
+        """Reads the body. Large bodies are parsed one per turn of the event loop.
+
+        Raises:
+            HttpError: the body is too large or too slow.
+            InvalidArgumentError: the body is not JSON.
+        """
+        try:
+            async with asyncio.timeout(MAX_READ_S):
+                body = await self._read(max_bytes)
+        except TimeoutError:
+            raise HttpError(408, f"body: it did not arrive within {MAX_READ_S:g} s") from None
+        if len(body) <= LARGE_BYTES:
+            return _parse(body)
+        async with parsing:
+            await asyncio.sleep(0)
+            return _parse(body)
+
+    async def _read(self, max_bytes: int) -> bytes:
+        length = self.headers.get("content-length", "")
+        size, parts = 0, []
+        more = not (length.isdecimal() and int(length) > max_bytes)
+        size = 0 if more else max_bytes + 1
+        while more:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                self.is_gone = True
+                raise asyncio.CancelledError
+            parts.append(message["body"])
+            size += len(message["body"])
+            more = message["more_body"] and size <= max_bytes
+        if size > max_bytes:
+            raise HttpError(413, f"body: more than {max_bytes} bytes")
+        return b"".join(parts)
+
+    async def run(self, answer: Awaitable[Answer], headers: list[tuple[bytes, bytes]]) -> None:
+        """Sends an answer, unless the client disconnects, which cancels it.
+
+        Raises:
+            ServiceError: the answer failed.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        watching = asyncio.create_task(self._watch(task))
+        try:
+            found = await answer
+            if isinstance(found, bytes):
+                await self._send_json(200, found, headers)
+            else:
+                await self._send_events(found, headers)
+        finally:
+            watching.cancel()
+
+    async def _watch(self, task: asyncio.Task[Any]) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self.is_gone = True
+        task.cancel()
+
+    async def _send_json(
+        self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        length = (b"content-length", str(len(body)).encode())
+        self._started = True
+        await self.send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [_JSON, length, *headers],
+            }
+        )
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def _send_events(
+        self, events: AsyncIterator[bytes], headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": [*_EVENTS, *headers]}
+        async with aclosing(events):  # type: ignore[type-var]  # all are generators
+            async for part in events:
+                if not self._started:  # an error before the first event has its own status
+                    self._started = True
+                    await self.send(start)
+                await self.send({"type": "http.response.body", "body": part, "more_body": True})
+        if not self._started:
+            await self.send(start)
+        await self.send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, error: Exception, headers: list[tuple[bytes, bytes]]) -> None:
+        """Sends an error as the response, or as the last event of a stream."""
+        shown = public(error)
+        if shown is not error:
+            log.error("request failed", path=self.path[:256], exc_info=error)
+        anthropic = self.path.startswith("/v1/messages")
+        body = body_of(shown, anthropic=anthropic)
+        if not self._started:
+            status = status_of(shown)
+            if status in (408, 413):  # the rest of the body is not read
+                headers = [*headers, (b"connection", b"close")]
+            await self._send_json(status, body, [*headers, *headers_of(shown)])
+            return
+        event = b"event: error\n" if anthropic else b""
+        done = b"" if anthropic else b"data: [DONE]\n\n"
+        await self.send(
+            {"type": "http.response.body", "body": b"%sdata: %s\n\n%s" % (event, body, done)}
+        )
+
+
+def _parse(body: bytes) -> Any:
+    if not body:
+        return None
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidArgumentError("body", f"not JSON: {error.msg}") from None

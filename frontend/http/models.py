@@ -1,0 +1,108 @@
+"""The model and its tokens: `/v1/models`, `/tokenize`, `/detokenize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from frontend.http.errors import unknown_model
+from frontend.http.exchange import Answer, Request
+from frontend.http.parameters import Body, Items, TokenId, read_body
+from frontend.http.prompts import Message, Tool, chat_messages, chat_of, read_tools
+from frontend.http.service import Service
+from frontend.validation import MAX_TOKENIZED, check_token_ids
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from shared.errors import InvalidArgumentError, UnavailableError
+
+
+class TokenizeBody(Body):
+    """A prompt or a chat to tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Items[Message] | None = None
+    tools: Items[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Items[TokenId]
+
+
+async def list_models(service: Service, request: Request) -> Answer:
+    return orjson.dumps({"object": "list", "data": [_card(service)]})
+
+
+async def retrieve(service: Service, request: Request) -> Answer:
+    if (name := request.parameters["id"]) != service.model:
+        raise unknown_model(name)
+    return orjson.dumps(_card(service))
+
+
+def _card(service: Service) -> dict[str, Any]:
+    try:
+        length = service.generations.engines.limits.max_model_len
+    except UnavailableError:
+        length = None
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "nano-vllm-grpc",
+        "root": service.model,
+        "parent": None,
+        "max_model_len": length,
+    }
+
+
+async def tokenize(service: Service, request: Request) -> Answer:
+    """Returns the tokens that a completion, or a chat completion, would have as its prompt."""
+    body = read_body(TokenizeBody, request.body)
+    service.check_model(body.model)
+    message = pb.TokenizeRequest()
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidArgumentError("prompt", "give either prompt or messages")
+    if body.prompt is not None:
+        message.text = body.prompt
+    else:
+        tools = read_tools([tool.function for tool in body.tools or ()], "auto", "", parallel=True)
+        continues = bool(body.continue_final_message)
+        chat = chat_of(
+            chat_messages(body.messages or ()),
+            tools,
+            service.template,
+            body.chat_template_kwargs,
+            continues=continues,
+        )
+        message.chat.CopyFrom(chat)
+    tokens = await service.generations.encode(message, MAX_TOKENIZED)
+    texts = None
+    if body.return_token_strs:
+        table = service.generations.tokenizer.vocabulary.tokens
+        texts = [table.get(token, b"").decode(errors="replace") for token in tokens]
+    return orjson.dumps(
+        {
+            "count": len(tokens),
+            "max_model_len": service.generations.engines.limits.max_model_len,
+            "tokens": tokens,
+            "token_strs": texts,
+        }
+    )
+
+
+async def detokenize(service: Service, request: Request) -> Answer:
+    """Returns the text of tokens, without special tokens."""
+    body = read_body(DetokenizeBody, request.body)
+    service.check_model(body.model)
+    if len(body.tokens) > MAX_TOKENIZED:
+        raise InvalidArgumentError(
+            "tokens", f"{len(body.tokens)} tokens; the limit is {MAX_TOKENIZED}"
+        )
+    check_token_ids("tokens", body.tokens, service.generations.facts.vocab_size)
+    text = await service.generations.tokenizer.decode(body.tokens)
+    return orjson.dumps({"prompt": text})

@@ -1,0 +1,277 @@
+"""The parameters that all APIs share, under the names that vLLM gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+
+from frontend.text.tokenizer import Tokenizer
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from shared.errors import InvalidArgumentError
+from shared.sampling_params import LOGIT_BIAS, MAX_ITEMS
+
+Item = TypeVar("Item")
+Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class _OneError(FailFast):
+    """Reports the first wrong item only, because a hostile body may have a million of them."""
+
+    def __hash__(self) -> int:  # which typing asks for
+        return hash(_OneError)
+
+
+Items = Annotated[list[Item], _OneError()]
+_Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+
+
+class Body(BaseModel):
+    """A part of a request. Clients send further keys in nested parts, such as those of an earlier
+    answer, so only unknown parameters of the whole request are errors."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+class JsonSchema(Body):
+    """A schema, its name and its description, of which only the schema counts."""
+
+    name: str = ""
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Body):
+    """`response_format` of OpenAI, and the structural tags of vLLM."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
+
+
+class StructuredOutputs(Body):
+    """`structured_outputs` of vLLM: exactly one constraint."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
+class SamplingFields(Body):
+    """Sampling parameters. None is an unset parameter, in JSON as well."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None  # -1: off, as for vLLM
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: _Seed | None = None  # a negative one means its two's complement
+    min_tokens: Int32 | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: Items[str] | None = None
+    prompt_logprobs: Int32 | None = None
+    n: Int32 | None = None
+    use_beam_search: bool | None = None  # then `n` is the number of beams
+    length_penalty: float | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int32 | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    resume_token_ids: Items[TokenId] | None = None
+    engine: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    # These parameters have no effect on the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+Parameters = TypeVar("Parameters", bound=BaseModel)
+
+
+def read_body(model: type[Parameters], value: object) -> Parameters:
+    """Reads a request's JSON value.
+
+    Raises:
+        InvalidArgumentError: a parameter is unknown, or has a value of the wrong kind.
+    """
+    if not isinstance(value, dict):
+        raise InvalidArgumentError("body", "must be a JSON object")
+    known = {field.alias or name for name, field in model.model_fields.items()}
+    for name in value:
+        if name not in known:
+            raise InvalidArgumentError(name[:64], "not a parameter of this server")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        first = max(errors, key=lambda each: len(_path(each["loc"])))
+        raise InvalidArgumentError(_path(first["loc"]), first["msg"]) from None
+
+
+def _path(loc: Sequence[int | str]) -> str:
+    """`messages[0].content` without the names that pydantic gives the members of unions."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool"):
+            path += f".{part}" if path else part
+    return path or "body"
+
+
+async def generate_request(fields: SamplingFields, tokenizer: Tokenizer) -> pb.GenerateRequest:
+    """A request without its prompt.
+
+    Raises:
+        InvalidArgumentError: a value is out of range, or two parameters contradict each other.
+    """
+    message = pb.GenerateRequest(
+        request_id=fields.request_id or "",
+        sampling=_sampling(fields),
+        priority=fields.priority or 0,
+        resume_token_ids=fields.resume_token_ids,
+        cache_salt=fields.cache_salt or "",
+        engine=fields.engine or "",
+    )
+    for token_id in await _banned_tokens(fields.bad_words or [], tokenizer):
+        message.sampling.logit_bias[token_id] = LOGIT_BIAS.low
+    return message
+
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "prompt_logprobs",
+    "n",
+    "length_penalty",
+    "skip_special_tokens",
+)
+
+
+def _sampling(fields: SamplingFields) -> pb.SamplingParams:
+    sampling = pb.SamplingParams()
+    for name in _SAME_NAME:
+        if (value := getattr(fields, name)) is not None:
+            setattr(sampling, name, value)
+    if fields.top_k is not None:
+        sampling.top_k = 0 if fields.top_k == -1 else fields.top_k
+    if fields.seed is not None:
+        sampling.seed = fields.seed % (1 << 64)
+    if fields.include_stop_str_in_output is not None:
+        sampling.include_stop_in_output = fields.include_stop_str_in_output
+    sampling.stop.extend([fields.stop] if isinstance(fields.stop, str) else fields.stop or [])
+    sampling.stop_token_ids.extend(fields.stop_token_ids or [])
+    for key, bias in (fields.logit_bias or {}).items():
+        if not (key.isdecimal() and int(key) < 1 << 32):
+            raise InvalidArgumentError("logit_bias", "a key is not a token id")
+        sampling.logit_bias[int(key)] = bias
+    if fields.use_beam_search:
+        sampling.beam_width = fields.n or 1
+        sampling.ClearField("n")
+    _set_constraint(fields, sampling)
+    return sampling
+
+
+def _set_constraint(fields: SamplingFields, sampling: pb.SamplingParams) -> None:
+    """
+    Raises:
+        InvalidArgumentError: there are two constraints, or one is incomplete.
+    """
+    given: dict[str, tuple[str, Any]] = {}
+    if (form := fields.response_format) and form.type != "text":
+        given["response_format"] = _of_response_format(form)
+    if fields.structured_outputs:
+        found = fields.structured_outputs.model_dump(exclude_none=True)
+        for name, value in found.items():
+            given[f"structured_outputs.{name}"] = name, value
+        if not found:
+            raise InvalidArgumentError("structured_outputs", "empty; must have one constraint")
+    if fields.regex is not None:
+        given["regex"] = "regex", fields.regex
+    if fields.ebnf is not None:
+        given["ebnf"] = "grammar", fields.ebnf
+    if len(given) > 1:
+        raise InvalidArgumentError(
+            "structured_outputs", f"give one constraint, not {len(given)}: {', '.join(given)}"
+        )
+    for kind, value in given.values():
+        set_constraint(sampling, kind, value)
+
+
+def set_constraint(sampling: pb.SamplingParams, kind: str, value: Any) -> None:
+    """Sets a constraint, a field of `StructuredOutput`. JSON may be a text or a value."""
+    if kind == "choice":
+        sampling.structured_output.choice.options.extend(value)
+        sampling.structured_output.choice.SetInParent()
+    else:
+        value = value if isinstance(value, str | bool) else orjson.dumps(value).decode()
+        setattr(sampling.structured_output, kind, value)
+
+
+def _of_response_format(form: ResponseFormat) -> tuple[str, Any]:
+    if form.type == "json_object":
+        return "json_object", True
+    if form.type == "structural_tag":
+        tag = form.model_dump(include={"type", "format", "structures", "triggers"})
+        return "structural_tag", {key: value for key, value in tag.items() if value is not None}
+    if form.json_schema is None or form.json_schema.json_schema is None:
+        raise InvalidArgumentError("response_format.json_schema.schema", "missing")
+    return "json_schema", form.json_schema.json_schema
+
+
+async def _banned_tokens(words: Sequence[str], tokenizer: Tokenizer) -> list[int]:
+    """The tokens of `bad_words`, with and without a space before them, as vLLM bans them.
+
+    Raises:
+        InvalidArgumentError: there are too many words, or one has several tokens.
+    """
+    if not words:
+        return []
+    if len(words) > (limit := MAX_ITEMS["logit_bias"] // 2):
+        raise InvalidArgumentError("bad_words", f"{len(words)} given; the limit is {limit}")
+    found = []
+    for index, word in enumerate(words):
+        plain, spaced = await tokenizer.encode_words([word, " " + word.lstrip()])
+        if len(plain) != 1:
+            raise InvalidArgumentError(
+                f"bad_words[{index}]", f"{len(plain)} tokens; only words of one token can be banned"
+            )
+        found += plain + (spaced if len(spaced) == 1 else [])
+    return found

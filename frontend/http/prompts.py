@@ -1,0 +1,209 @@
+"""Reads chats with tools as OpenAI's APIs have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from frontend.http.formats import ToolFormat, forced_calls, tool_format
+from frontend.http.parameters import Body, Items, set_constraint
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from shared.errors import InvalidArgumentError
+
+
+class Part(Body):
+    """A part of a message's content, of which only texts are served."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+Content = str | Items[Part] | None
+
+
+class Function(Body):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Body):
+    id: str | None = None
+    function: Function
+
+
+class Message(Body):
+    role: str
+    content: Content = None
+    name: str | None = None
+    tool_calls: Items[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools that a chat offers, and whether an answer has to call one.
+
+    `forced`: the functions of which one has to be called; empty: none has to.
+    """
+
+    definitions: Sequence[dict[str, Any]] = ()  # as OpenAI's `function`
+    parsed: bool = False
+    forced: Sequence[dict[str, Any]] = ()
+    parallel: bool = True
+
+    def format(self, template: str) -> ToolFormat | None:
+        """The format in which answers call tools; None if they are not to be read."""
+        return tool_format(template) if self.parsed else None
+
+
+def read_tools(
+    tools: Sequence[dict[str, Any]], choice: str | None, name: str, *, parallel: bool
+) -> Tools:
+    """
+    Args:
+        tools: OpenAI's `function` of each.
+        choice: none, auto or required; None: auto.
+        name: of the function that must be called; empty if none was named.
+
+    Raises:
+        InvalidArgumentError: the choice and the tools contradict each other.
+    """
+    for index, tool in enumerate(tools):
+        if not isinstance(tool.get("name"), str) or not tool["name"]:
+            raise InvalidArgumentError(f"tools[{index}].function.name", "must be a text")
+        if not isinstance(tool.get("parameters"), dict | None):
+            raise InvalidArgumentError(f"tools[{index}].function.parameters", "must be an object")
+    if not tools:
+        if name or choice == "required":
+            raise InvalidArgumentError("tool_choice", "requires tools")
+        return Tools()
+    forced: Sequence[dict[str, Any]] = ()
+    if name:
+        forced = [tool for tool in tools if tool["name"] == name]
+        if not forced:
+            raise InvalidArgumentError("tool_choice", "names a function that is not in tools")
+    elif choice == "required":
+        forced = tools
+    return Tools(tools, choice != "none", forced, parallel and not name)
+
+
+def chat_of(
+    messages: Sequence[pb.ChatMessage],
+    tools: Tools,
+    template: str,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    continues: bool = False,
+) -> pb.Chat:
+    """A chat for the model's template.
+
+    Args:
+        kwargs: variables of the template.
+        continues: whether the answer continues the last message.
+    """
+    # A call can be forced even if the template does not show tools.
+    shown = tools.definitions if "tools" in template or not tools.forced else ()
+    if "reasoning_content" not in template:
+        for message in messages:
+            message.ClearField("reasoning_content")
+    if "developer" not in template:
+        for message in messages:
+            message.role = "system" if message.role == "developer" else message.role
+    return pb.Chat(
+        messages=messages,
+        tools=[orjson.dumps({"type": "function", "function": tool}).decode() for tool in shown],
+        chat_template_kwargs=orjson.dumps(kwargs).decode() if kwargs else "",
+        continue_final_message=continues,
+    )
+
+
+def force_calls(sampling: pb.SamplingParams, tools: Tools, template: str) -> None:
+    """Has a grammar force a call, if one has to be made.
+
+    Raises:
+        InvalidArgumentError: there is another grammar.
+    """
+    if not tools.forced:
+        return
+    if sampling.HasField("structured_output"):
+        raise InvalidArgumentError(
+            "tool_choice", "forces a call, which cannot be used with another constraint"
+        )
+    functions = [(tool["name"], tool.get("parameters") or {}) for tool in tools.forced]
+    tag = forced_calls(tool_format(template), functions, parallel=tools.parallel)
+    set_constraint(sampling, "structural_tag", tag)
+
+
+def chat_messages(messages: Sequence[Message]) -> list[pb.ChatMessage]:
+    """Reads the messages of a chat.
+
+    Raises:
+        InvalidArgumentError: a part of a message is not a text.
+    """
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _message(field: str, message: Message) -> pb.ChatMessage:
+    found = pb.ChatMessage(
+        role=message.role,
+        content=text_of(f"{field}.content", message.content),
+        name=message.name or "",
+        tool_call_id=message.tool_call_id or "",
+        tool_calls=[tool_call(call.id, call.function) for call in message.tool_calls or ()],
+    )
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        found.reasoning_content = reasoning
+    return found
+
+
+def tool_call(call_id: str | None, function: Function) -> pb.ToolCall:
+    """An earlier call. Arguments of an empty text are `{}`."""
+    arguments = function.arguments or ""
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    return pb.ToolCall(
+        id=call_id or "", function=pb.FunctionCall(name=function.name, arguments=text)
+    )
+
+
+_TEXTS = ("text", "input_text", "output_text", "reasoning_text")
+
+
+def text_of(field: str, content: Content) -> str:
+    """Joins the texts of a message's parts with newlines, as vLLM does.
+
+    Raises:
+        InvalidArgumentError: a part is not a text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, part in enumerate(content):
+        if part.type == "refusal" or (part.type in _TEXTS and part.text is not None):
+            continue
+        raise InvalidArgumentError(
+            f"{field}[{index}]", "not a part with a text; this model takes only texts"
+        )
+    return "\n".join(part.text or part.refusal or "" for part in content)

@@ -1,0 +1,400 @@
+"""OpenAI's responses: `/v1/responses`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import closing
+from typing import Any, Literal
+
+import orjson
+
+from frontend.callers.call import CALL
+from frontend.http.answers import REASONS, Answers, TokenTexts, answer_form, usage
+from frontend.http.background.events import Json, ResponseEvents
+from frontend.http.background.store import StoredResponse
+from frontend.http.errors import response_error
+from frontend.http.exchange import Answer, Request
+from frontend.http.parameters import (
+    Body,
+    Int32,
+    Items,
+    SamplingFields,
+    generate_request,
+    read_body,
+    set_constraint,
+)
+from frontend.http.prompts import (
+    Content,
+    Function,
+    Part,
+    Tools,
+    chat_of,
+    force_calls,
+    read_tools,
+    text_of,
+    tool_call,
+)
+from frontend.http.service import Service, now
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from shared.errors import InvalidArgumentError, ServiceError
+
+
+class Item(Body):
+    """An item of the input: a message, a call, its output or a thought."""
+
+    type: str = "message"
+    id: str | None = None
+    role: str | None = None
+    content: Content = None
+    summary: Items[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    name: str
+
+
+class Text(Body):
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Body):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponseBody(SamplingFields):
+    """The parameters of a response."""
+
+    input: str | Items[Item]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Int32 | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    text: Text | None = None
+    tools: Items[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include: Items[str] | None = None
+    top_logprobs: Int32 | None = None
+    store: bool | None = None  # only background responses are stored
+    truncation: Literal["disabled"] | None = None
+    # These parameters have no effect on the answer.
+    stream_options: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+async def create(service: Service, request: Request) -> Answer:
+    """Makes a response.
+
+    Raises:
+        ServiceError: a parameter is wrong, or the request failed.
+    """
+    body = read_body(ResponseBody, request.body)
+    service.check_model(body.model)
+    _check(body)
+    tools = _tools(body)
+    message = await _message(service, body, tools)
+    message.request_id = request.request_id or message.request_id
+    response = _response(service, body)
+    if body.background:
+        return await _create_background(service, body, message, tools, response)
+    answers = await service.answers(message, tools, body.truncate_prompt_tokens)
+    made = _Response(service, body, answers, response)
+    return made.stream() if body.stream else await made.whole()
+
+
+async def retrieve(service: Service, request: Request) -> Answer:
+    """Returns a background response, or continues the stream of its events."""
+    stored = service.background.open(_owner(), request.parameters["id"])
+    after = request.query.get("starting_after")
+    if request.query.get("stream") == "true":
+        if after is not None and not (after.isdecimal() and len(after) < 19):
+            stored.close()
+            raise InvalidArgumentError("starting_after", "not the number of an event")
+        return _events(service, stored, -1 if after is None else int(after))
+    with closing(stored):
+        if after is not None:
+            raise InvalidArgumentError("starting_after", "requires stream=true")
+        return orjson.dumps(await service.background.response(stored))
+
+
+async def delete(service: Service, request: Request) -> Answer:
+    with closing(service.background.open(_owner(), request.parameters["id"])) as stored:
+        service.background.delete(stored)
+        return orjson.dumps({"id": stored.id, "object": "response", "deleted": True})
+
+
+async def cancel(service: Service, request: Request) -> Answer:
+    with closing(service.background.open(_owner(), request.parameters["id"])) as stored:
+        service.background.cancel(stored)
+        return orjson.dumps(await service.background.response(stored))
+
+
+async def input_items(service: Service, request: Request) -> Answer:
+    with closing(service.background.open(_owner(), request.parameters["id"])) as stored:
+        items = stored.header["input"]
+    if request.query.get("order", "desc") == "desc":
+        items = items[::-1]
+    return orjson.dumps(
+        {
+            "object": "list",
+            "data": items,
+            "first_id": items[0]["id"] if items else None,
+            "last_id": items[-1]["id"] if items else None,
+            "has_more": False,
+        }
+    )
+
+
+def _owner() -> str:
+    call = CALL.get()
+    return call.client.name if call and call.client else ""
+
+
+def _check(body: ResponseBody) -> None:
+    if (body.n or 1) != 1 or body.use_beam_search:
+        raise InvalidArgumentError("n", "a response has one completion")
+    if body.prompt_logprobs is not None:
+        raise InvalidArgumentError("prompt_logprobs", "not served for responses")
+    if body.response_format is not None:
+        raise InvalidArgumentError("response_format", "give text.format instead")
+    for item in body.include or ():
+        if item not in (_LOGPROBS, "reasoning.encrypted_content"):
+            raise InvalidArgumentError("include", f"only {_LOGPROBS} is served")
+    if body.top_logprobs is not None and _LOGPROBS not in (body.include or ()):
+        raise InvalidArgumentError("top_logprobs", f"requires {_LOGPROBS} in include")
+    if body.background:
+        if body.store is False:
+            raise InvalidArgumentError("store", "a background response is stored")
+        if _LOGPROBS in (body.include or ()):
+            raise InvalidArgumentError("include", "log-probabilities are not stored: no background")
+
+
+def _tools(body: ResponseBody) -> Tools:
+    given = body.tool_choice
+    choice, name = ("required", given.name) if isinstance(given, NamedTool) else (given, "")
+    definitions = [
+        tool.model_dump(include={"name", "description", "parameters"}, exclude_none=True)
+        for tool in body.tools or ()
+    ]
+    return read_tools(definitions, choice, name, parallel=body.parallel_tool_calls is not False)
+
+
+async def _message(service: Service, body: ResponseBody, tools: Tools) -> pb.GenerateRequest:
+    message = await generate_request(body, service.generations.tokenizer)
+    template = service.template
+    kwargs = dict(body.chat_template_kwargs or {})
+    if body.reasoning and body.reasoning.effort is not None:
+        kwargs |= service.effort("reasoning.effort", body.reasoning.effort)
+    message.chat.CopyFrom(chat_of(_messages(body), tools, template, kwargs))
+    if body.max_output_tokens is not None:
+        message.sampling.max_tokens = body.max_output_tokens
+    if _LOGPROBS in (body.include or ()):
+        message.sampling.logprobs = body.top_logprobs or 0
+    _set_format(message.sampling, body.text.format if body.text else None)
+    force_calls(message.sampling, tools, template)
+    return message
+
+
+def _set_format(sampling: pb.SamplingParams, form: dict[str, Any] | None) -> None:
+    kind = form.get("type") if form else "text"
+    if kind == "text":
+        return
+    if sampling.HasField("structured_output"):
+        raise InvalidArgumentError("text.format", "cannot be used with another constraint")
+    if kind == "json_object":
+        set_constraint(sampling, "json_object", True)
+    elif kind == "json_schema" and form and isinstance(form.get("schema"), dict):
+        set_constraint(sampling, "json_schema", form["schema"])
+    else:
+        raise InvalidArgumentError("text.format", "must be text, json_object or json_schema")
+
+
+def _messages(body: ResponseBody) -> list[pb.ChatMessage]:
+    """The messages of a chat. Thoughts and calls join the assistant's message beside them."""
+    messages = []
+    if body.instructions:
+        messages.append(pb.ChatMessage(role="system", content=body.instructions))
+    if isinstance(body.input, str):
+        return [*messages, pb.ChatMessage(role="user", content=body.input)]
+    reasoning = ""
+    for index, item in enumerate(body.input):
+        field = f"input[{index}]"
+        if item.type == "reasoning":
+            reasoning = text_of(f"{field}.content", item.content)
+            continue
+        if item.type == "function_call":
+            call = tool_call(item.call_id, Function(name=item.name or "", arguments=item.arguments))
+            if not (messages and messages[-1].role == "assistant") or reasoning:
+                messages.append(pb.ChatMessage(role="assistant"))
+            messages[-1].tool_calls.append(call)
+        elif item.type == "function_call_output":
+            output = text_of(f"{field}.output", item.output)
+            messages.append(
+                pb.ChatMessage(role="tool", content=output, tool_call_id=item.call_id or "")
+            )
+        elif item.type == "message" and item.role:
+            content = text_of(f"{field}.content", item.content)
+            messages.append(pb.ChatMessage(role=item.role, content=content))
+        else:
+            raise InvalidArgumentError(f"{field}.type", "not served; must be a message or a call")
+        if reasoning and messages[-1].role == "assistant":
+            messages[-1].reasoning_content = reasoning
+        reasoning = ""
+    return messages
+
+
+def _items(body: ResponseBody) -> list[Json]:
+    """The input as items with ids."""
+    given = body.input
+    if isinstance(given, str):
+        given = [Item(role="user", content=given)]
+    items = []
+    for item in given:
+        found = item.model_dump(exclude_none=True)
+        found.setdefault("id", f"msg_{uuid.uuid4().hex}")
+        if isinstance(text := found.get("content"), str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            found["content"] = [{"type": kind, "text": text}]
+        items.append(found)
+    return items
+
+
+def _response(service: Service, body: ResponseBody) -> Json:
+    """A response before its first token."""
+    choice = body.tool_choice or "auto"
+    defaults = service.generations.facts.defaults
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": now(),
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": service.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "service_tier": "default",
+        "store": bool(body.background),
+        "temperature": defaults.temperature if body.temperature is None else body.temperature,
+        "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [{"strict": None, **tool.model_dump()} for tool in body.tools or ()],
+        "top_p": defaults.top_p if body.top_p is None else body.top_p,
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+async def _create_background(
+    service: Service,
+    body: ResponseBody,
+    message: pb.GenerateRequest,
+    tools: Tools,
+    response: Json,
+) -> Answer:
+    tool_format = service.tool_format(message, tools)
+    checked = await service.generations.check(message, None, body.truncate_prompt_tokens)
+    if checked.resume_token_ids:
+        raise InvalidArgumentError("resume_token_ids", "not for background responses")
+    form = answer_form(service.generations, checked, tool_format)
+    stored = await service.background.create(checked, form, response, _items(body))
+    if body.stream:
+        return _events(service, stored, -1)
+    with closing(stored):
+        return orjson.dumps(await service.background.response(stored))
+
+
+async def _events(service: Service, stored: StoredResponse, after: int) -> AsyncIterator[bytes]:
+    with closing(stored):
+        async for events in service.background.events(stored, after):
+            yield events
+
+
+class _Response:
+    """Writes a response that is not stored."""
+
+    def __init__(
+        self, service: Service, body: ResponseBody, answers: Answers, response: Json
+    ) -> None:
+        self._service = service
+        self._answers = answers
+        self._generation = answers.generation
+        self._events = ResponseEvents(response)
+        self._texts = TokenTexts(
+            service.generations.tokenizer.vocabulary.tokens,
+            as_ids=bool(body.return_tokens_as_token_ids),
+        )
+
+    async def whole(self) -> bytes:
+        with closing(self._generation):
+            self._begin()
+            while not self._generation.ended:
+                await self._step()
+                self._events.take()
+            self._end()
+        return orjson.dumps(self._events.response)
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        begun = False
+        with closing(self._generation):
+            self._begin()
+            try:
+                while not self._generation.ended:
+                    await self._step()
+                    begun = True
+                    if events := self._events.take():
+                        yield b"".join(events)
+            except ServiceError as error:
+                if not begun:
+                    raise
+                self._events.end("failed", None, response_error(error))
+            else:
+                self._end()
+            yield b"".join(self._events.take())
+
+    def _begin(self) -> None:
+        self._events.start()
+        if self._generation.request.resume_token_ids:
+            # The client has the events so far.
+            self._events.feed(self._answers.resumed, 0)
+            self._events.take()
+
+    async def _step(self) -> None:
+        for step in await self._answers.next():
+            logprobs = self._texts.chat_entries(step.delta.logprobs)
+            self._events.feed(step.events, len(step.delta.token_ids), logprobs)
+
+    def _end(self) -> None:
+        (ending,) = self._generation.endings
+        totals = [self._generation.totals()]
+        used = usage(totals, reports_cached=self._service.reports_cached)
+        self._events.end(REASONS[ending.reason], used)

@@ -1,0 +1,82 @@
+"""The model that the APIs serve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from frontend.generations import Generations
+from frontend.http.answers import Answers, answer_form
+from frontend.http.background.responses import BackgroundResponses
+from frontend.http.errors import unknown_model
+from frontend.http.formats import ToolFormat
+from frontend.http.prompts import Tools
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from shared.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Serves one model.
+
+    Args:
+        reports_cached: whether callers learn how many of their prompt tokens were cached.
+    """
+
+    generations: Generations
+    reports_cached: bool
+    background: BackgroundResponses
+    started_at: int = field(default_factory=lambda: now())
+
+    @property
+    def model(self) -> str:
+        return self.generations.facts.name
+
+    @property
+    def template(self) -> str:
+        return self.generations.tokenizer.chat_template
+
+    def check_model(self, name: str | None) -> None:
+        """
+        Raises:
+            HttpError: the request is for another model.
+        """
+        if name is not None and name != self.model:
+            raise unknown_model(name)
+
+    async def answers(
+        self, message: pb.GenerateRequest, tools: Tools, truncate: int | None = None
+    ) -> Answers:
+        """Submits a chat, whose generation the caller must close.
+
+        Raises:
+            ServiceError: a field is wrong, or no engine takes the request.
+        """
+        form = self.tool_format(message, tools)
+        generation = await self.generations.start(message, truncate=truncate)
+        return Answers(generation, answer_form(self.generations, generation.request, form))
+
+    def tool_format(self, message: pb.GenerateRequest, tools: Tools) -> ToolFormat | None:
+        """The format in which the answer calls tools. The answer's text will have its marks."""
+        form = tools.format(self.template)
+        if form and self.generations.tokenizer.is_special(form.mark):
+            message.sampling.skip_special_tokens = False
+        return form
+
+    def effort(self, field: str, effort: str) -> dict[str, Any]:
+        """The variable of the chat template that says how much to reason.
+
+        Raises:
+            InvalidArgumentError: the template has no such variable.
+        """
+        if "reasoning_effort" in self.template:
+            return {"reasoning_effort": effort}
+        if effort == "none":
+            return {"enable_thinking": False} if "enable_thinking" in self.template else {}
+        raise InvalidArgumentError(field, "the model's chat template does not read it")
+
+
+def now() -> int:
+    """The time in seconds since 1970."""
+    return int(datetime.now(UTC).timestamp())
