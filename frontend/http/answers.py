@@ -85,13 +85,7 @@ class Answers:
         return steps
 
 
-def finish_reason(completion: CompletionReader) -> str | None:
-    """OpenAI's reason for the end of a completion; None while it has not ended."""
-    if completion.ending is None:
-        return None
-    return REASONS[completion.ending.reason]
-
-
+# OpenAI's reasons for the end of a completion.
 REASONS = {
     FinishReason.EOS: "stop",
     FinishReason.STOP: "stop",

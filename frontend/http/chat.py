@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import closing
 from typing import Any, Literal
 
-import orjson
-
-from frontend.generation import CompletionReader
-from frontend.http.answers import (
-    Answers,
-    Step,
-    TokenTexts,
-    finish_reason,
-    usage,
-)
+from frontend.http.answers import Answers
+from frontend.http.chunks import ChunkBody, ChunkedAnswer, Json
 from frontend.http.exchange import Answer, Request
 from frontend.http.formats import CallArguments, CallBegin, Content, Event, Reasoning
-from frontend.http.parameters import (
-    Int32,
-    Items,
-    SamplingFields,
-    StreamOptions,
-    generate_request,
-    read_body,
-)
+from frontend.http.parameters import Int32, Items, generate_request, read_body
 from frontend.http.prompts import (
     Message,
     NamedTool,
@@ -38,21 +22,18 @@ from frontend.http.prompts import (
     force_calls,
     read_tools,
 )
-from frontend.http.service import Service, now
+from frontend.http.service import Service
 from shared.errors import InvalidArgumentError
 
 
-class ChatBody(SamplingFields):
+class ChatBody(ChunkBody):
     """The parameters of a chat completion."""
 
     messages: Items[Message]
-    model: str | None = None
     max_tokens: Int32 | None = None
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -76,8 +57,7 @@ async def create(service: Service, request: Request) -> Answer:
     service.check_model(body.model)
     tools = _tools(body)
     answers = await _start(service, request, body, tools)
-    chat = _Chat(service, body, answers)
-    return chat.stream() if body.stream else await chat.whole()
+    return await _Chat(service, body, answers).answer()
 
 
 def _tools(body: ChatBody) -> Tools:
@@ -120,196 +100,75 @@ async def _start(service: Service, request: Request, body: ChatBody, tools: Tool
     return await service.answers(message, tools, body.truncate_prompt_tokens)
 
 
-# The parts of a chunk's choice without which there is no chunk.
-_SHOWN = ("delta", "logprobs", "finish_reason", "token_ids")
+class _Chat(ChunkedAnswer):
+    """Writes the answers to one chat."""
 
+    kind, prefix, text_key = "chat.completion", "chatcmpl", "delta"
 
-class _Choice:
-    """The parts of one completion so far."""
+    def __init__(self, service: Service, body: ChatBody, answers: Answers) -> None:
+        super().__init__(service, body, [answers.generation])
+        self._answers = answers
+        self._shows_reasoning = body.include_reasoning is not False
+        self._num_calls = [0] * self.num_choices
+        self._begun: set[int] = set()  # choices whose role was sent
+        self._delta(0, answers.resumed)
 
-    def __init__(self) -> None:
-        self.begun = False  # whether its role was sent
-        self.num_calls = 0
-        self.content: list[str] = []
-        self.reasoning: list[str] = []
-        self.calls: list[dict[str, Any]] = []
+    async def choices(self) -> AsyncIterator[tuple[Json, Json]]:
+        while not self._answers.generation.ended:
+            for completion, delta, events in await self._answers.next():
+                index = completion.index
+                found = self.choice(index, completion, delta)
+                found["delta"] = self._delta(index, events)
+                if index not in self._begun:
+                    self._begun.add(index)
+                    found["delta"] = {"role": "assistant", "content": ""} | found["delta"]
+                if found["finish_reason"] == "stop" and self._num_calls[index]:
+                    found["finish_reason"] = "tool_calls"
+                if delta.logprobs:
+                    found["logprobs"] = {"content": self.texts.chat_entries(delta.logprobs)}
+                yield found, await self.of_prompt(completion, delta, 0)
 
-    def delta(self, events: Sequence[Event]) -> dict[str, Any]:
-        """The delta of new events, at most one for each call."""
-        content, reasoning = "", ""
-        calls: dict[int, dict[str, Any]] = {}
+    def _delta(self, index: int, events: Sequence[Event]) -> Json:
+        """The delta of new events, with at most one part of each call."""
+        texts: dict[str, str] = {}
+        calls: dict[int, Json] = {}
         for event in events:
             match event:
                 case Content(text):
-                    content += text
-                case Reasoning(text):
-                    reasoning += text
+                    texts["content"] = texts.get("content", "") + text
+                case Reasoning(text) if self._shows_reasoning:
+                    texts["reasoning_content"] = texts.get("reasoning_content", "") + text
                 case CallBegin(name):
-                    calls[self.num_calls] = {
-                        "index": self.num_calls,
+                    calls[self._num_calls[index]] = {
+                        "index": self._num_calls[index],
                         "id": f"call_{uuid.uuid4().hex}",
                         "type": "function",
                         "function": {"name": name, "arguments": ""},
                     }
-                    self.num_calls += 1
+                    self._num_calls[index] += 1
                 case CallArguments(text):
-                    index = self.num_calls - 1
-                    new = {"index": index, "function": {"arguments": ""}}
-                    calls.setdefault(index, new)["function"]["arguments"] += text
-        found: dict[str, Any] = {}
-        if content:
-            found["content"] = content
-        if reasoning:
-            found["reasoning_content"] = reasoning
-        if calls:
-            found["tool_calls"] = [*calls.values()]
-        return found
+                    number = self._num_calls[index] - 1
+                    part = {"index": number, "function": {"arguments": ""}}
+                    calls.setdefault(number, part)["function"]["arguments"] += text
+        return texts | ({"tool_calls": [*calls.values()]} if calls else {})
 
-    def add(self, delta: dict[str, Any]) -> None:
-        """Adds a delta to the whole message."""
-        self.content.append(delta.get("content", ""))
-        self.reasoning.append(delta.get("reasoning_content", ""))
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                self.calls.append(call | {"parts": []})
-            self.calls[call["index"]]["parts"].append(call["function"]["arguments"])
-
-    def message(self) -> dict[str, Any]:
-        content, reasoning = "".join(self.content), "".join(self.reasoning)
-        calls = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": "".join(call["parts"]),
-                },
-            }
-            for call in self.calls
-        ]
-        found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if calls or reasoning:
-            found["content"] = content or None
-        if reasoning:
-            found["reasoning_content"] = reasoning
-        if calls:
-            found["tool_calls"] = calls
-        return found
-
-
-class _Chat:
-    """Writes the answers to one chat."""
-
-    def __init__(self, service: Service, body: ChatBody, answers: Answers) -> None:
-        self._service = service
-        self._body = body
-        self._answers = answers
-        self._generation = answers.generation
-        request = self._generation.request
-        self._choices = [_Choice() for _ in range(request.sampling.num_completions)]
-        self._choices[0].delta(answers.resumed)
-        self._texts = TokenTexts(
-            service.generations.tokenizer.vocabulary.tokens,
-            as_ids=bool(body.return_tokens_as_token_ids),
+    def joined(self, chunks: Sequence[Json]) -> Json:
+        deltas = [chunk.pop("delta") for chunk in chunks]
+        calls: list[Json] = []
+        for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
+            if "id" in part:
+                calls.append({key: part[key] for key in ("id", "type", "function")})
+            else:
+                calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+        content, reasoning = (
+            "".join(delta.get(key, "") for delta in deltas)
+            for key in ("content", "reasoning_content")
         )
-        self._about = {
-            "id": f"chatcmpl-{request.request_id}",
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": now(),
-            "model": service.model,
-        }
-
-    async def whole(self) -> bytes:
-        generation, body = self._generation, self._body
-        logprobs: list[list[Any]] = [[] for _ in self._choices]
-        token_ids: list[list[int]] = [[] for _ in self._choices]
-        prompt: dict[str, Any] = {}
-        readers: dict[int, CompletionReader] = {}
-        with closing(generation):
-            while not generation.ended:
-                for step in await self._answers.next():
-                    index = step.completion.index
-                    readers[index] = step.completion
-                    self._choices[index].add(self._delta(step))
-                    logprobs[index] += self._texts.chat_entries(step.delta.logprobs)
-                    token_ids[index] += step.delta.token_ids
-                    prompt |= await self._of_prompt(step)
-        choices = []
-        for index, choice in enumerate(self._choices):
-            found = {
-                "index": index,
-                "message": choice.message(),
-                "logprobs": {"content": logprobs[index]} if body.logprobs else None,
-            }
-            found |= self._end(readers[index])
-            if body.return_token_ids:
-                found["token_ids"] = token_ids[index]
-            choices.append(found)
-        return orjson.dumps(self._about | {"choices": choices, "usage": self._usage()} | prompt)
-
-    async def stream(self) -> AsyncIterator[bytes]:
-        generation = self._generation
-        options = self._body.stream_options or StreamOptions()
-        # The part that all chunks share is written once.
-        head = b"data: %s," % orjson.dumps(self._about)[:-1]
-        with closing(generation):
-            while not generation.ended:
-                chunks = []
-                for step in await self._answers.next():
-                    choice = self._chunk(step)
-                    rest = {"choices": [choice]} | await self._of_prompt(step)
-                    if options.continuous_usage_stats:
-                        rest["usage"] = self._usage()
-                    elif options.include_usage:
-                        rest["usage"] = None
-                    if any(choice[name] for name in _SHOWN):
-                        chunks.append(b"%s%s\n\n" % (head, orjson.dumps(rest)[1:]))
-                if chunks:
-                    yield b"".join(chunks)
-            if options.include_usage:
-                last = orjson.dumps({"choices": [], "usage": self._usage()})
-                yield b"%s%s\n\n" % (head, last[1:])
-            yield b"data: [DONE]\n\n"
-
-    def _chunk(self, step: Step) -> dict[str, Any]:
-        """A choice of a chunk."""
-        completion = step.completion
-        choice = self._choices[completion.index]
-        delta = self._delta(step)
-        if not choice.begun:
-            choice.begun = True
-            delta = {"role": "assistant", "content": ""} | delta
-        found: dict[str, Any] = {"index": completion.index, "delta": delta, "logprobs": None}
-        if step.delta.logprobs:
-            found["logprobs"] = {"content": self._texts.chat_entries(step.delta.logprobs)}
-        found |= self._end(completion)
-        found["token_ids"] = step.delta.token_ids if self._body.return_token_ids else None
-        return found
-
-    def _delta(self, step: Step) -> dict[str, Any]:
-        delta = self._choices[step.completion.index].delta(step.events)
-        if self._body.include_reasoning is False:
-            delta.pop("reasoning_content", None)
-        return delta
-
-    def _end(self, completion: CompletionReader) -> dict[str, Any]:
-        reason = finish_reason(completion)
-        if reason == "stop" and self._choices[completion.index].num_calls:
-            reason = "tool_calls"
-        stop_reason = completion.ending.stop_reason if completion.ending else None
-        return {"finish_reason": reason, "stop_reason": stop_reason}
-
-    async def _of_prompt(self, step: Step) -> dict[str, Any]:
-        """What a response tells of the prompt, once."""
-        found: dict[str, Any] = {}
-        if step.delta.prompt_logprobs:
-            rows, step.delta.prompt_logprobs = step.delta.prompt_logprobs, ()
-            on_thread = self._service.generations.tokenizer.on_thread
-            found["prompt_logprobs"] = await on_thread(lambda: self._texts.prompt_rows(rows))
-        first = step.completion.index == 0 and step.delta.offset == 0
-        if self._body.return_token_ids and first and step.delta.token_ids:
-            found["prompt_token_ids"] = list(self._generation.request.prompt_ids)
-        return found
-
-    def _usage(self) -> dict[str, Any]:
-        return usage([self._generation.totals()], reports_cached=self._service.reports_cached)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if calls or reasoning:
+            message["content"] = content or None
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}

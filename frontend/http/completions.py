@@ -7,41 +7,27 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Annotated, Any
 
-import orjson
 from pydantic import Field
 
 from frontend.generation import CompletionReader, Generation
-from frontend.http.answers import TokenTexts, finish_reason, usage
+from frontend.http.chunks import ChunkBody, ChunkedAnswer, Json
 from frontend.http.exchange import Answer, Request
-from frontend.http.parameters import (
-    Int32,
-    Items,
-    SamplingFields,
-    StreamOptions,
-    TokenId,
-    generate_request,
-    read_body,
-)
-from frontend.http.service import Service, now
+from frontend.http.parameters import Int32, Items, TokenId, generate_request, read_body
+from frontend.http.service import Service
 from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 
 MAX_PROMPTS = 128  # of a request
 
-Prompt = str | Items[TokenId]
 
-
-class CompletionBody(SamplingFields):
+class CompletionBody(ChunkBody):
     """The parameters of completions."""
 
     prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
-    model: str | None = None
     max_tokens: Int32 | None = None  # 0 with echo: only the prompt
     logprobs: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     echo: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
 
 async def create(service: Service, request: Request) -> Answer:
@@ -64,20 +50,16 @@ async def create(service: Service, request: Request) -> Answer:
             sampling.prompt_logprobs = body.logprobs
     if body.resume_token_ids and len(prompts) > 1:
         raise InvalidArgumentError("resume_token_ids", "requires a single prompt")
+    message.request_id = request.request_id or message.request_id
     with ExitStack() as started:
         generations = []
-        for index, prompt in enumerate(prompts):
+        for prompt in prompts:
             each = _message(message, prompt)
-            if index or not message.request_id:
-                each.request_id = ""
-            if request.request_id and not index:
-                each.request_id = request.request_id
             generation = await service.generations.start(each, truncate=body.truncate_prompt_tokens)
             generations.append(started.enter_context(closing(generation)))
         started.pop_all()
     texts = prompts if isinstance(prompts[0], str) else [None] * len(prompts)
-    completions = _Completions(service, body, generations, texts)
-    return completions.stream() if body.stream else await completions.whole()
+    return await _Completions(service, body, generations, texts).answer()
 
 
 def _prompts(body: CompletionBody) -> Sequence[Any]:
@@ -100,8 +82,10 @@ def _message(message: pb.GenerateRequest, prompt: Any) -> pb.GenerateRequest:
     return found
 
 
-class _Completions:
+class _Completions(ChunkedAnswer):
     """Writes the completions of some prompts. Choice i * n + k is completion k of prompt i."""
+
+    kind, prefix, text_key = "text_completion", "cmpl", "text"
 
     def __init__(
         self,
@@ -110,131 +94,68 @@ class _Completions:
         generations: Sequence[Generation],
         prompts: Sequence[str | None],
     ) -> None:
-        self._service = service
-        self._body = body
-        self._generations = generations
+        """`prompts`: their texts, if they are known."""
+        super().__init__(service, body, generations)
+        self._echo = bool(body.echo)
+        self._logprobs = body.logprobs
+        self._only_prompt = self._echo and body.max_tokens == 0
         self._prompts = [*prompts]
-        self._n = generations[0].request.sampling.num_completions
-        tokenizer = service.generations.tokenizer
-        self._texts = TokenTexts(
-            tokenizer.vocabulary.tokens, as_ids=bool(body.return_tokens_as_token_ids)
-        )
-        self._on_thread = tokenizer.on_thread
-        self._offsets = [0] * (self._n * len(generations))  # characters of each choice so far
-        self._only_prompt = bool(body.echo) and body.max_tokens == 0
-        self._about = {
-            "id": f"cmpl-{generations[0].request.request_id}",
-            "object": "text_completion",
-            "created": now(),
-            "model": service.model,
-        }
+        self._offsets = [0] * self.num_choices  # characters so far
 
-    async def whole(self) -> bytes:
-        parts: list[list[dict[str, Any]]] = [[] for _ in self._offsets]
-        async for chunk in self._chunks():
-            parts[chunk["index"]].append(chunk)
-        choices = [_joined(each) for each in parts]
-        return orjson.dumps(self._about | {"choices": choices, "usage": self._usage()})
-
-    async def stream(self) -> AsyncIterator[bytes]:
-        options = self._body.stream_options or StreamOptions()
-        head = b"data: %s," % orjson.dumps(self._about)[:-1]
-        async for chunk in self._chunks():
-            rest: dict[str, Any] = {"choices": [chunk]}
-            if options.continuous_usage_stats:
-                rest["usage"] = self._usage()
-            elif options.include_usage:
-                rest["usage"] = None
-            if any(chunk.get(name) for name in _SHOWN):
-                yield b"%s%s\n\n" % (head, orjson.dumps(rest)[1:])
-        if options.include_usage:
-            last = orjson.dumps({"choices": [], "usage": self._usage()})
-            yield b"%s%s\n\n" % (head, last[1:])
-        yield b"data: [DONE]\n\n"
-
-    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields the choices of chunks, each as soon as there is news of it."""
-        with ExitStack() as open_:
-            for generation in self._generations:
-                open_.enter_context(closing(generation))
-            if len(self._generations) == 1:
-                while not self._generations[0].ended:
-                    for reader, delta in await self._generations[0].next_deltas():
-                        yield await self._chunk(0, reader, delta)
-                return
-            waiting: dict[asyncio.Task[Any], int] = {}
-            open_.callback(lambda: [task.cancel() for task in waiting])
-            for index, generation in enumerate(self._generations):
-                waiting[asyncio.create_task(generation.next_deltas())] = index
+    async def choices(self) -> AsyncIterator[tuple[Json, Json]]:
+        if len(self.generations) == 1:
+            (generation,) = self.generations
+            while not generation.ended:
+                for reader, delta in await generation.next_deltas():
+                    yield await self._chunk(0, reader, delta)
+            return
+        waiting: dict[asyncio.Task[list[tuple[CompletionReader, Delta]]], int] = {}
+        for number, generation in enumerate(self.generations):
+            waiting[asyncio.create_task(generation.next_deltas())] = number
+        try:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    index = waiting.pop(task)
+                    number = waiting.pop(task)
                     for reader, delta in await task:
-                        yield await self._chunk(index, reader, delta)
-                    generation = self._generations[index]
+                        yield await self._chunk(number, reader, delta)
+                    generation = self.generations[number]
                     if not generation.ended:
-                        waiting[asyncio.create_task(generation.next_deltas())] = index
+                        waiting[asyncio.create_task(generation.next_deltas())] = number
+        finally:
+            for task in waiting:
+                task.cancel()
 
-    async def _chunk(self, number: int, reader: CompletionReader, delta: Delta) -> dict[str, Any]:
-        body, index = self._body, number * self._n + reader.index
-        text, rows, token_ids = delta.text, list(delta.logprobs), delta.token_ids
-        found: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+    async def _chunk(
+        self, number: int, reader: CompletionReader, delta: Delta
+    ) -> tuple[Json, Json]:
+        request = self.generations[number].request
+        text, rows = delta.text, list(delta.logprobs)
         if self._only_prompt:
-            text, rows, token_ids = "", [], []
-        prompt_ids = self._generations[number].request.prompt_ids
-        first = delta.offset == len(self._generations[number].request.resume_token_ids)
-        if body.echo and first:
-            text = await self._echoed(number) + text
-        if delta.prompt_logprobs:
-            scored, delta.prompt_logprobs = delta.prompt_logprobs, ()
-            found["prompt_logprobs"] = await self._on_thread(
-                lambda: self._texts.prompt_rows(scored)
-            )
-            if body.echo and body.logprobs is not None:
-                rows = [([prompt_ids[0]], []), *scored[1:], *rows]
-        if body.logprobs is not None:
-            found["logprobs"] = self._texts.columns(rows, self._offsets[index])
-        if body.return_token_ids:
-            found["token_ids"] = token_ids
-            if first and reader.index == 0:
-                found["prompt_token_ids"] = list(prompt_ids)
+            text, rows, delta.token_ids = "", [], []
+        if self._echo and delta.offset == len(request.resume_token_ids):
+            text = await self._prompt_text(number) + text
+            if delta.prompt_logprobs and self._logprobs is not None:
+                rows = [([request.prompt_ids[0]], []), *delta.prompt_logprobs[1:], *rows]
+        index = number * request.sampling.num_completions + reader.index
+        found = self.choice(index, reader, delta) | {"text": text}
+        if self._logprobs is not None:
+            found["logprobs"] = self.texts.columns(rows, self._offsets[index])
         self._offsets[index] += len(text)
-        ending = reader.ending
-        found |= {
-            "text": text,
-            "finish_reason": finish_reason(reader),
-            "stop_reason": ending.stop_reason if ending else None,
-        }
-        return found
+        # Each choice has its own prompt.
+        return found | await self.of_prompt(reader, delta, number), {}
 
-    async def _echoed(self, number: int) -> str:
-        """The text of a prompt."""
+    async def _prompt_text(self, number: int) -> str:
         if (text := self._prompts[number]) is None:
-            ids = self._generations[number].request.prompt_ids
-            text = self._prompts[number] = await self._service.generations.tokenizer.decode(ids)
+            ids = self.generations[number].request.prompt_ids
+            text = self._prompts[number] = await self.tokenizer.decode(ids)
         return text
 
-    def _usage(self) -> dict[str, Any]:
-        totals = [generation.totals() for generation in self._generations]
-        found = usage(totals, reports_cached=self._service.reports_cached)
+    def joined(self, chunks: Sequence[Json]) -> Json:
+        return {"text": "".join(chunk["text"] for chunk in chunks)}
+
+    def usage(self) -> Json:
+        found = super().usage()
         if self._only_prompt:
             found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
         return found
-
-
-# The parts of a chunk without which there is no chunk.
-_SHOWN = ("text", "finish_reason", "token_ids", "logprobs")
-
-
-def _joined(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A whole choice, made of its chunks."""
-    whole = chunks[0] | chunks[-1] | {"text": "".join(chunk["text"] for chunk in chunks)}
-    if whole["logprobs"] is not None:
-        whole["logprobs"] = {
-            name: [each for chunk in chunks for each in chunk["logprobs"][name]]
-            for name in whole["logprobs"]
-        }
-    if "token_ids" in whole:
-        whole["token_ids"] = [each for chunk in chunks for each in chunk["token_ids"]]
-    return whole
