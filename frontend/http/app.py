@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from email.utils import formatdate
 from urllib.parse import urlsplit
 
 from starlette.middleware.cors import CORSMiddleware
@@ -100,7 +101,7 @@ class App:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         request_id = exchange.headers.get("x-request-id", "")
-        headers: list[tuple[bytes, bytes]] = []
+        headers = [(b"date", formatdate(usegmt=True).encode())]
         try:
             self._check_head(exchange)
             if scope["path"] in _HEALTH:
@@ -108,7 +109,7 @@ class App:
                 return
             method, handler, parameters = _route(scope["method"], scope["path"])
             check_request_id("X-Request-Id", request_id)
-            headers = [(b"x-request-id", (request_id or uuid.uuid4().hex).encode("latin-1"))]
+            headers.append((b"x-request-id", (request_id or uuid.uuid4().hex).encode("latin-1")))
             await self._call(exchange, method, handler, parameters, headers)
         except asyncio.CancelledError:
             if not exchange.is_gone:
@@ -177,16 +178,14 @@ class App:
 
     def _is_own_name(self, host: str) -> bool:
         """Whether a Host header has an address, or a name that no stranger can give to it."""
-        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-        if name == "localhost" or name.endswith(".localhost"):
-            return True
-        if name in (self._settings.host, *self._settings.http_hosts):
-            return True
         try:
-            ipaddress.ip_address(name)
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+            if name == "localhost" or name.endswith(".localhost"):
+                return True
+            known = name in (self._settings.host, *self._settings.http_hosts)
+            return known or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
-        return True
 
 
 def _route(method: str, path: str) -> tuple[str, Handler, dict[str, str]]:

@@ -30,10 +30,6 @@ class ModelFacts:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     defaults: SamplingNumbers = DEFAULTS  # for parameters that a request leaves unset
-    model_type: str = ""
-    architectures: tuple[str, ...] = ()
-    bos_token_id: int = 0
-    pad_token_id: int = 0
 
     def ending_with(self, token_ids: Iterable[int]) -> ModelFacts:
         """These facts with further end-of-sequence tokens. Ids outside of the vocabulary are left
@@ -66,10 +62,6 @@ def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
         vocab_size=vocab_size,
         eos_token_ids=(),
         defaults=_sampling_defaults(generation, generation_path, vocab_size),
-        model_type=str(config.get("model_type") or ""),
-        architectures=tuple(map(str, config.get("architectures") or ())),
-        bos_token_id=_token_id(config.get("bos_token_id")),
-        pad_token_id=_token_id(config.get("pad_token_id")),
     )
     return facts.ending_with(
         [*_end_tokens(generation, generation_path), *_end_tokens(config, config_path)]
@@ -122,11 +114,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelFilesError(f"{path}: not a JSON object")
     return values
-
-
-def _token_id(value: object) -> int:
-    """The id of a token that a model need not have; 0 if it has none."""
-    return value if isinstance(value, int) and 0 <= value < 1 << 31 else 0
 
 
 def _end_tokens(fields: dict[str, Any], path: Path) -> list[int]:

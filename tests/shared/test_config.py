@@ -6,7 +6,6 @@ import pytest
 from pydantic import ValidationError
 
 from deploy.dashboard.__main__ import DashboardSettings
-from deploy.gateway import GatewaySettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import KNOWN_NAMES, SettingsError, load_settings, settings_or_exit
@@ -35,7 +34,7 @@ def test_settings_are_frozen() -> None:
 
 def test_every_service_knows_the_names_of_all() -> None:
     engine = (FrontendSettings, SchedulerSettings, WorkerSettings)
-    services = (*engine, GatewaySettings, DashboardSettings)
+    services = (*engine, DashboardSettings)
     assert {name for each in services for name in each.model_fields} == KNOWN_NAMES
 
 
@@ -62,29 +61,6 @@ def test_a_bad_file_is_named(
     monkeypatch.setenv("NANO_CONFIG_FILE", str(file))
     with pytest.raises(SettingsError, match=message):
         load_settings(FrontendSettings, [])
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ((), "gateway_addresses: must not be empty"),
-        (
-            ("--gateway-addresses=127.0.0.1:1,10.0.0.1:2",),
-            "gateway_addresses: 10.0.0.1:2 is not on",
-        ),
-        (
-            ("--gateway-addresses=127.0.0.1:1", "--host=0.0.0.0"),
-            "host: 0.0.0.0:50051 would listen",
-        ),
-    ],
-)
-def test_the_gateway_stays_on_its_host_unless_told_otherwise(
-    flags: tuple[str, ...], named: str
-) -> None:
-    with pytest.raises(SettingsError, match=named):
-        load_settings(GatewaySettings, [*flags])
-    if flags:
-        load_settings(GatewaySettings, [*flags, "--allow-public-plaintext=1"])
 
 
 @pytest.mark.parametrize("name", ["NANO_TOKEN", "NANO_CPU_FEATURES"])
