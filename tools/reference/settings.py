@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 from deploy.dashboard.__main__ import DashboardSettings
-from deploy.gateway import GatewaySettings
 from deploy.plan import StackSettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
@@ -22,7 +21,6 @@ _READERS: Mapping[str, type[ServiceSettings]] = {
     "worker": WorkerSettings,
     "scheduler": SchedulerSettings,
     "frontend": FrontendSettings,
-    "gateway": GatewaySettings,
     "dashboard": DashboardSettings,
     "launcher": StackSettings,
 }
@@ -32,7 +30,6 @@ _SECTIONS: Mapping[str, type[ServiceSettings]] = {
     "Scheduler": SchedulerSettings,
     "Frontends": FrontendSettings,
     "Launcher": StackSettings,
-    "Gateway": GatewaySettings,
     "All services": ServiceSettings,
 }
 _INTRODUCTION = """Each setting has one name, which is written in four ways. For `max_num_seqs`:
