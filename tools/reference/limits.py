@@ -113,7 +113,7 @@ _PROCESS = (
 )
 _HTTP = (
     Limit("size of a body", "max_message_bytes", "bytes", "413"),
-    Limit("size of a request's line and headers", "frontend.http.app:MAX_HEAD_BYTES", "bytes", "431"),
+    Limit("line and headers of a request", "frontend.http.app:MAX_HEAD_BYTES", "bytes", "431"),
     Limit("time in which they arrive", "frontend.http.server:_HEAD_S", "s", "closed"),
     Limit("connection without requests", "frontend.http.server:_IDLE_S", "s", "closed"),
     Limit("handshake of a connection", f"{_SERVER}:HANDSHAKE_S", "s", "closed"),
