@@ -245,7 +245,7 @@ def _greet(stack: Stack) -> None:
         needed = "the certificate's authority" * bool(stack.public_tls), "a token" * bool(token)
         print(f"""Clients need {" and ".join(filter(None, needed))} (docs/deploy/security.md).
 make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.
-{http_example}""")
+{http_example.rstrip()}""")
     else:
         print(f"""Send more:
 

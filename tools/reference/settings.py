@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from cli.variables import LAUNCHERS
 from deploy.dashboard.__main__ import DashboardSettings
 from deploy.plan import StackSettings
 from frontend.settings import FrontendSettings
@@ -121,6 +122,8 @@ def _sections() -> Iterator[str]:
     for title, cls in _SECTIONS.items():
         rows = []
         for name, field in cls.model_fields.items():
+            if name in LAUNCHERS and cls is not StackSettings:
+                continue
             if name in listed or (name in ServiceSettings.model_fields) != (cls is ServiceSettings):
                 continue
             listed.add(name)
