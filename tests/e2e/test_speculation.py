@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nano_vllm_grpc import LLM, SamplingParams
+from nano_vllm_grpc import LLM, SamplingParams, StructuredOutput
 from tests.chaos.campaign import undisturbed
 from tests.chaos.workload import Request, draw_requests
 from tests.faults.transcript import Transcript
@@ -85,7 +85,8 @@ def test_tokens_are_those_without_speculation(
     load = stack.wait_idle()
     assert 0 < load.accepted_tokens <= load.draft_tokens
 
-    sampling = SamplingParams(temperature=1.0, max_tokens=40, regex="(abc, ){9}")
+    forced = StructuredOutput(regex="(abc, ){9}")
+    sampling = SamplingParams(temperature=1.0, max_tokens=40, structured_output=forced)
     with LLM(stack.address) as llm:
 
         def drafted() -> bool:
