@@ -81,9 +81,16 @@ class Frontend:
         """
         settings, server = self._settings, self.server
         facts, tokenizer = _read_model(Path(settings.model), settings.served_model_name)
+        was_ready = asyncio.Event()
+
+        async def set_serving(serving: bool) -> None:
+            await server.set_serving(serving)
+            if serving:
+                was_ready.set()
+
         engines = Engines(
             settings.scheduler_addresses or (settings.scheduler_address,),
-            server.set_serving,
+            set_serving,
             settings.dialer,
             self._metrics,
             settings.check_scheduler,
@@ -94,12 +101,11 @@ class Frontend:
         http = None
         if listener:
             http = HttpServer(settings, generations, self._admission, server.calls)
-            await http.start(listener.sockets)
             server.on_stopping(http.drain)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(engines.run())]
-            if http:
-                running.append(tasks.create_task(http.run()))
+            if listener and http:
+                running.append(tasks.create_task(http.run(listener.sockets, was_ready)))
             await server.wait()
             for task in running:
                 task.cancel()

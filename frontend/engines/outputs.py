@@ -68,10 +68,6 @@ class Outputs:
                 queue_s = entry.stream.withheld_s + started.queue_s
                 entry.stream.start = Start(started.cached_prompt_tokens, queue_s)
                 self._metrics.queue_time.observe(queue_s)
-        for drafted in output.drafted:
-            if entry := entries.get(drafted.request):
-                entry.stream.num_drafted = drafted.drafted
-                entry.stream.num_accepted = drafted.accepted
         for stream in grown:
             stream.waiter.wake()
         for stream, offset in gaps.items():

@@ -126,8 +126,6 @@ class TokenStream:
         self.start: Start | None = None
         self.finish: FinishReason | None = None  # set once the completion is complete
         self.score = 0.0  # for beam search
-        # The tokens drafted for it since it was last submitted, and how many of them were accepted.
-        self.num_drafted = self.num_accepted = 0
         self.error: ServiceError | None = None
 
     @property

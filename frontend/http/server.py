@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -25,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 _HEAD_S = 10.0  # for a request's line and headers to arrive
 _IDLE_S = 75.0  # between requests of a connection
+_ENGINE_S = 2.0  # that a new process waits for an engine before it answers without one
 _BACKLOG = 1024
 # A client whose host has vanished is noticed after about half a minute.
 _KEEPALIVE = (
@@ -78,8 +80,16 @@ class HttpServer:
         self._servers: list[asyncio.Server] = []
         self._sockets: Sequence[socket.socket] = ()
 
-    async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Listens on bound sockets, which the parent process keeps for the next fork."""
+    async def run(self, sockets: Sequence[socket.socket], was_ready: asyncio.Event) -> None:
+        """Listens on bound sockets, which the parent process keeps for the next fork, and continues
+        background responses of others, until cancelled.
+
+        Args:
+            was_ready: set once an engine is ready, for which connections wait a moment.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ENGINE_S):
+                await was_ready.wait()
         self._sockets = sockets
         for each in sockets:
             self._servers.append(
@@ -92,6 +102,7 @@ class HttpServer:
                 )
             )
             log.info("listening for HTTP", address=each.getsockname(), tls=self._tls is not None)
+        await self.app.background.sweep()
 
     def drain(self) -> None:
         """Refuses connections, which other frontends may take, and closes idle ones."""
@@ -103,10 +114,6 @@ class HttpServer:
         for connection in [*self._state.connections]:
             connection.shutdown()
         self.app.drain()
-
-    async def run(self) -> None:
-        """Continues the background responses of others, until cancelled."""
-        await self.app.background.sweep()
 
     async def close(self) -> None:
         """Waits until the last answers are sent, but not for clients that do not read."""

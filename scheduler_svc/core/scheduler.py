@@ -325,11 +325,8 @@ class Scheduler:
 
     def _accepts(self, row: Row) -> bool:
         """Whether a row's drafted token holds, and counts it."""
-        guess, accepted = row.seq.guess, row.seq.accepts(row)
+        accepted = row.seq.accepts(row)
         self.stats.accepted_tokens += accepted
-        if guess:
-            guess.num_drafted += 1
-            guess.num_accepted += accepted
         return accepted
 
     def _settle(self, step: Step) -> None:

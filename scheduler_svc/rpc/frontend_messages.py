@@ -91,19 +91,7 @@ def step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
         started=[_started(output.seq) for output in first],
         finished=[_finished(o.seq, o.end) for o in outputs if o.end is not None],
         logprobs=[rows for output in outputs for rows in _logprobs(output)],
-        drafted=_drafted(tokens),
     )
-
-
-def _drafted(outputs: list[Output]) -> list[scheduler_pb2.Drafted]:
-    guesses = {o.seq.key.number: o.seq.guess for o in outputs if o.seq.guess}
-    return [
-        scheduler_pb2.Drafted(
-            request=number, drafted=guess.num_drafted, accepted=guess.num_accepted
-        )
-        for number, guess in guesses.items()
-        if guess.num_drafted
-    ]
 
 
 def _started(seq: Sequence) -> scheduler_pb2.Started:

@@ -474,7 +474,6 @@ class StepOutput(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
-    DRAFTED_FIELD_NUMBER: _builtins.int
     requests: _builtins.bytes
     """uint64[N]"""
     offsets: _builtins.bytes
@@ -487,8 +486,6 @@ class StepOutput(_message.Message):
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogprobRows]: ...
-    @_builtins.property
-    def drafted(self) -> _containers.RepeatedCompositeFieldContainer[Global___Drafted]: ...
     def __init__(
         self,
         *,
@@ -498,43 +495,14 @@ class StepOutput(_message.Message):
         started: _abc.Iterable[Global___Started] | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
         logprobs: _abc.Iterable[Global___LogprobRows] | None = ...,
-        drafted: _abc.Iterable[Global___Drafted] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafted", b"drafted", "finished", b"finished", "logprobs", b"logprobs", "offsets", b"offsets", "requests", b"requests", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "logprobs", b"logprobs", "offsets", b"offsets", "requests", b"requests", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
-
-@_typing.final
-class Drafted(_message.Message):
-    """The tokens drafted for a request since it was submitted."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_FIELD_NUMBER: _builtins.int
-    DRAFTED_FIELD_NUMBER: _builtins.int
-    ACCEPTED_FIELD_NUMBER: _builtins.int
-    request: _builtins.int
-    drafted: _builtins.int
-    accepted: _builtins.int
-    """of these"""
-    def __init__(
-        self,
-        *,
-        request: _builtins.int = ...,
-        drafted: _builtins.int = ...,
-        accepted: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafted", b"drafted", "request", b"request"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Drafted: _TypeAlias = Drafted  # noqa: Y015
 
 @_typing.final
 class LogprobRows(_message.Message):

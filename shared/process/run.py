@@ -69,8 +69,7 @@ def run_service(
         metrics: served to Prometheus if the settings have an address for it.
         index: the number of this process among the service's.
         labels: the metrics' labels in Prometheus, besides service and index.
-        alone, together: addresses on which `serve` listens with SO_REUSEPORT, see `held_ports`.
-        listener: sockets on which `serve` listens; they are bound before the first fork.
+        alone, together, listener: where `serve` listens, see `held_ports`.
     """
     configure_logging(settings, name, **bound)
     raise_descriptor_limit()

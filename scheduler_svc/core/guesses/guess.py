@@ -20,8 +20,6 @@ class Guess:
     """A guess at the tokens after `sequence`, which others extend. It learns whether it was right
     from the tokens that come, drafted or not. The guess `by_model` is `DRAFTED` for every token,
     until the workers have answered what their model guessed.
-
-    `num_drafted` and `num_accepted` count the sequence's drafted tokens.
     """
 
     __slots__ = (
@@ -30,8 +28,6 @@ class Guess:
         "_match_lens",
         "_num_known",
         "_sequence",
-        "num_accepted",
-        "num_drafted",
         "tokens",
     )
 
@@ -44,7 +40,6 @@ class Guess:
         self._acceptance = acceptance
         self.tokens: Seq[int] = ()
         self._match_lens: list[int] = []  # for each token, as `Acceptance` defines it
-        self.num_drafted = self.num_accepted = 0
 
     @property
     def is_current(self) -> bool:
