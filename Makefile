@@ -19,7 +19,7 @@ quote = '$(subst ','\'',$(1))'
 flags = $(foreach name,$(1),$(if $($(name)),--$(shell echo $(name) | tr A-Z_ a-z-) $(call quote,$($(name)))))
 environment = $(foreach name,$(1),$(if $($(name)),NANO_$(name)=$(call quote,$($(name)))))
 
-KNOWN := $(STACK) PYTHON PIP_ARGS ARGS SERVICE ENGINE HANDOVER_TIMEOUT_S GATEWAY_ADDRESSES IN OUT MODE STEPS \
+KNOWN := $(STACK) PYTHON PIP_ARGS ARGS SERVICE ENGINE HANDOVER_TIMEOUT_S IN OUT MODE STEPS \
 	GPU_PYTHON BUILDER BASE SEEDS SEED FAULTS ATTACK CHECK \
 	MEMORY_LIMIT WORKER_MEMORY_LIMIT TMP_SIZE SHM_SIZE
 # A word of a value may look like a variable, but make has none of that name.
@@ -38,7 +38,7 @@ $(foreach name,$(FROM_SHELL),$(if $(filter HOST,$(name)),,$(shell echo \
 	"make: $(name) of the environment is ignored; make $(or $(MAKECMDGOALS),up) $(name)=... passes it" >&2))$(eval $(name) :=))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup protos up down restart scale gateway ps logs top profile chat generate doctor bench simulate chaos abuse gpu-check \
+.PHONY: help setup protos up down restart scale ps logs top profile chat generate doctor bench simulate chaos abuse gpu-check \
 	images docs docs-serve test test-system soak check lock clean check-style check-types check-imports check-protos check-stubs check-docs check-house
 
 help:  ## list the targets
@@ -99,11 +99,6 @@ restart: $(STAMP)  ## restart all processes, one at a time, while requests conti
 
 scale: $(READY)  ## start or stop engines of the running stack until it has ENGINES, while requests continue
 	@$(CLI) scale $(call flags,PORT RUNTIME ENGINES)
-
-gateway: $(STAMP)  ## run an HTTP gateway for several stacks (GATEWAY_ADDRESSES: of all frontends; HOST, HTTP_PORT; MODEL: a directory)
-	@$(BIN)/python -m deploy.gateway --gateway-policy cache_aware \
-		$(call flags,GATEWAY_ADDRESSES HOST HTTP_PORT MODEL TLS_CERT TLS_KEY AUTH_TOKENS_FILE \
-		ALLOW_PUBLIC_PLAINTEXT OTLP_ENDPOINT TRACE_SAMPLE_RATIO)
 
 ps: $(READY)  ## show a line per process: name, index, pid, address, state
 	@$(CLI) ps $(call flags,PORT RUNTIME)

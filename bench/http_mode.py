@@ -1,7 +1,7 @@
 """`python -m bench --mode http`: measures the cost of HTTP compared with gRPC, on one stack.
 
-Prompts go through the gateway and directly to a frontend, in turn. Both clients are as cheap as
-possible, because they share the server's cores. A figure is the median over the pairs.
+Prompts go to a frontend over gRPC and over HTTP, in turn. Both clients are as cheap as possible,
+because they share the server's cores. A figure is the median over the pairs.
 See docs/results/cpu.md.
 """
 
@@ -47,7 +47,8 @@ _ROWS = (
     ("gRPC, first token, ms", "grpc_ttft_ms", "{:.1f}"),
     ("HTTP, first token, ms", "http_ttft_ms", "{:.1f}"),
     ("HTTP adds, ms", "ttft_added_ms", "{:.1f}"),
-    ("gateway CPU, s per 1,000 tokens", "gateway_cpu_s", "{:.3f}"),
+    ("gRPC, CPU of all services, s per 1,000 tokens", "grpc_cpu_s", "{:.3f}"),
+    ("HTTP, CPU of all services, s per 1,000 tokens", "http_cpu_s", "{:.3f}"),
 )
 
 
@@ -84,17 +85,15 @@ async def _measure_cost(options: argparse.Namespace, console: Console) -> dict[s
         speeds, waits, used = [], [], []
         for number in range(-1, options.pairs):  # the first pair warms up
             with console.status(f"pair {number + 1} of {options.pairs}"):
-                before = _cpu_s(http_port)
                 pair = [await _throughput(send, options) for send in sends]
-                after = _cpu_s(http_port)
                 lone = [await _first_tokens(send) for send in sends]
             if number >= 0:
-                speeds.append(pair)
+                speeds.append([speed for speed, _ in pair])
+                used.append([cpu_s for _, cpu_s in pair])
                 waits.append(lone)
-                used.append(after - before)
-    tokens = options.streams * options.tokens
-    grpc, http = (statistics.median(each) for each in zip(*speeds, strict=True))
-    grpc_wait, http_wait = (statistics.median(each) for each in zip(*waits, strict=True))
+    grpc, http = map(statistics.median, zip(*speeds, strict=True))
+    grpc_cpu_s, http_cpu_s = map(statistics.median, zip(*used, strict=True))
+    grpc_wait, http_wait = map(statistics.median, zip(*waits, strict=True))
     return {
         "grpc_tokens_per_s": grpc,
         "http_tokens_per_s": http,
@@ -102,17 +101,20 @@ async def _measure_cost(options: argparse.Namespace, console: Console) -> dict[s
         "grpc_ttft_ms": 1e3 * grpc_wait,
         "http_ttft_ms": 1e3 * http_wait,
         "ttft_added_ms": 1e3 * statistics.median(http - grpc for grpc, http in waits),
-        "gateway_cpu_s": 1e3 * statistics.median(used) / tokens,
+        "grpc_cpu_s": grpc_cpu_s,
+        "http_cpu_s": http_cpu_s,
     }
 
 
-async def _throughput(send: Send, options: argparse.Namespace) -> float:
-    """Total tokens/s while all streams run at once."""
+async def _throughput(send: Send, options: argparse.Namespace) -> tuple[float, float]:
+    """Total tokens/s while all streams run at once, and the CPU seconds of all services per 1,000
+    tokens."""
     prompts = [_prompt() for _ in range(options.streams)]
-    start = time.perf_counter()
+    used, start = _services_cpu_s(), time.perf_counter()
     await asyncio.gather(*(send(prompt, options.tokens) for prompt in prompts))
+    seconds, used = time.perf_counter() - start, _services_cpu_s() - used
     tokens: int = options.streams * options.tokens
-    return tokens / (time.perf_counter() - start)
+    return tokens / seconds, 1e3 * used / tokens
 
 
 async def _first_tokens(send: Send) -> float:
@@ -129,13 +131,9 @@ def _prompt() -> str:
     return " ".join(random.choices(_WORDS, k=_PROMPT_WORDS))
 
 
-def _cpu_s(http_port: int) -> float:
-    """The processor time that the gateway has used, in seconds."""
-    for each in psutil.net_connections("tcp"):
-        ours = each.status == psutil.CONN_LISTEN and tuple(each.laddr)[1:] == (http_port,)
-        if ours and each.pid:
-            return cpu_s(each.pid)
-    raise BenchError(f"no process listens on the gateway's port {http_port}")
+def _services_cpu_s() -> float:
+    """The CPU seconds that the private stack has used, whose launcher is the only child."""
+    return sum(cpu_s(each.pid) for each in psutil.Process().children())
 
 
 async def over_grpc(address: str, prompt: str, tokens: int) -> float:
@@ -166,10 +164,10 @@ async def over_grpc(address: str, prompt: str, tokens: int) -> float:
 
 
 async def over_http(address: str, model: str, prompt: str, tokens: int) -> float:
-    """Sends a prompt to the gateway.
+    """Sends a prompt to a frontend.
 
     Args:
-        address: the gateway's host:port.
+        address: the host:port of its HTTP.
 
     Raises:
         BenchError: the completion is not as long as requested.

@@ -36,6 +36,8 @@ NOT_OPTIONS = (
     "metrics_directory",
     "rank",
 )
+# The launcher allows other values than the services.
+LAUNCHERS = ("http_port",)
 
 # What `--help` shows; `--help-all` shows all.
 _COMMON = (
@@ -108,6 +110,8 @@ def _settings() -> dict[str, Parameter]:
     for panel, settings in _PANELS.items():
         for name, field in settings.model_fields.items():
             common = name in ServiceSettings.model_fields
+            if name in LAUNCHERS and settings is not StackSettings:
+                continue
             if common == (settings is ServiceSettings) and name not in (*found, *NOT_OPTIONS):
                 names = [name, *filter(None, [_VLLM_NAMES.get(name)])]
                 option = typer.Option(

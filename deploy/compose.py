@@ -9,12 +9,12 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from deploy.errors import LaunchError
-from deploy.first_tokens import show_completion
+from deploy.first_tokens import curl_example, show_completion
 from deploy.health import SERVING, check_health, http_health
 from deploy.model import check_weights, model_name, resolve_model
 from deploy.plan import (
@@ -22,6 +22,7 @@ from deploy.plan import (
     Layout,
     StackSettings,
     public_tls,
+    published_http_port,
     read_settings,
     stack_settings,
 )
@@ -29,7 +30,7 @@ from deploy.stack import (
     bracket_host,
     dialled_address,
     first_token,
-    gateway_url,
+    http_url,
     make_directory,
     open_file,
     replace_file,
@@ -39,6 +40,7 @@ from shared.config import PREFIX
 from worker_svc.settings import NO_DRAFT_MODEL
 
 DOCKER = Path(__file__).parents[1] / "docker"
+FILES = ("compose.yaml", "http.yaml", "worker.yaml")
 # A setting without a fixed value in a compose file.
 _PASSED = re.compile(rf"^ +{PREFIX}(\w+):(?: \$.*| +#.*)?$", re.MULTILINE)
 # Settings that `up` itself applies, or that containers have anyway.
@@ -60,11 +62,11 @@ def up(environment: Environment, layout: Layout) -> int:
         raise LaunchError(f"{', '.join(ignored)}: RUNTIME=docker has no such setting")
     variables = compose_variables(settings, layout) | file_variables(settings)
     # HOST is checked by now; the network inside is private to the stack.
-    stack_settings(environment | variables | {f"{PREFIX}ALLOW_PLAINTEXT": "1"})
+    inside = {f"{PREFIX}ALLOW_PLAINTEXT": "1", f"{PREFIX}HTTP_PORT": "8000"}
+    stack_settings(environment | variables | inside)
     device = environment.get(PREFIX + "DEVICE")
     profile = "gpu" if device == "cuda" else "cpu"
-    port = http_port(settings)
-    profiles = ["--profile", profile] + ["--profile", "http"] * bool(port)
+    port = published_http_port(settings)
     has_docker = bool(shutil.which("docker"))
     if layout.frontends > 1 and not has_docker:
         raise LaunchError("FRONTENDS: must be 1 with podman, which cannot give each replica a port")
@@ -73,26 +75,27 @@ def up(environment: Environment, layout: Layout) -> int:
     replace_file(_ranks_file(settings.port), json.dumps({"services": ranks}, indent=1))
     # podman can wait for healthy containers only where systemd runs their health checks.
     wait = ["--wait"] * has_docker
-    _compose(
-        settings.port, [*profiles, "up", "--build", "--detach", *wait], environment | variables
-    )
+    words = ["--profile", profile, "up", "--build", "--detach", *wait]
+    _compose(settings.port, words, environment | variables, ["http.yaml"] * bool(port))
     address = dialled_address(settings.host, settings.port)
     tls = public_tls(settings)
-    url = gateway_url(settings.host, port, secure=tls is not None)
+    url = http_url(settings.host, port, secure=tls is not None)
     while check_health(address, tls=tls) != SERVING or (
         port and http_health(url, tls=tls) != SERVING
     ):
         time.sleep(_POLL_S)
-    show_completion(address, tls, first_token(settings.auth_tokens_file))
+    token = first_token(settings.auth_tokens_file)
+    show_completion(address, tls, token)
     print(f"The stack serves on {address}; make chat PORT={settings.port} talks to it.")
     if port:
-        print(f"The HTTP gateway serves on {url}.")
+        name = variables[f"{PREFIX}SERVED_MODEL_NAME"]
+        print(f"It serves HTTP on {url}:\n\n{curl_example(url, name, tls, bool(token))}")
     return 0
 
 
 def down(environment: Environment) -> int:
     """Stops and removes the containers."""
-    profiles = ["--profile", "cpu", "--profile", "gpu", "--profile", "http"]
+    profiles = ["--profile", "cpu", "--profile", "gpu"]
     port = read_settings(environment).port
     _compose(port, [*profiles, "down", "--remove-orphans"], environment)
     return 0
@@ -128,20 +131,19 @@ def logs(environment: Environment, service: str | None) -> int:
 
 def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]:
     """Returns the variables that docker/compose.yaml reads besides the services' settings."""
-    ports, model = str(settings.port), resolve_model(settings.model)
+    model = resolve_model(settings.model)
     check_weights(settings.model, model)
-    if layout.frontends > 1:
-        ports += f"-{settings.port + layout.frontends - 1}"
     variables = {
         "MODEL_DIRECTORY": str(_without_links(model)),
         "HOST": bracket_host(settings.host),
-        "PORTS": ports,
+        "PORTS": _port_range(settings.port, layout.frontends),
         "FRONTENDS": str(layout.frontends),
-        "HTTP_PORT": str(http_port(settings)),
         f"{PREFIX}SERVED_MODEL_NAME": settings.served_model_name
         or model_name(settings.model, model),
         f"{PREFIX}WORKER_ADDRESSES": _worker_addresses(0, settings.tp),
     }
+    if port := published_http_port(settings):
+        variables["HTTP_PORTS"] = _port_range(port, layout.frontends)
     if layout.engines > 1:
         schedulers = map(_scheduler_address, range(layout.engines))
         variables[f"{PREFIX}SCHEDULER_ADDRESSES"] = ",".join(schedulers)
@@ -151,7 +153,7 @@ def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]
 
 def ignored_settings(environment: Mapping[str, str], layout: Layout) -> list[str]:
     """Returns the names of settings that are given but would have no effect on containers."""
-    files = [(DOCKER / name).read_text("utf-8") for name in ("compose.yaml", "worker.yaml")]
+    files = [(DOCKER / name).read_text("utf-8") for name in FILES]
     passed = {name for file in files for name in _PASSED.findall(file)}
     given = {name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX)}
     if environment.get(PREFIX + "UI_PORT") in ("0", "auto"):
@@ -162,12 +164,8 @@ def ignored_settings(environment: Mapping[str, str], layout: Layout) -> list[str
     return sorted(given - passed - _APPLIED)
 
 
-def http_port(settings: StackSettings) -> int:
-    """Returns the gateway's port on the host, 0 for none. It does not depend on which ports are
-    free, so a second `up` does not change it."""
-    if settings.http_port == "auto":
-        return 8000 if settings.port == 50051 and not settings.tls_client_ca else 0
-    return settings.http_port
+def _port_range(first: int, count: int) -> str:
+    return f"{first}-{first + count - 1}" if count > 1 else str(first)
 
 
 def _without_links(model: Path) -> Path:
@@ -230,7 +228,9 @@ def _ranks_file(port: int) -> Path:
     return run_directory(port) / "compose.ranks.json"
 
 
-def _compose(port: int, arguments: list[str], environment: Mapping[str, str]) -> None:
+def _compose(
+    port: int, arguments: list[str], environment: Mapping[str, str], further: Sequence[str] = ()
+) -> None:
     if docker := shutil.which("docker"):
         program = [docker, "compose"]
     elif podman := shutil.which("podman-compose"):
@@ -239,7 +239,7 @@ def _compose(port: int, arguments: list[str], environment: Mapping[str, str]) ->
         raise LaunchError(
             "RUNTIME=docker needs the docker command, with its compose plugin, or podman-compose"
         )
-    files = ["--file", str(DOCKER / "compose.yaml")]
+    files = [word for each in ("compose.yaml", *further) for word in ("--file", str(DOCKER / each))]
     with suppress(FileNotFoundError):
         os.close(open_file(_ranks_file(port)))  # checks that only this user may write to it
         files += ["--file", str(_ranks_file(port))]

@@ -1,4 +1,5 @@
-"""Streams one short completion through the public API, to show that a new stack works."""
+"""Streams one short completion through the public API, to show that a new stack works, and says how
+to request more."""
 
 from __future__ import annotations
 
@@ -49,3 +50,15 @@ def completion(
         except grpc.RpcError as error:
             reason = f"{error.code().name}: {error.details()}"
             raise LaunchError(f"a request failed: {reason}") from error
+
+
+def curl_example(url: str, model: str, tls: ClientTls | None, needs_token: bool) -> str:
+    """Returns a line that requests a completion over HTTP, on this host."""
+    options = "-k " * bool(tls)
+    if tls and tls.cert:
+        options += f"--cert {tls.cert} --key {tls.key} "
+    token = '-H "authorization: Bearer $NANO_TOKEN" ' * needs_token
+    return f"""\
+  curl {options}{url}/v1/chat/completions {token}-H 'content-type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+"""

@@ -41,10 +41,10 @@ def check_health(address: str, timeout_s: float = 2.0, tls: ClientTls | None = N
 
 
 def http_health(url: str, timeout_s: float = 2.0, tls: ClientTls | None = None) -> str:
-    """Asks the gateway or dashboard at `url` whether it is ready; returns as `check_health`. With
-    https, its certificate must be `tls.ca`, or signed by that, for any name."""
+    """Asks a frontend or the dashboard at `url` over HTTP; returns as `check_health`. With https,
+    the server's certificate must be `tls.ca`, or signed by that, for any name."""
     try:
-        fetch(f"{url}/readiness", timeout_s, tls)
+        fetch(f"{url}/health", timeout_s, tls)
         return SERVING
     except urllib.error.HTTPError:
         return NOT_SERVING

@@ -25,7 +25,7 @@ from worker_svc.settings import WorkerSettings
 
 Environment = dict[str, str]
 
-_USUAL_HTTP_PORT, _USUAL_UI_PORT = 8000, 8080
+_USUAL_PORT, _USUAL_HTTP_PORT, _USUAL_UI_PORT = 50051, 8000, 8080
 
 HttpPort = Literal["auto"] | Annotated[int, Field(ge=0, le=65535)]
 
@@ -42,10 +42,10 @@ class StackSettings(PublicSettings):
     scheduler_address: str = ""
     scheduler_addresses: Addresses = ()
     worker_addresses: Addresses = ()
-    gateway_addresses: Addresses = ()
     http_port: HttpPort = Field(
-        "auto", description="port of the HTTP gateway (auto: 8000 or a free port; 0: no gateway)"
+        "auto", description="port of HTTP (auto: 8000 or a free port; 0: no HTTP)"
     )
+    responses_directory: str = ""
     ui_port: HttpPort = Field(
         "auto",
         description="loopback port of the dashboard (auto: 8080 or a free port; 0: no dashboard)",
@@ -57,9 +57,7 @@ class StackSettings(PublicSettings):
     )
     client_key: str = Field("", description="PEM file of the key of client_cert")
 
-    _split = field_validator(
-        "scheduler_addresses", "worker_addresses", "gateway_addresses", mode="before"
-    )(lambda v: split_commas(v))
+    _split = field_validator("scheduler_addresses", "worker_addresses", mode="before")(split_commas)
 
 
 @dataclass(frozen=True)
@@ -131,8 +129,10 @@ def _plan_processes(settings: StackSettings, layout: Layout, directory: Path, po
     services = set(layout.services)
     ranks = _parse_ranks(layout.ranks, settings.tp)
     sockets = f"unix:{directory}"
-    http_port = _http_port(settings, port) if {"frontend", "gateway"} <= services else 0
-    ui_port = 0
+    http_port = ui_port = 0
+    if "frontend" in services:
+        wanted, usual = settings.http_port, _USUAL_HTTP_PORT
+        http_port = choose_port("HTTP_PORT", wanted, settings.host, port, usual)
     if {"frontend", "dashboard"} <= services:
         wanted, usual = settings.ui_port, _USUAL_UI_PORT
         ui_port = choose_port("UI_PORT", wanted, "127.0.0.1", port, usual, taken=http_port)
@@ -170,15 +170,12 @@ def _shared_variables(settings: StackSettings, layout: Layout, stack: Stack) -> 
         "PORT": str(stack.port),
         "SCHEDULER_ADDRESS": stack.scheduler_address,
         "WORKER_ADDRESSES": ",".join(stack.worker_addresses),
+        "HTTP_PORT": str(stack.http_port),
     }
     if {"scheduler", "frontend"} <= set(stack.services) and not settings.scheduler_addresses:
         variables["SCHEDULER_ADDRESSES"] = f"file:{stack.engines_file}"
-    if stack.http_port:
-        variables["HTTP_PORT"] = str(stack.http_port)
-        variables["GATEWAY_ADDRESSES"] = ",".join(
-            settings.gateway_addresses
-            or (f"127.0.0.1:{free_port()}" for _ in range(stack.frontends))
-        )
+    if stack.http_port and "responses_directory" not in settings.model_fields_set:
+        variables["RESPONSES_DIRECTORY"] = str(stack.responses_directory)
     if stack.ui_port:
         variables["UI_PORT"] = str(stack.ui_port)
     if stack.model_path:
@@ -210,6 +207,14 @@ def stack_settings(environment: Environment, first_rank: int = 0) -> dict[str, S
         "workers": load_settings(WorkerSettings, rank, environment),
         "launcher": load_settings(StackSettings, [], environment),
     }
+
+
+def published_http_port(settings: StackSettings) -> int:
+    """Returns the port of HTTP of a stack that may have several hosts or networks, 0 for none. It
+    does not depend on which ports are free, so a second `up` does not change it."""
+    if settings.http_port == "auto":
+        return _USUAL_HTTP_PORT if settings.port == _USUAL_PORT else 0
+    return settings.http_port
 
 
 def public_tls(settings: StackSettings) -> ClientTls | None:
@@ -248,18 +253,6 @@ def _check_internal_tls(settings: StackSettings, stack: Stack) -> None:
         required = settings.internal_tls_roles == "required"
         services = [each for each in stack.services if each in ENGINE_SERVICES]
         check_roles(server, stack.internal_tls, services, required)
-
-
-def _http_port(settings: StackSettings, port: int) -> int:
-    """Returns the gateway's port, 0 for none."""
-    if settings.http_port and settings.tls_client_ca:
-        if settings.http_port == "auto":
-            return 0
-        raise LaunchError(
-            "HTTP_PORT: tls_client_ca is set, but the gateway cannot ask callers for certificates; "
-            "leave HTTP_PORT out, or use 0"
-        )
-    return choose_port("HTTP_PORT", settings.http_port, settings.host, port, _USUAL_HTTP_PORT)
 
 
 def _parse_ranks(text: str | None, tp: int) -> range:

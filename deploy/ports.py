@@ -25,20 +25,20 @@ _numbers = count()
 _open_once = cache(os.open)  # closing a file releases all locks that the process has on it
 
 
-def reserve_port(host: str, port: int, alone: bool = True) -> ExitStack:
-    """Holds `host:port`, without listening, until the result is closed: this stack's frontends may
-    share the port, but no other stack.
+def reserve_ports(host: str, *ports: int, alone: bool = True) -> ExitStack:
+    """Holds ports of `host`, without listening, until the result is closed: this stack's frontends
+    may share them, but no other stack. Port 0 means none.
 
     Args:
         alone: whether no frontend may listen yet.
 
     Raises:
-        LaunchError: the port is in use, or the host is not an address of this machine.
+        LaunchError: a port is in use, or the host is not an address of this machine.
     """
     held = ExitStack()
     try:
-        address = [f"{bracket_host(host)}:{port}"]
-        held.enter_context(held_ports(address) if alone else held_ports([], address))
+        addresses = [f"{bracket_host(host)}:{port}" for port in ports]
+        held.enter_context(held_ports(addresses) if alone else held_ports([], addresses))
     except OSError as error:
         raise LaunchError(f"PORT: {error}") from error
     return held

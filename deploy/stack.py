@@ -19,12 +19,11 @@ from worker_svc.user_cache import private_file, private_folder
 
 # In starting order; they stop in reverse, so that clients stop before the servers they call.
 ENGINE_SERVICES = ("worker", "scheduler", "frontend")
-SERVICES = (*ENGINE_SERVICES, "gateway", "dashboard")
+SERVICES = (*ENGINE_SERVICES, "dashboard")
 MODULES = {
     "worker": "worker_svc",
     "scheduler": "scheduler_svc",
     "frontend": "frontend",
-    "gateway": "deploy.gateway",
     "dashboard": "deploy.dashboard",
 }
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -68,15 +67,15 @@ class Stack:
     internal_tls: ClientTls | None = None
     auth_tokens_file: str = ""
     model: str = ""  # the model's name, if frontends run on this host
-    http_port: int = 0  # of the gateway; 0: there is none
+    http_port: int = 0  # of the frontends; 0: they do not serve HTTP
     ui_port: int = 0  # of the dashboard; 0: there is none
     # Whether all processes have served at once. From then on, every process is restarted.
     was_up: bool = False
 
     @property
     def url(self) -> str:
-        """The gateway's URL for a client on this host."""
-        return gateway_url(self.host, self.http_port, secure=self.public_tls is not None)
+        """The URL of HTTP for a client on this host."""
+        return http_url(self.host, self.http_port, secure=self.public_tls is not None)
 
     @property
     def dashboard_url(self) -> str:
@@ -95,7 +94,6 @@ class Stack:
             *(Process("worker", i, self._worker_address(i), i // self.tp) for i in ranks),
             *(Process("scheduler", i, self.scheduler_address_of(i), i) for i in engines),
             *(Process("frontend", i, self.address) for i in range(self.frontends)),
-            *([Process("gateway", 0, self.url)] if self.http_port else []),
             *([Process("dashboard", 0, self.dashboard_url)] if self.ui_port else []),
         ]
         return [each for each in found if each.service in self.services]
@@ -134,6 +132,11 @@ class Stack:
     def metrics_directory(self) -> Path:
         """The directory in which each process names its address for Prometheus."""
         return self.directory / "metrics"
+
+    @property
+    def responses_directory(self) -> Path:
+        """The directory of the frontends' background responses."""
+        return self.directory / "responses"
 
     @property
     def engines_file(self) -> Path:
@@ -289,8 +292,8 @@ def dialled_address(host: str, port: int) -> str:
     return f"{bracket_host(_ANY_HOST.get(host, host))}:{port}"
 
 
-def gateway_url(host: str, port: int, *, secure: bool) -> str:
-    """Returns the URL at which a client on this host reaches the gateway on `host` and `port`."""
+def http_url(host: str, port: int, *, secure: bool) -> str:
+    """Returns the URL at which a client on this host reaches HTTP on `host` and `port`."""
     return f"http{'s' if secure else ''}://{dialled_address(host, port)}"
 
 

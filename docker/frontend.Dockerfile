@@ -21,7 +21,9 @@ COPY deploy/__init__.py deploy/health.py deploy/
 RUN python -c "import deploy.health, frontend.__main__ as it; it.import_auto_tokenizer()"
 
 FROM $BASE
-RUN useradd --create-home --uid 10001 nano
+# A volume for background responses gets the owner and mode of this directory.
+RUN useradd --create-home --uid 10001 nano \
+    && install --directory --owner nano --mode 700 /var/lib/nano/responses
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /app /app
 

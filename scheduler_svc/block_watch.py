@@ -12,7 +12,7 @@ from scheduler_svc.core.cache_listener import CacheListener, StoredBlock
 
 # Maximum of unread events of a watch: those of a large cache that is filled twice.
 MAX_UNREAD = 1 << 18
-# Maximum of watches of a cache. Watchers are frontends that choose among engines, and gateways.
+# Maximum of watches of a cache. Watchers are frontends that choose among engines.
 MAX_WATCHES = 16
 
 

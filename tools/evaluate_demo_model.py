@@ -136,7 +136,7 @@ def records(model: DemoModel, rng: random.Random, count: int) -> dict[str, float
 
 def calls(model: DemoModel, rng: random.Random, count: int) -> dict[str, float]:
     """The shares of questions for which the model calls the right one of two functions with the
-    right arguments, in its own format or in the list of calls that the gateway enforces."""
+    right arguments, in its own format or in a list of calls that a grammar enforces."""
     pairs, families = sorted(held_out_pairs()), list(tasks.UNSEEN_FUNCTIONS)
     figures: dict[str, float] = {}
     for names in ("usual", "unseen"):

@@ -14,7 +14,7 @@ import psutil
 
 from deploy.errors import LaunchError
 from deploy.native.processes import is_running, parent_processes, stack_members
-from deploy.ports import reserve_port
+from deploy.ports import reserve_ports
 from deploy.stack import RUN, run_directory
 
 _MIN_DESCRIPTORS = 4096  # each client's connection takes one
@@ -71,7 +71,7 @@ def check_port(host: str, port: int) -> Check:
     if has_stack(run_directory(port)):
         return Check("port", "ok", f"{port}: the stack is running")
     try:
-        reserve_port(host, port).close()
+        reserve_ports(host, port).close()
     except LaunchError as error:
         return Check("port", "wrong", f"{error}{_listener(port)}", "end it, or use another PORT")
     return Check("port", "ok", f"{host}:{port} is free")

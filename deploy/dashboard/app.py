@@ -48,7 +48,7 @@ def make_app(stack: Stack, observer: Observer, llm: AsyncLLM) -> Starlette:
     async def index(_: Request) -> Response:
         return FileResponse(_STATIC / "index.html")
 
-    async def readiness(_: Request) -> Response:
+    async def health(_: Request) -> Response:
         return Response()
 
     async def events(_: Request) -> Response:
@@ -62,7 +62,7 @@ def make_app(stack: Stack, observer: Observer, llm: AsyncLLM) -> Starlette:
     return Starlette(
         routes=[
             Route("/", index),
-            Route("/readiness", readiness),
+            Route("/health", health),
             Route("/events", events, middleware=[_limit(_MAX_PAGES, "pages")]),
             Route("/chat", chat, methods=["POST"], middleware=[_limit(_MAX_ANSWERS, "answers")]),
             Mount("/static", StaticFiles(directory=_STATIC)),

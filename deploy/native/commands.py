@@ -9,13 +9,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 from deploy.errors import LaunchError, StartError
-from deploy.first_tokens import PROMPT, show_completion
+from deploy.first_tokens import PROMPT, curl_example, show_completion
 from deploy.health import SERVING
 from deploy.logs import follow
 from deploy.native.guards import ignore_signals, locked, signals_interrupt
@@ -31,7 +31,7 @@ from deploy.native.scale import scale as scale_stack
 from deploy.native.startup import wait_until_serving
 from deploy.native.status import format_status, stack_status, status_json, supervisor_status
 from deploy.plan import Environment, Layout, plan_stack, read_settings
-from deploy.ports import free_port, reserve_port
+from deploy.ports import free_port, reserve_ports
 from deploy.stack import RUN, Stack, check_directory, first_token, run_directory
 from shared.config import PREFIX
 
@@ -82,7 +82,7 @@ def run(environment: Environment, layout: Layout) -> int:
         try:
             threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
             port = settings.port or free_port(settings.host)
-            with reserve_port(settings.host, port):
+            with reserve_ports(settings.host, port):
                 stack, shared = plan_stack(environment, layout, directory, port)
                 supervisor = start_supervisor(stack, shared, tied=True, temporary=True)
                 wait_until_serving(stack, lambda _: None, supervisor)
@@ -130,8 +130,8 @@ def _start(
     stop_stack(directory, print)  # leftovers of a killed supervisor
     stack, shared = plan_stack(environment, layout, directory, port)
     serves_public = stack.count("frontend") > 0
-    reservation = reserve_port(stack.host, stack.port) if serves_public else nullcontext()
-    with reservation, signals_interrupt():
+    ports = (stack.port, stack.http_port) if serves_public else ()
+    with reserve_ports(stack.host, *ports), signals_interrupt():
         supervisor = start_supervisor(stack, shared, tied=tied)
         try:
             with show_progress(stack) as report:
@@ -199,6 +199,8 @@ def ps(environment: Environment, as_json: bool = False) -> int:
         stack = Stack.load(directory)
         statuses = [supervisor_status(stack), *stack_status(stack)]
         print(status_json(statuses) if as_json else format_status(statuses))
+        if stack.http_port and not as_json:
+            print(f"The frontends serve HTTP on {stack.url}.")
     except LaunchError:
         if as_json:
             print("[]")
@@ -233,18 +235,22 @@ def _greet(stack: Stack) -> None:
     """Shows a completion, and says how to request more."""
     token = first_token(stack.auth_tokens_file)
     show_completion(stack.address, stack.public_tls, token)
+    http_example = ""
+    if stack.http_port:
+        http_example = curl_example(stack.url, stack.model, stack.public_tls, bool(token))
     http = f" and {stack.url}" if stack.http_port else ""
     ui = f"\nIts dashboard is {stack.dashboard_url}." if stack.ui_port else ""
     print(f"The stack serves on {stack.address}{http}.{ui}")
     if stack.public_tls or token:
         needed = "the certificate's authority" * bool(stack.public_tls), "a token" * bool(token)
         print(f"""Clients need {" and ".join(filter(None, needed))} (docs/deploy/security.md).
-make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.""")
+make chat PORT={stack.port} reads NANO_TLS_CA and NANO_TOKEN.
+{http_example.rstrip()}""")
     else:
         print(f"""Send more:
 
   make chat PORT={stack.port}
-{_http_example(stack)}\
+{http_example}\
   grpcurl -plaintext -d '{{"text": "{PROMPT}", "sampling": {{"max_tokens": 32}}}}' \\
     {stack.address} nanovllm.v1.InferenceService/GenerateStream
   .venv/bin/python -c 'from nano_vllm_grpc import LLM
@@ -252,12 +258,3 @@ print(LLM("{stack.address}").generate(["{PROMPT}"])[0]["text"])'""")
     print(f"""
 make ps, make logs and make down, each with PORT={stack.port}, show it and stop it.""")
     sys.stdout.flush()  # serve prints nothing more
-
-
-def _http_example(stack: Stack) -> str:
-    if not stack.http_port:
-        return ""
-    return f"""\
-  curl {stack.url}/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{{"model": "{stack.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-"""

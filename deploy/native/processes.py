@@ -88,6 +88,8 @@ def start_supervisor(
     make_directory(directory)
     _clear(directory, "*.log*")
     stack.save()
+    if stack.http_port:
+        make_directory(stack.responses_directory)
     if stack.count("scheduler"):
         list_engines(stack, range(stack.engines))
     options = []

@@ -36,7 +36,7 @@ from deploy.native.progress import show_progress
 from deploy.native.scale import apply, changing
 from deploy.native.startup import Report, wait_until_serving
 from deploy.native.supervisor import command
-from deploy.ports import reserve_port
+from deploy.ports import reserve_ports
 from deploy.stack import ENGINE_SERVICES, Process, Stack, first_token
 from frontend.text.model_files import ModelFilesError, read_model_facts
 from shared.process.parent_process import RESTART
@@ -174,7 +174,8 @@ def _restart(stack: Stack, processes: Sequence[Process], report: Report) -> None
     """
     with ExitStack() as held:
         if any(each.service == "frontend" for each in processes):
-            held.enter_context(reserve_port(stack.host, stack.port, alone=False))
+            ports = stack.port, stack.http_port
+            held.enter_context(reserve_ports(stack.host, *ports, alone=False))
         with uninterrupted():
             if others := {each.name for each in processes} - _restart_in_place(stack, processes):
                 stop_processes(stack, others)

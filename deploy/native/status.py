@@ -12,7 +12,7 @@ import psutil
 from deploy.health import SERVING, UNREACHABLE, check_health, http_health
 from deploy.logs import failure_reason
 from deploy.native.processes import RunningProcess, find_supervisor, running_processes
-from deploy.stack import ENGINE_SERVICES, Process, Stack
+from deploy.stack import Process, Stack
 from shared.process.fork import CANNOT_START
 
 
@@ -66,19 +66,26 @@ def supervisor_status(stack: Stack) -> ProcessStatus:
 
 
 def _status(stack: Stack, process: Process, found: RunningProcess) -> ProcessStatus:
-    health = UNREACHABLE
-    # Frontends share an address: if one does not listen yet, another one would answer.
-    shares = process.service == "frontend" and stack.frontends > 1
-    if found.pid and process.service not in ENGINE_SERVICES:
-        health = http_health(process.address, tls=stack.public_tls)
-    elif found.pid and (not shares or listens(found.pid, stack.port)):
-        health = check_health(process.address, tls=stack.tls(process.service))
+    health = _health(stack, process, found.pid) if found.pid else UNREACHABLE
     status = found.exit_status
     trouble = found.trouble
     if status == CANNOT_START and health != SERVING and not trouble:
         when = "is starting again" if found.state == "RUNNING" else "starts again soon"
         trouble = f"{when}: {failure_reason(stack.log(process.name))}"
     return ProcessStatus(process, found.pid, found.state, health, status, trouble)
+
+
+def _health(stack: Stack, process: Process, pid: int) -> str:
+    if process.service == "dashboard":
+        return http_health(process.address)
+    # Frontends share their addresses: if one does not listen yet, another one would answer.
+    shares = process.service == "frontend" and stack.frontends > 1
+    if shares and not all(listens(pid, port) for port in (stack.port, stack.http_port) if port):
+        return UNREACHABLE
+    health = check_health(process.address, tls=stack.tls(process.service))
+    if process.service == "frontend" and stack.http_port and health == SERVING:
+        return http_health(stack.url, tls=stack.public_tls)
+    return health
 
 
 def listens(pid: int, port: int) -> bool:

@@ -19,13 +19,14 @@ from deploy.plan import (
     Environment,
     Layout,
     StackSettings,
+    published_http_port,
     read_settings,
     stack_settings,
 )
 from deploy.ray.actors import ask
 from deploy.ray.cluster import Cluster, connected
 from deploy.ray.layout import RayStack
-from deploy.stack import SERVICES, bracket_host, run_directory
+from deploy.stack import SERVICES, bracket_host, http_url, run_directory
 from nano_vllm_grpc.channels import stays_on_host
 from shared.config import KNOWN_NAMES, PREFIX
 
@@ -36,9 +37,9 @@ _RANK_CPUS = 0.5  # so that a small stack fits on two cores; NANO_THREADS overri
 _FILES = (
     *("tls_cert", "tls_key", "tls_client_ca", "auth_tokens_file"),
     *("internal_tls_cert", "internal_tls_key", "internal_tls_ca"),
-    "config_file",
+    *("config_file", "responses_directory"),
 )
-_CHOSEN = ("scheduler_address", "worker_addresses", "gateway_addresses", "master_port")
+_CHOSEN = ("scheduler_address", "worker_addresses", "master_port")
 
 
 def up(environment: Environment, layout: Layout) -> int:
@@ -151,6 +152,7 @@ def plan(
     shared |= {
         f"{PREFIX}HOST": bracket_host(settings.host),
         f"{PREFIX}PORT": str(settings.port),
+        f"{PREFIX}HTTP_PORT": str(published_http_port(settings)),
         f"{PREFIX}MODEL": str(model),
         f"{PREFIX}SERVED_MODEL_NAME": settings.served_model_name
         or model_name(settings.model, model),
@@ -186,9 +188,8 @@ def _check_variables(settings: StackSettings, layout: Layout) -> None:
             raise LaunchError(
                 f"{PREFIX}{name.upper()}: with RUNTIME=ray, processes choose their addresses"
             )
-    for name in ("http_port", "ui_port"):
-        if getattr(settings, name) not in ("auto", 0):
-            raise LaunchError(f"{name.upper()}: RUNTIME=ray has neither HTTP gateway nor dashboard")
+    if settings.ui_port not in ("auto", 0):
+        raise LaunchError("UI_PORT: RUNTIME=ray has no dashboard")
 
 
 def _already_up(statuses: Sequence[ProcessStatus], port: int) -> int:
@@ -226,9 +227,13 @@ def _greet(cluster: Cluster, settings: StackSettings, addresses: Sequence[str]) 
         raise LaunchError("the first request failed; make logs RUNTIME=ray shows why")
     (text,) = answers.values()
     distinct = sorted(set(addresses))
+    if port := published_http_port(settings):
+        hosts = [each.rpartition(":")[0] for each in distinct]
+        secure = settings.server_tls is not None
+        distinct += [http_url(host, port, secure=secure) for host in hosts]
     print(f"""
 {PROMPT}{text}
 
-The stack serves on {", ".join(distinct)}. It has neither HTTP gateway nor dashboard.
+The stack serves on {", ".join(distinct)}. It has no dashboard.
 make ps, make logs, make scale and make down, each with PORT={settings.port} RUNTIME=ray, show it,
 change the number of engines, and stop it.""")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.plan import Environment, StackSettings
+from deploy.plan import Environment, StackSettings, published_http_port
 from deploy.stack import Process, bracket_host, dialled_address
 from shared.config import PREFIX
 
@@ -36,6 +36,10 @@ class RayStack:
     settings: StackSettings
     environment: Environment  # the settings of all services, as NANO_<NAME>
     rank_resources: Mapping[str, float]
+
+    @property
+    def http_port(self) -> int:
+        return published_http_port(self.settings)
 
     @property
     def tp(self) -> int:
@@ -86,7 +90,8 @@ class RayStack:
         peer is unknown.
 
         Args:
-            schedulers: the file from which frontends read the schedulers' addresses.
+            schedulers: the file from which frontends read the schedulers' addresses. Background
+                responses are in the folder beside it.
         """
         needed = self.peers(process)
         if not peers.keys() >= set(needed):
@@ -94,6 +99,8 @@ class RayStack:
         ours: Environment = {}
         if process.service == "frontend":
             ours["SCHEDULER_ADDRESSES"] = f"file:{schedulers}"
+            if self.http_port and "responses_directory" not in self.settings.model_fields_set:
+                ours["RESPONSES_DIRECTORY"] = str(schedulers.parent / "responses")
         elif process.service == "scheduler":
             ours["SCHEDULER_ADDRESS"] = own.address
             ours["ENGINE_NAME"] = str(process.index)

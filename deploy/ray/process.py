@@ -23,14 +23,22 @@ from deploy.certificates import check_certificates
 from deploy.child import Child, rotate
 from deploy.errors import LaunchError
 from deploy.first_tokens import completion
-from deploy.health import UNREACHABLE, check_health
+from deploy.health import SERVING, UNREACHABLE, check_health, http_health
 from deploy.logs import failure_reason
 from deploy.native.status import ProcessStatus, listens
 from deploy.plan import Environment, public_tls
 from deploy.ports import free_port
 from deploy.ray.actors import actor_names, ask
 from deploy.ray.layout import Endpoint, RayStack
-from deploy.stack import MODULES, Process, bracket_host, first_token, make_directory, replace_file
+from deploy.stack import (
+    MODULES,
+    Process,
+    bracket_host,
+    first_token,
+    http_url,
+    make_directory,
+    replace_file,
+)
 from shared.config import PREFIX
 from shared.process.fork import CANNOT_START
 from shared.process.parent_state import read_parent_state
@@ -67,6 +75,8 @@ class ProcessActor:
             self._stopping = threading.Event()
             directory = _directory(self._settings.port)
             self._schedulers = directory / f"{process.name}.schedulers"
+            if process.service == "frontend" and stack.http_port:
+                make_directory(directory / "responses")
             self._child = Child(process.name, directory / f"{process.name}.log")
             module, arguments = MODULES[process.service], stack.arguments(process)
             self._command = [sys.executable, "-P", "-m", module, *arguments]
@@ -141,11 +151,18 @@ class ProcessActor:
         return "EXITED", self._child.exit_status, f"starts again soon: {self.failure()}"
 
     def _health(self, pid: int) -> str:
-        # Frontends of a node share an address: if one does not listen yet, another one would
+        if self._process.service != "frontend":
+            return check_health(self._own.address, tls=self._tls)
+        host, http_port = self._own.address.rpartition(":")[0], self._stack.http_port
+        # Frontends of a node share their addresses: if one does not listen yet, another one would
         # answer.
-        if self._process.service == "frontend" and not listens(pid, self._settings.port):
+        if not all(listens(pid, port) for port in (self._settings.port, http_port) if port):
             return UNREACHABLE
-        return check_health(self._own.address, tls=self._tls)
+        health = check_health(self._own.address, tls=self._tls)
+        if http_port and health == SERVING:
+            secure = self._settings.server_tls is not None
+            return http_health(http_url(host, http_port, secure=secure), tls=self._tls)
+        return health
 
     def _run(self) -> None:
         self._repeat(self._keep)

@@ -179,7 +179,7 @@ class Target:
 
 
 Play = Callable[[Target], Awaitable[None]]
-Interface = Literal["grpc", "reflection", "engine", "http", "dashboard"]
+Interface = Literal["grpc", "reflection", "http", "dashboard"]
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ class Attack:
 
     @property
     def anonymous(self) -> bool:
-        """Whether it needs a stack that asks for no tokens: only such a one serves HTTP and
-        reflection."""
+        """Whether it needs a stack that asks for no tokens: only such a one has reflection and a
+        chat, and takes these attackers' requests over HTTP."""
         return self.interface in ("reflection", "http", "dashboard")
 
 

@@ -21,8 +21,6 @@ from typing import Any
 import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
-from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
@@ -32,7 +30,6 @@ STREAMS = 16
 _TOKENS = 48  # so few that each stream asks for several completions in a window
 _SEEDED = 4  # of every that many, one; the others are greedy
 _STRUCTURED = 2  # streams
-BY_ENGINE = range(1, _SEEDED)  # of the streams: by the engine protocol, each under its number
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -71,35 +68,21 @@ def honest_request(number: int, times: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=prompt, sampling=sampling)
 
 
-def engine_request(number: int) -> vllm.GenerateRequest:
-    """The request of `honest_request` for a greedy stream without structured output."""
-    asked = honest_request(number, times=0)
-    return vllm.GenerateRequest(
-        request_id=str(number),
-        tokenized=vllm.TokenizedInput(input_ids=asked.token_ids.ids),
-        sampling_params=vllm.SamplingParams(max_tokens=_TOKENS, temperature=0, ignore_eos=True),
-        stream=True,
-    )
-
-
 class Observer:
     """Honest clients of one frontend.
 
     Args:
         scheduler: the address of the scheduler behind it.
         token: the honest clients'; empty if none is asked for.
-        engine: where the frontend serves the engine protocol; empty: it is not asked there.
     """
 
-    def __init__(self, address: str, scheduler: str, token: str, engine: str = "") -> None:
+    def __init__(self, address: str, scheduler: str, token: str) -> None:
         self._address = address
         self._scheduler = scheduler
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._recorder = Recorder()
         self._channel = aio.insecure_channel(address, options=_OPTIONS)
         self._stub = InferenceServiceStub(self._channel)
-        self._engine_address = engine
-        self._engine: Any = None  # once the right answers are known
         self._chunks = [0] * STREAMS
         self._progress = asyncio.Event()  # a stream got a chunk
         self._expected: list[list[int]] = []
@@ -108,9 +91,6 @@ class Observer:
     async def start(self) -> None:
         """Learns the right answers, then keeps asking for them."""
         self._expected = list(await asyncio.gather(*map(self._answer, range(STREAMS))))
-        if self._engine_address:
-            channel = aio.insecure_channel(self._engine_address, options=_OPTIONS)
-            self._engine = VllmEngineStub(channel)  # type: ignore[no-untyped-call]
         work = [self._stream(number) for number in range(STREAMS)]
         checks = [
             self._check("frontend", self._address),
@@ -144,13 +124,8 @@ class Observer:
 
     async def _ask(self, number: int, times: int) -> AsyncIterator[Sequence[int]]:
         how: dict[str, Any] = {"metadata": self._metadata, "timeout": _TIMEOUT_S}
-        if self._engine and number in BY_ENGINE:
-            async for response in self._engine.Generate(engine_request(number), **how):
-                if response.HasField("chunk"):
-                    yield response.chunk.token_ids
-        else:
-            async for chunk in self._stub.GenerateStream(honest_request(number, times), **how):
-                yield chunk.token_ids
+        async for chunk in self._stub.GenerateStream(honest_request(number, times), **how):
+            yield chunk.token_ids
 
     async def _stream(self, number: int) -> None:
         for times in itertools.count(1):
@@ -202,8 +177,8 @@ def _fail_aloud(task: asyncio.Task[None]) -> None:
         raise SystemExit(f"an honest client broke: {error!r}")
 
 
-def observe(pipe: Connection, address: str, scheduler: str, token: str, engine: str) -> None:
-    asyncio.run(_observe(pipe, address, scheduler, token, engine))
+def observe(pipe: Connection, address: str, scheduler: str, token: str) -> None:
+    asyncio.run(_observe(pipe, address, scheduler, token))
 
 
 async def _observe(pipe: Connection, *addresses: str) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from deploy.ports import free_port
 from tests.abuse.attack import Interface
 from tests.abuse.child import Child
 from tests.abuse.figures import Figures
@@ -34,7 +33,6 @@ class Rig:
     stack: RealStack
     observer: Child
     attackers_token: str  # empty: the frontend asks for none
-    gateway_address: str
 
     @property
     def anonymous(self) -> bool:
@@ -46,8 +44,6 @@ class Rig:
         match interface:
             case "grpc" | "reflection":
                 return stack.address
-            case "engine":
-                return self.gateway_address
             case "http":
                 return urlsplit(stack.url).netloc
             case "dashboard":
@@ -75,20 +71,13 @@ def running_rig(*, anonymous: bool) -> Iterator[Rig]:
             variables |= {"http_port": "auto", "ui_port": "auto"}
         else:
             variables["auth_tokens_file"] = _tokens_file(directory)
-        # On loopback all callers would be the gateway.
-        host, port = "127.0.0.1" if anonymous else "0.0.0.0", free_port()
-        environment = {
-            "NANO_GATEWAY_ADDRESSES": f"{host}:{port}",
-            "NANO_ALLOW_PUBLIC_PLAINTEXT": str(int(not anonymous)),
-        }
         with _few_descriptors():
-            stack = started.enter_context(running_stack(environment, **variables))
-        gateway_address = f"127.0.0.1:{port}"
-        named = ("", "") if anonymous else (HONEST_TOKEN, gateway_address)
-        child = Child(observe, stack.address, stack.stack.scheduler_address, *named)
+            stack = started.enter_context(running_stack(**variables))
+        token = "" if anonymous else HONEST_TOKEN
+        child = Child(observe, stack.address, stack.stack.scheduler_address, token)
         observer = started.enter_context(child)
         observer.receive()
-        yield Rig(stack, observer, "" if anonymous else ATTACKERS_TOKEN, gateway_address)
+        yield Rig(stack, observer, "" if anonymous else ATTACKERS_TOKEN)
 
 
 def _tokens_file(directory: Path) -> Path:

@@ -23,7 +23,6 @@ ENOUGH: dict[str, Callable[[Gains], bool]] = {
     "large-messages": lambda gains: gains.answers["RESOURCE_EXHAUSTED"] > 10,
     "cancel-storm": lambda gains: gains.answers["cancelled"] > 100,
     "wrong-tokens": lambda gains: gains.answers["UNAUTHENTICATED"] > 100,
-    "foreign-aborts": lambda gains: gains.answers["OK"] > 500,
 }
 
 

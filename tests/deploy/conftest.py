@@ -50,7 +50,7 @@ class Launcher:
         self._find_packages(STANDINS, ROOT)
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("NANO_")} | {
             "NANO_MODEL": DEMO,
-            "NANO_HTTP_PORT": "0",  # stand-ins do not speak to a gateway
+            "NANO_HTTP_PORT": "0",  # stand-ins serve no HTTP
             "NANO_UI_PORT": "0",
         }
 

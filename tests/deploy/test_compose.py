@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.compose import DOCKER, compose_variables, http_port
+from deploy.compose import DOCKER, compose_variables
 from deploy.errors import LaunchError
-from deploy.plan import HttpPort, Layout, StackSettings
+from deploy.plan import HttpPort, Layout, StackSettings, published_http_port
 from deploy.stack import make_directory, run_directory
 
 from .conftest import Launcher
@@ -24,7 +24,6 @@ def test_variables_given_to_compose() -> None:
         "HOST": "127.0.0.1",
         "PORTS": "6000-6002",
         "FRONTENDS": "3",
-        "HTTP_PORT": "0",
         "NANO_SERVED_MODEL_NAME": "demo",
         "NANO_WORKER_ADDRESSES": "worker-0:50053,worker-1:50053",
     }
@@ -35,7 +34,10 @@ def test_variables_given_to_compose() -> None:
     [(50051, "auto", 8000), (6000, "auto", 0), (50051, 0, 0), (6000, 8123, 8123)],
 )
 def test_where_http_is_published(port: int, wanted: HttpPort, expected: int) -> None:
-    assert http_port(StackSettings(port=port, http_port=wanted)) == expected
+    settings = StackSettings(port=port, http_port=wanted)
+    assert published_http_port(settings) == expected
+    ports = compose_variables(settings, Layout(frontends=2)).get("HTTP_PORTS")
+    assert ports == (f"{expected}-{expected + 1}" if expected else None)
 
 
 def test_links_out_of_a_model_are_named(tmp_path: Path) -> None:
@@ -93,7 +95,7 @@ def test_commands_of_docker_and_podman(launcher: Launcher, port: int) -> None:
 @pytest.mark.parametrize(
     ("program", "flags", "said"),
     [
-        ("docker", ("--http-port", 8123), "--profile cpu --profile http up "),
+        ("docker", ("--http-port", 8123), "/docker/http.yaml --file "),
         ("podman-compose", ("--frontends", 2), "FRONTENDS: must be 1 with podman"),
         ("neither", (), "or podman-compose"),
         ("docker", ("--max-requests-per-client", 2, "--speculation", "none"), "--profile cpu up "),
@@ -101,7 +103,7 @@ def test_commands_of_docker_and_podman(launcher: Launcher, port: int) -> None:
         ("docker", ("--ranks", 0, "--ui-port", 8081), "RANKS, UI_PORT: RUNTIME=docker has no such"),
     ],
 )
-def test_http_is_a_profile_and_impossible_options_are_rejected(
+def test_http_is_a_file_and_impossible_options_are_rejected(
     launcher: Launcher, port: int, program: str, flags: tuple[object, ...], said: str
 ) -> None:
     path = install_fake(launcher, program)

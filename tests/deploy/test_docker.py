@@ -26,11 +26,9 @@ import jsonschema
 import pytest
 import yaml
 
-from deploy.compose import compose_variables, file_variables, rank_services
-from deploy.gateway import GatewaySettings
+from deploy.compose import FILES, compose_variables, file_variables, rank_services
 from deploy.plan import Layout, StackSettings
 from frontend.settings import FrontendSettings
-from nano_vllm_grpc.channels import stays_on_host
 from nano_vllm_grpc.tls import ClientTls
 from scheduler_svc.settings import SchedulerSettings
 from shared.config import CLIENT_NAMES, ServiceSettings, load_settings
@@ -42,14 +40,11 @@ DOCKER = ROOT / "docker"
 SCHEMA = json.loads((Path(__file__).parent / "compose-spec.json").read_text())
 IMAGES = {
     "frontend": "frontend",
-    "gateway": "deploy.gateway",
     "scheduler": "scheduler_svc",
     "worker": "worker_svc",
 }
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "frontend": FrontendSettings,
-    "http": FrontendSettings,
-    "gateway": GatewaySettings,
     "scheduler": SchedulerSettings,
     "cpu": WorkerSettings,
     "gpu": WorkerSettings,
@@ -77,11 +72,17 @@ def load(name: str) -> Any:
 
 
 def services() -> dict[str, Any]:
-    """The services of compose.yaml, and the kinds of worker that it extends."""
+    """The services of compose.yaml, with HTTP, and the kinds of worker that it extends."""
     composed = load("compose.yaml")["services"]
+    for name, value in load("http.yaml")["services"]["frontend"].items():
+        composed["frontend"][name] = _joined(composed["frontend"][name], value)
     return {name: composed[name] for name in SETTINGS if name in composed} | load("worker.yaml")[
         "services"
     ]
+
+
+def _joined(first: Any, second: Any) -> Any:
+    return first | second if isinstance(first, dict) else first + second
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -156,15 +157,16 @@ def test_containers_may_write_only_to_tmp_and_have_no_privileges(name: str) -> N
     assert service["tmpfs"] == ["/tmp:size=${TMP_SIZE:-1g}"]
     assert service["pids_limit"] == 4096
     variable = "WORKER_MEMORY_LIMIT" if name in ("cpu", "gpu") else "MEMORY_LIMIT"
-    assert service["mem_limit"] == ("2g" if name == "gateway" else f"${{{variable}:-0}}")
+    assert service["mem_limit"] == f"${{{variable}:-0}}"
     assert service.get("shm_size") == ("${SHM_SIZE:-1g}" if name == "gpu" else None)
-    assert not {"ipc", "pid"} & service.keys()
-    assert service.get("network_mode") == ("service:http" if name == "gateway" else None)
+    assert not {"ipc", "network_mode", "pid"} & service.keys()
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"cap_add", "privileged", "user"} & service.keys()
     for volume in service["volumes"]:
-        assert re.search(r":(/model:ro|/tmp/cache|/etc/nano/\w+:ro)$", volume)
+        assert re.search(
+            r":(/model:ro|/tmp/cache|/etc/nano/\w+:ro|/var/lib/nano/responses)$", volume
+        )
 
 
 def test_caches_are_in_the_volume_of_the_workers() -> None:
@@ -179,7 +181,17 @@ def test_caches_are_in_the_volume_of_the_workers() -> None:
     assert variables["TRITON_CACHE_DIR"].startswith("/tmp/cache/")
 
 
-@pytest.mark.parametrize("name", ["compose.yaml", "worker.yaml"])
+def test_background_responses_are_in_a_volume_of_the_frontends_user() -> None:
+    frontend = services()["frontend"]
+    directory = frontend["environment"]["NANO_RESPONSES_DIRECTORY"]
+    assert f"responses:{directory}" in frontend["volumes"]
+    assert any(
+        f"install --directory --owner nano --mode 700 {directory}" in arguments
+        for _, arguments in instructions("frontend")
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_compose_files_fit_the_schema(name: str) -> None:
     jsonschema.validate(load(name), SCHEMA)
 
@@ -240,8 +252,7 @@ def test_services_know_their_settings_and_are_probed_by_a_command_in_the_image(n
         for variable, value in service["environment"].items()
         if value is None
     }
-    if name != "gateway":  # it does not read all of its settings
-        assert passed & known <= set(services()[name]["environment"])
+    assert passed & known <= set(services()[name]["environment"])
     kind, *command = services()[name]["healthcheck"]["test"]
     words = shlex.split(command[0]) if kind == "CMD-SHELL" else command
     assert words[:3] == ["python", "-m", "deploy.health"]
@@ -250,19 +261,12 @@ def test_services_know_their_settings_and_are_probed_by_a_command_in_the_image(n
 def test_only_what_clients_call_is_published_and_on_loopback() -> None:
     composed = load("compose.yaml")
     assert composed["networks"] == {"default": {"internal": True}, "published": {}}
-    for name, service in composed["services"].items():
-        is_called = name in ("frontend", "http")
+    for name, service in (composed["services"] | services()).items():
+        is_called = name == "frontend"
         assert ("ports" in service) == is_called
         assert ("published" in service.get("networks", ())) == is_called
         for ports in service.get("ports", ()):
             assert ports.startswith("${HOST:-127.0.0.1}:")
-
-
-def test_the_gateway_finds_its_frontend_in_its_own_network() -> None:
-    http, gateway = (services()[name]["environment"] for name in ("http", "gateway"))
-    assert http["NANO_GATEWAY_ADDRESSES"] == gateway["NANO_GATEWAY_ADDRESSES"]
-    assert stays_on_host(http["NANO_GATEWAY_ADDRESSES"])
-    assert "NANO_GATEWAY_ADDRESSES" not in services()["frontend"]["environment"]
 
 
 def filled_in(text: str, variables: Mapping[str, str]) -> str:
@@ -279,30 +283,30 @@ def test_files_of_tokens_and_certificates_get_into_the_containers(
     tokens.write_text("a-token-of-sixteen\n")
     settings = StackSettings(auth_tokens_file=str(tokens), tls_cert=shown.cert, tls_key=shown.key)
     variables = file_variables(settings)
-    for name in ("frontend", "http", "gateway"):
-        service = services()[name]
-        volumes = [filled_in(volume, variables) for volume in service["volumes"]]
-        mounts = dict(volume.split(":")[1::-1] for volume in volumes)
-        environment = {
-            variable: filled_in(str(value), variables)
-            for variable, value in service["environment"].items()
-            if value is not None
-        }
-        for variable, value in environment.items():
-            monkeypatch.setenv(variable, value)
-        read = load_settings(SETTINGS[name], [])
-        assert mounts[read.auth_tokens_file] == str(tokens)
-        assert mounts.get(read.tls_cert) == (None if name == "http" else shown.cert)
-        assert not read.tls_client_ca
-        tls = ClientTls.from_environment(environment)
-        assert (tls.server_name if tls else "") == ("stack.example" if name == "frontend" else "")
+    service = services()["frontend"]
+    volumes = [filled_in(volume, variables) for volume in service["volumes"]]
+    mounts = dict(volume.split(":")[1::-1] for volume in volumes)
+    environment = {
+        variable: filled_in(str(value), variables)
+        for variable, value in service["environment"].items()
+        if value is not None
+    }
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    read = load_settings(FrontendSettings, [])
+    assert mounts[read.auth_tokens_file] == str(tokens)
+    assert mounts[read.tls_cert] == shown.cert
+    assert not read.tls_client_ca
+    tls = ClientTls.from_environment(environment)
+    assert tls
+    assert tls.server_name == "stack.example"
 
 
 @pytest.mark.parametrize(("status", "health"), [(200, "SERVING"), (503, "NOT_SERVING")])
 def test_the_probe_asks_http_too(status: int, health: str) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(status if self.path == "/readiness" else 404)
+            self.send_response(status if self.path == "/health" else 404)
             self.end_headers()
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:

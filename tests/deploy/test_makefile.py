@@ -51,8 +51,6 @@ def test_only_variables_that_are_set_are_passed() -> None:
         *("--max-num-seqs", "4"),
         *("--runtime", "docker"),
     ]
-    words = last_command("gateway", "GATEWAY_ADDRESSES=a:1,b:2", "HTTP_PORT=80")
-    assert words[-4:] == ["--gateway-addresses", "a:1,b:2", "--http-port", "80"]
     words = last_command("generate", "IN=a b", "OUT=c", "PORT=6000", "ARGS=--concurrency 4")
     assert words[2:] == ["a b", "c", "--address", "127.0.0.1:6000", "--concurrency", "4"]
     words = last_command("bench", "MODE=stack", "TP=2", "ARGS=--num-seqs 4")
@@ -131,7 +129,7 @@ def test_images_are_built_with_an_installed_builder(tmp_path: Path) -> None:
         assert path
         (tmp_path / name).symlink_to(path)
     built = make("images", "BASE=debian", "PIP_ARGS=-i here", PATH=str(tmp_path)).splitlines()
-    names = ("frontend", "gateway", "scheduler", "worker")
+    names = ("frontend", "scheduler", "worker")
     assert built == [
         f"podman build --file docker/{name}.Dockerfile --build-arg BASE=debian "
         f"--build-arg PIP_ARGS=-i here --tag nano-vllm-grpc/{name}{':cpu' * (name == 'worker')} ."

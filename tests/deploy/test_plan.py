@@ -22,7 +22,6 @@ from worker_svc.weights.fingerprint import ModelFiles
 
 from .conftest import DEMO, DIRECTORY, plan
 
-WITH_HTTP = (*ENGINE_SERVICES, "gateway")
 ADDRESS = {"SCHEDULER_ADDRESS": "127.0.0.1:7"}
 ADDRESSES = {"SCHEDULER_ADDRESSES": "127.0.0.1:7,127.0.0.1:8"}
 RANKS = {"TP": "4", "WORKER_ADDRESSES": "a:1,b:2,c:3,d:4", "ALLOW_PLAINTEXT": "1"}
@@ -40,18 +39,15 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return ports
 
 
-@pytest.mark.parametrize(
-    ("name", "service", "usual"), [("HTTP_PORT", "gateway", 8000), ("UI_PORT", "dashboard", 8080)]
-)
+@pytest.mark.parametrize(("name", "usual"), [("HTTP_PORT", 8000), ("UI_PORT", 8080)])
 def test_the_default_port_belongs_to_the_default_stack(
-    busy: set[int], name: str, service: str, usual: int
+    busy: set[int], name: str, usual: int
 ) -> None:
-    layout = Layout(services=(*ENGINE_SERVICES, service))
-
     def port_of(port: int = 50051, **variables: str) -> int:
-        stack, environment = plan(layout, port, **variables)
+        stack, environment = plan(Layout(), port, **variables)
+        url = stack.url if name == "HTTP_PORT" else list(stack.processes())[-1].address
         chosen = environment[f"NANO_{name}"]
-        assert list(stack.processes())[-1] == Process(service, 0, f"http://127.0.0.1:{chosen}")
+        assert url == f"http://127.0.0.1:{chosen}"
         return int(chosen)
 
     assert port_of(HOST="0.0.0.0", ALLOW_PUBLIC_PLAINTEXT="1") == usual
@@ -60,10 +56,22 @@ def test_the_default_port_belongs_to_the_default_stack(
     busy.add(usual)
     assert port_of() not in (0, usual)
     with pytest.raises(LaunchError, match=f"{name}: {usual} is in use; use another port"):
-        plan(layout, **{name: str(usual)})
-    assert not plan(layout, **{name: "0"})[0].count(service)
-    for services in (("frontend",), ("scheduler", service)):  # nobody to ask, nobody to serve
-        assert not plan(Layout(services=services))[0].count(service)
+        plan(Layout(), **{name: str(usual)})
+
+
+@pytest.mark.usefixtures("busy")
+def test_http_is_served_by_frontends_and_the_dashboard_needs_one() -> None:
+    stack, environment = plan(Layout(), HTTP_PORT="0", UI_PORT="0")
+    assert not stack.http_port
+    assert not stack.count("dashboard")
+    assert environment["NANO_HTTP_PORT"] == "0"
+    assert "NANO_RESPONSES_DIRECTORY" not in environment
+    stack, environment = plan(Layout(services=("scheduler", "dashboard")), HTTP_PORT="8000")
+    assert not stack.count("dashboard")
+    assert environment["NANO_HTTP_PORT"] == "0"
+    stack, _ = plan(Layout(services=("frontend",)), ALLOW_PLAINTEXT="1")
+    assert stack.http_port == 8000
+    assert not stack.count("dashboard")
 
 
 @pytest.mark.usefixtures("busy")
@@ -74,28 +82,20 @@ def test_the_dashboard_gets_a_free_port() -> None:
             plan(Layout(), **taken)
 
 
-def test_http_is_served_with_tokens_or_tls(tmp_path: Path, authority: Authority) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("a-token-of-sixteen\n")
+def test_http_has_the_tls_of_the_stack(authority: Authority) -> None:
     shown = authority.issue("http", "IP:127.0.0.1")
     tls = {"TLS_CERT": str(shown.cert), "TLS_KEY": str(shown.key)}
-    for settings, scheme in (({"AUTH_TOKENS_FILE": str(tokens)}, "http"), (tls, "https")):
-        stack, environment = plan(Layout(frontends=2, services=WITH_HTTP), **settings)
-        assert [e.address for e in stack.processes() if e.service == "gateway"] == [stack.url]
-        assert stack.url == f"{scheme}://127.0.0.1:{stack.http_port}"
-        addresses = environment["NANO_GATEWAY_ADDRESSES"].split(",")
-        assert [address.startswith("127.0.0.1:") for address in {*addresses}] == [True, True]
+    for settings in (tls, tls | {"TLS_CLIENT_CA": str(authority.ca)}):
+        stack, environment = plan(HTTP_PORT="auto", **settings)
+        assert environment["NANO_HTTP_PORT"] == str(stack.http_port)
+        assert stack.url == f"https://127.0.0.1:{stack.http_port}"
 
 
-def test_no_http_if_clients_need_certificates(authority: Authority) -> None:
-    shown = authority.issue("http", "IP:127.0.0.1")
-    settings = {"TLS_CERT": str(shown.cert), "TLS_KEY": str(shown.key)}
-    settings |= {"TLS_CLIENT_CA": str(authority.ca)}
-    stack, environment = plan(Layout(services=WITH_HTTP), **settings)
-    assert not stack.http_port
-    assert "NANO_GATEWAY_ADDRESSES" not in environment
-    with pytest.raises(LaunchError, match="HTTP_PORT: tls_client_ca is set, but the gateway"):
-        plan(Layout(services=WITH_HTTP), HTTP_PORT="8000", **settings)
+def test_background_responses_are_in_the_directory_of_the_stack_unless_told_otherwise() -> None:
+    for given in ({}, {"RESPONSES_DIRECTORY": "/srv"}, {"RESPONSES_DIRECTORY": ""}):
+        _, environment = plan(HTTP_PORT="auto", **given)
+        expected = given.get("RESPONSES_DIRECTORY", f"{DIRECTORY}/responses")
+        assert environment["NANO_RESPONSES_DIRECTORY"] == expected
 
 
 def test_defaults() -> None:
@@ -115,6 +115,8 @@ def test_defaults() -> None:
         "NANO_SCHEDULER_ADDRESSES": "file:.run/50051/engines",
         "NANO_WORKER_ADDRESSES": "unix:.run/50051/worker-0.sock",
         "NANO_METRICS_DIRECTORY": ".run/50051/metrics",
+        "NANO_HTTP_PORT": str(stack.http_port),
+        "NANO_RESPONSES_DIRECTORY": ".run/50051/responses",
     }
 
 

@@ -11,21 +11,21 @@ from itertools import count
 import pytest
 
 from deploy.errors import LaunchError
-from deploy.ports import free_port, reserve_port
+from deploy.ports import free_port, reserve_ports
 from shared.process.ports import bound_socket, held_ports
 from tests.stack import ROOT
 
 
 def test_only_this_stack_shares_a_reserved_port() -> None:
     port = free_port()
-    with reserve_port("127.0.0.1", port):
+    with reserve_ports("127.0.0.1", port):
         with pytest.raises(LaunchError, match=f"PORT: cannot listen on 127.0.0.1:{port}"):
-            reserve_port("127.0.0.1", port)
+            reserve_ports("127.0.0.1", port)
         with socket.socket() as frontend:
             frontend.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             frontend.bind(("127.0.0.1", port))
             frontend.listen()
-    reserve_port("127.0.0.1", port).close()
+    reserve_ports("127.0.0.1", port).close()
 
 
 def test_lingering_connections_of_a_stopped_stack_do_not_keep_its_port() -> None:
@@ -39,7 +39,7 @@ def test_lingering_connections_of_a_stopped_stack_do_not_keep_its_port() -> None
             accepted, _ = server.accept()
             accepted.close()  # closed first, so that TIME_WAIT is on our side
             assert client.recv(1) == b""
-    reserve_port("127.0.0.1", port).close()
+    reserve_ports("127.0.0.1", port).close()
 
 
 def test_no_port_is_returned_twice() -> None:

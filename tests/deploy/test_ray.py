@@ -57,6 +57,16 @@ def test_a_scheduler_needs_all_its_ranks_and_a_frontend_no_scheduler() -> None:
     assert found == {"NANO_TP": "2", "NANO_SCHEDULER_ADDRESSES": "file:/state/schedulers"}
 
 
+@pytest.mark.parametrize(("port", "expected"), [(50051, 8000), (6000, 0)])
+def test_frontends_serve_http_where_each_node_can(port: int, expected: int) -> None:
+    found = RayStack(StackSettings(port=port), {}, {})
+    assert found.http_port == expected
+    environment = found.environment_of(Process("frontend", 0), Endpoint(""), {}, FILE)
+    assert environment
+    directory = environment.get("NANO_RESPONSES_DIRECTORY")
+    assert directory == ("/state/responses" if expected else None)
+
+
 @pytest.mark.parametrize(
     ("host", "address"),
     [("127.0.0.1", "127.0.0.1:6000"), ("0.0.0.0", "10.0.0.1:6000"), ("[::]", "10.0.0.1:6000")],

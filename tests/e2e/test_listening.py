@@ -49,10 +49,9 @@ class Open:
 @pytest.fixture(scope="module", params=["plaintext", "tls"])
 def opened(request: pytest.FixtureRequest, certificates: Path) -> Iterator[Open]:
     settings: dict[str, object] = {"tp": 2, "frontends": 2, "ui_port": free_port()}
+    settings["http_port"] = "auto"
     inner = None
-    if request.param == "plaintext":
-        settings["http_port"] = "auto"
-    else:
+    if request.param == "tls":
         public, inner = Authority(certificates, "public"), Authority(certificates, "inner")
         shown = public.issue("server", "IP:127.0.0.1")
         roles = [f"{ROLE}{service}" for service in ("frontend", "scheduler", "worker")]
@@ -86,8 +85,6 @@ def listed(opened: Open) -> set[tuple[str, str]]:
     names = re.compile(f"({'|'.join(map(re.escape, values))})")
     found = set()
     for name, kind, address, when in rows:
-        if "`HTTP_PORT=0`" in when and not opened.stack.stack.http_port:
-            continue
         pattern = "".join(values.get(each) or re.escape(each) for each in names.split(address))
         owners = [each.name for each in opened.stack.processes() if each.service == name]
         if "rank 0" in when:
@@ -172,7 +169,6 @@ def test_other_users_reach_no_socket_nor_its_directory(opened: Open) -> None:
     assert not any(each.stat().st_mode & 0o077 for each in sockets)
 
 
-# The stack that listens on more ports.
 PLAINTEXT = pytest.mark.parametrize("opened", ["plaintext"], indirect=True)
 
 
@@ -185,14 +181,13 @@ def listening_ports(stack: RealStack) -> set[int]:
         for connection in psutil.Process(pid).net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
-    assert {stack.stack.port, stack.stack.ui_port} < ports
-    assert len(ports) == 6  # each frontend also has its metrics and the engine protocol
+    assert {stack.stack.port, stack.stack.http_port, stack.stack.ui_port} < ports
+    assert len(ports) == 5  # each frontend also has its metrics
     return ports
 
 
 @PLAINTEXT
 def test_no_other_user_can_take_the_port_of_a_process_that_died(opened: Open) -> None:
-    """But for the gateway's, which docs/deploy/security.md says."""
     stack, ports = opened.stack, listening_ports(opened.stack)
     pids = [stack.pid(*name) for name in CLIENTS_PROCESSES]
     parents = [psutil.Process(pid).parent() for pid in pids]

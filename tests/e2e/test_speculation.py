@@ -9,13 +9,9 @@ from functools import cache
 from random import Random
 from typing import Any
 
-import grpc
 import pytest
-from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
-from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from deploy.ports import free_port
-from nano_vllm_grpc import SamplingParams
+from nano_vllm_grpc import LLM, SamplingParams, StructuredOutput
 from tests.chaos.campaign import undisturbed
 from tests.chaos.workload import Request, draw_requests
 from tests.faults.transcript import Transcript
@@ -65,21 +61,18 @@ def expected(
 
 
 @pytest.fixture
-def stack(expected: object, way: dict[str, Any]) -> Iterator[tuple[RealStack, str]]:
-    gateway = f"127.0.0.1:{free_port()}"
-    with running_stack(dtype="float32", gateway_addresses=gateway, **way) as running:
-        yield running, gateway
+def stack(expected: object, way: dict[str, Any]) -> Iterator[RealStack]:
+    with running_stack(dtype="float32", **way) as running:
+        yield running
 
 
 def test_tokens_are_those_without_speculation(
-    stack: tuple[RealStack, str], requests: list[Request], expected: dict[str, Transcript]
+    stack: RealStack, requests: list[Request], expected: dict[str, Transcript]
 ) -> None:
-    running, gateway = stack
-
     async def run() -> dict[str, Transcript]:
-        reading = asyncio.create_task(undisturbed(running.address, requests))
-        await asyncio.to_thread(running.wait_load, lambda load: load.accepted_tokens > 0)
-        await asyncio.to_thread(running.kill, "worker")
+        reading = asyncio.create_task(undisturbed(stack.address, requests))
+        await asyncio.to_thread(stack.wait_load, lambda load: load.accepted_tokens > 0)
+        await asyncio.to_thread(stack.kill, "worker")
         return await reading
 
     found = asyncio.run(run())
@@ -89,22 +82,17 @@ def test_tokens_are_those_without_speculation(
         for difference in transcript.compare(expected[name]).differences
     ]
     assert not differences
-    load = running.wait_idle()
+    load = stack.wait_idle()
     assert 0 < load.accepted_tokens <= load.draft_tokens
 
-    with grpc.insecure_channel(gateway) as channel:
-        engine: Any = VllmEngineStub(channel)  # type: ignore[no-untyped-call]
-        sampling = vllm.SamplingParams(temperature=1.0, max_tokens=40, regex="(abc, ){9}")
-        asked = vllm.GenerateRequest(
-            request_id="forced",
-            tokenized=vllm.TokenizedInput(input_ids=REPEATED),
-            sampling_params=sampling,
-        )
+    forced = StructuredOutput(regex="(abc, ){9}")
+    sampling = SamplingParams(temperature=1.0, max_tokens=40, structured_output=forced)
+    with LLM(stack.address) as llm:
 
-        def drafted() -> Any:
-            *_, last = engine.Generate(asked)
-            return last.complete.spec_accepted_tokens and last.complete
+        def drafted() -> bool:
+            before = stack.load().accepted_tokens
+            llm.generate([REPEATED], sampling, use_tqdm=False)
+            return stack.load().accepted_tokens > before
 
         # A busy machine may hide for some time that drafts are worth theirs.
-        last = wait_for(drafted, "drafts of tokens that a grammar forces")
-    assert last.spec_accepted_tokens <= last.spec_draft_tokens
+        wait_for(drafted, "drafts of tokens that a grammar forces")

@@ -116,7 +116,7 @@ def _takes_requests(stack: RealStack, engine: str) -> bool:
 
 
 def _over_http(stack: RealStack) -> str:
-    """The text of a greedy completion, streamed through the gateway."""
+    """The text of a greedy completion, streamed over HTTP."""
     body = {
         "model": stack.stack.model,
         "prompt": STORY,

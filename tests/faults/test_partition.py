@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.health import SERVING, check_health
-from deploy.stack import MODULES, SERVICES
+from deploy.stack import ENGINE_SERVICES, MODULES
 from tests.faults.faulty import faulty_environment
 from tests.faults.network import Hosts, missing
 from tests.faults.streams import REQUESTS, assert_undamaged, open_streams, undisturbed
@@ -45,7 +45,7 @@ def hosts_of_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Netw
     hosts = Hosts(["frontend", "scheduler", "worker"])
     try:
         address = f"{hosts.public_address}:{_PORT}"
-        for name in SERVICES:
+        for name in ENGINE_SERVICES:
             _start(name, hosts, logs)
         try:
             wait_for(lambda: check_health(address) == SERVING, "the frontend to be SERVING")

@@ -1,9 +1,8 @@
-"""The interfaces of the gateway and of the dashboard, over HTTP."""
+"""The interfaces of the frontend and of the dashboard, over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,6 @@ from tests.fuzz.http_requests import Answer, exchange, is_whole
 from tests.fuzz.tally import DEADLINE_S, Tally
 
 _MAY = (501, 503)  # besides 2xx, 3xx and 4xx
-# The gateway says so of a model that it does not know: docs/use/http.md.
-_KNOWN = re.compile(r"Available: [^\"]*")
 
 
 async def send_case(address: str, case: Case, tally: Tally) -> None:
@@ -25,7 +22,7 @@ async def send_case(address: str, case: Case, tally: Tally) -> None:
         if not answer.status and is_whole(message):
             tally.problem("closed without an answer", case)
         for text in _errors(answer):
-            tally.text(_KNOWN.sub("", text), case)
+            tally.text(text, case)
 
 
 def _errors(answer: Answer) -> Iterator[str]:
@@ -100,12 +97,12 @@ _POSTS: list[tuple[str, Any]] = [
     ("/v1/tokenize", {"model": "demo", "prompt": "Once upon a time"}),
     ("/v1/detokenize", {"model": "demo", "tokens": [1, 2, 3]}),
 ]
-GATEWAY = [*(("POST", path, body) for path, body in _POSTS), ("GET", "/v1/models", None)]
+API = [*(("POST", path, body) for path, body in _POSTS), ("GET", "/v1/models", None)]
 PAGE: list[tuple[str, str, Any]] = [
     *[("POST", "/chat", {"messages": _MESSAGES})] * 4,
     ("POST", "/chat", {"messages": [{"role": "system", "content": "Be brief."}, *_MESSAGES]}),
     ("GET", "/", None),
     ("GET", "/events", None),
-    ("GET", "/readiness", None),
+    ("GET", "/health", None),
     ("GET", "/static/dashboard.js", None),
 ]

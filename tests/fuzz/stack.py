@@ -1,4 +1,4 @@
-"""A stack of processes, with the interfaces of its frontend, its gateway and its dashboard."""
+"""A stack of processes, with the interfaces of its frontend and its dashboard."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from urllib.parse import urlsplit
 
 from grpc import aio
 
-from deploy.ports import free_port
 from frontend.api.servicer import SERVICE_NAME
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.frontend.conftest import link_with_qwen3_template
-from tests.fuzz import engine, frontend, http
+from tests.fuzz import frontend, http
 from tests.fuzz.harness import Interface, calling, drawing
 from tests.fuzz.http_requests import draw_cases
 from tests.fuzz.tally import DEADLINE_S, VALID, Tally
@@ -37,29 +36,22 @@ async def running_frontend(directory: Path) -> AsyncIterator[list[Interface]]:
     model = directory / "demo"
     model.mkdir()
     link_with_qwen3_template(model)  # which takes all that a chat may have
-    engine_address = f"127.0.0.1:{free_port()}"
     with running_stack(
         model=model,
-        gateway_addresses=engine_address,
         http_port="auto",
         ui_port="auto",
         **_SMALL,
     ) as stack:
         stack.wait_serving()
-        async with (
-            aio.insecure_channel(stack.address) as public,
-            aio.insecure_channel(engine_address) as engines,
-        ):
+        async with aio.insecure_channel(stack.address) as public:
             honest = partial(_stream, public)
             rest = partial(_check_rest, stack, stack.pids())
-            gateway = partial(http.send_case, urlsplit(stack.stack.url).netloc)
+            api = partial(http.send_case, urlsplit(stack.stack.url).netloc)
             page = partial(http.send_case, urlsplit(stack.stack.dashboard_url).netloc)
             public_calls = calling(public, SERVICE_NAME)
-            engine_calls = partial(engine.send_case, engines)
             yield [
                 Interface("frontend", drawing(frontend.SHARES), public_calls, honest, rest),
-                Interface("engine", drawing(engine.SHARES), engine_calls, honest, rest),
-                Interface("http", partial(draw_cases, http.GATEWAY), gateway, honest, rest),
+                Interface("http", partial(draw_cases, http.API), api, honest, rest),
                 Interface("dashboard", partial(draw_cases, http.PAGE), page, honest, rest),
                 transport(stack.address, SERVICE_NAME, "GetModel", honest, rest),
             ]

@@ -1,4 +1,4 @@
-"""The gateway of a real stack, to which OpenAI's and Anthropic's own clients talk."""
+"""HTTP of a real stack, to which OpenAI's and Anthropic's own clients talk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUESTION = "Where does Anna live?"
 
 
 def input_of_checks(stack: RealStack) -> dict[str, Any]:
-    """The gateway's address and the public service's answers."""
+    """The URL of a stack and the answers over gRPC."""
     greedy = SamplingParams(temperature=0)
     with LLM(stack.address) as llm:
         (completion,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))

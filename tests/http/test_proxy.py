@@ -1,4 +1,4 @@
-"""nginx in front of the gateway, with the configuration in docs/use/http.md."""
+"""nginx in front of the frontends, with the configuration in docs/use/http.md."""
 
 from __future__ import annotations
 
@@ -9,40 +9,35 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import httpx2
 import pytest
 
 from deploy.ports import free_port
-from tests.http.small import half_sent, small_gateway
-from tests.http.stacks import Side
-from tests.stack import ROOT
+from tests.http.test_stack import half_sent
+from tests.stack import ROOT, running_stack
 from tests.waiting import wait_for
 
 HOST = "llm.example"
-PATIENCE_S = 300  # of the gateway, with bodies: longer than requests wait for a place
 ASKED = {"model": "demo", "prompt": "Once", "max_tokens": 1}
 
 pytestmark = pytest.mark.skipif(not shutil.which("nginx"), reason="nginx is not installed")
 
 
 @pytest.fixture(scope="module")
-def gateway() -> Iterator[str]:
-    with ExitStack() as processes:
-        directory = processes.enter_context(TemporaryDirectory(prefix="nano"))  # a short path
-        side = Side(Path(directory), processes)
-        side.wait_serving()
-        yield processes.enter_context(small_gateway(side.engine_address, PATIENCE_S))
+def frontend() -> Iterator[str]:
+    """The address of HTTP of a stack."""
+    with running_stack(http_port="auto", http_hosts=HOST) as stack:
+        yield stack.stack.url.removeprefix("http://")
 
 
 @pytest.fixture(scope="module")
-def proxy(gateway: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def proxy(frontend: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of nginx."""
     directory, address = tmp_path_factory.mktemp("nginx"), f"127.0.0.1:{free_port()}"
     text = (ROOT / "docs" / "use" / "http.md").read_text()
     (configuration,) = re.findall(r"```nginx\n(.*?)```", text, re.S)
-    for documented, here in (("listen 8443", f"listen {address}"), ("127.0.0.1:8000", gateway)):
+    for documented, here in (("listen 8443", f"listen {address}"), ("127.0.0.1:8000", frontend)):
         assert documented in configuration
         configuration = configuration.replace(documented, here)
     # Where a user other than root may write.
@@ -78,16 +73,16 @@ def status(address: str, **headers: str) -> int:
         ({}, 421),
     ],
 )
-def test_only_the_gateways_own_name_is_served(
+def test_only_the_servers_own_name_is_served(
     proxy: str, headers: dict[str, str], code: int
 ) -> None:
     assert status(proxy, **headers) == code
 
 
-def test_half_sent_bodies_take_no_place_of_the_gateway(proxy: str, gateway: str) -> None:
+def test_half_sent_bodies_take_no_place_of_the_frontends(proxy: str, frontend: str) -> None:
     with ExitStack() as connections:
         for _ in range(64):  # as many as an address may have
             connections.enter_context(half_sent(proxy, HOST))
         wait_for(lambda: status(proxy, host=HOST) == 429, "nginx to count them")
-        assert status(gateway) == 200
+        assert status(frontend) == 200
     wait_for(lambda: status(proxy, host=HOST) == 200, "the places of closed connections")

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "requirements"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-IMAGES = ("frontend", "gateway", "scheduler", "worker")
+IMAGES = ("frontend", "scheduler", "worker")
 EXTRAS = ("dev", "ray", *IMAGES)
 WITH_TORCH = ("dev", "scheduler", "worker")
 # Installed apart, see the Makefile.

@@ -147,7 +147,7 @@ def _json(rng: random.Random, pairs: Pairs) -> Document:
 
 
 def _call_pieces(task: tasks.Task, rng: random.Random) -> Document:
-    """A call: as the prompt asks for it, or as the gateway holds models to it by a grammar, which
+    """A call: as the prompt asks for it, or as a server may hold models to it by a grammar, which
     writes the beginning."""
     if rng.random() < 0.75:
         return [(f"{task.call_text}<|im_end|>", True)]

@@ -71,7 +71,7 @@ class Task:
 
     @property
     def required_call(self) -> Values:
-        """The call as the gateway has a model write it that must call a function."""
+        """The call as a server may have a model write it that must call a function."""
         return {"name": self.function, "parameters": self.fields}
 
 
@@ -90,7 +90,7 @@ def schema_of(value: Any) -> Values:
 
 
 def schema_of_calls(tasks: list[Task]) -> Values:
-    """The JSON schema to which the gateway holds a model that must call one of the functions."""
+    """A JSON schema for a model that must call one of the functions."""
     calls = [schema_of(task.required_call) for task in tasks]
     for call, task in zip(calls, tasks, strict=True):
         call["properties"]["name"]["enum"] = [task.function]

@@ -24,7 +24,6 @@ from tools.reference import markdown
 from tools.reference.markdown import code, codes, described, prose, table
 
 Error = TypeVar("Error", bound=Exception)
-# The gateway, a program in Rust, translates statuses. `tests/http` checks 400, 401, 429 and 503.
 _HTTP = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
@@ -32,15 +31,13 @@ _HTTP = {
     grpc.StatusCode.UNIMPLEMENTED: 501,
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.FAILED_PRECONDITION: 400,
-    # The gateway gets FAILED_PRECONDITION instead, so that it does not repeat the request.
-    grpc.StatusCode.INTERNAL: 400,
+    grpc.StatusCode.INTERNAL: 500,
 }
-_OF_GATEWAY = (
-    ("401", "the token is missing or unknown"),
-    ("404", "the model is not served, or a stored response is not there"),
+_HTTP_ALONE = (
+    ("404", "the path or the model is not served"),
     ("408", "the body did not arrive in time"),
     ("413", "the body is too large"),
-    ("429", "too many requests are in progress, or the tenant has no tokens left"),
+    ("431", "the request's line and headers are too large"),
 )
 _SAMPLES: Mapping[type[ServiceError], ServiceError] = {
     InvalidArgumentError: InvalidArgumentError("field", "reason"),
@@ -57,9 +54,9 @@ def page() -> str:
         "of the Python client. It says what a client should do about each.",
         "## Statuses",
         "A message names the field, the value and the limit, and never quotes a prompt. Details "
-        "are messages of `google.rpc` in the trailer `grpc-status-details-bin`. The HTTP status is "
-        "the answer of the gateway, after its own retries. Below, `field` and `retry_after_s` are "
-        "values in the details.",
+        "are messages of `google.rpc` in the trailer `grpc-status-details-bin`. Over HTTP, "
+        "the status is the one in the last column. Below, `field` and `retry_after_s` are values "
+        "in the details.",
         table(("Status", "Number", "Exception in the server", "Details", "HTTP"), _statuses()),
         "\n".join(
             f"- {code(each.code.name)}: {prose(each.__doc__ or '')}"
@@ -68,9 +65,9 @@ def page() -> str:
         "gRPC itself ends calls with `CANCELLED` if the client cancels them, and with "
         "`UNAVAILABLE` if it cannot reach the server. A frontend reports every exception that is "
         "not listed as `INTERNAL`, with the message `internal error`.",
-        "## Statuses of the gateway",
-        "The gateway itself answers some requests, without a frontend.",
-        described(("HTTP", "Reason"), _OF_GATEWAY),
+        "## Statuses of HTTP",
+        "Some statuses exist over HTTP alone.",
+        described(("HTTP", "Reason"), _HTTP_ALONE),
         "## Exceptions of the Python client",
         "All exceptions derive from `LLMError`, and have a `message` and a gRPC status, `code`. "
         "The classes `LLM` and `AsyncLLM` repeat requests that end with `UNAVAILABLE`. They repeat "

@@ -56,7 +56,6 @@ _REQUEST = (
     ),
     Limit("`beam_width` · `max_tokens`", "scheduler_svc.core.admission:MAX_BEAM_TOKENS", "tokens"),
     Limit("candidates of a beam", "scheduler_svc.core.admission:_MAX_LOGPROBS", "tokens"),
-    Limit("requests in a call of `Abort`", "frontend.api.vllm_engine.servicer:_MAX_ABORTED"),
 )
 _STRUCTURED = (
     Limit("text of a constraint", "frontend.text.structured_output:MAX_GRAMMAR_BYTES", "bytes"),
@@ -114,10 +113,11 @@ _PROCESS = (
 )
 _HTTP = (
     Limit("size of a body", "max_message_bytes", "bytes", "413"),
-    Limit("requests in progress", "deploy.gateway:_MAX_REQUESTS", "", "429"),
-    Limit("time in which a body arrives", "deploy.gateway:_BODY_S", "s", "408"),
-    Limit("pause in a body", "deploy.gateway:_STALL_S", "s", "408"),
-    Limit("retries of a request", "deploy.gateway:_RETRIES", "", "429 or 503"),
+    Limit("line and headers of a request", "frontend.http.app:MAX_HEAD_BYTES", "bytes", "431"),
+    Limit("time in which they arrive", "frontend.http.server:_HEAD_S", "s", "closed"),
+    Limit("connection without requests", "frontend.http.server:_IDLE_S", "s", "closed"),
+    Limit("handshake of a connection", f"{_SERVER}:HANDSHAKE_S", "s", "closed"),
+    Limit("connections", f"{_SERVER}:MAX_CONNECTIONS", "", "closed"),
 )
 _DASHBOARD = (
     Limit("connections", "deploy.dashboard.__main__:_MAX_CONNECTIONS", "", "503"),
@@ -150,7 +150,7 @@ def page() -> str:
         described(("Key", "Values", "Default", "Meaning"), _tenant()),
         "## Processes",
         _table(_PROCESS),
-        "## Gateway",
+        "## HTTP",
         _table(_HTTP),
         "## Dashboard",
         _table(_DASHBOARD),

@@ -34,8 +34,7 @@ def page() -> str:
         "adds `service` and `index` from the files of `.run/PORT/metrics`, and `engine` for "
         "schedulers and workers. Times are in seconds. Metrics that vLLM also has use the same "
         "name with another prefix, and the same buckets.",
-        "Each process also serves the `process_*` metrics of prometheus_client. The gateway serves "
-        "the metrics of Shepherd Model Gateway instead of those below.",
+        "Each process also serves the `process_*` metrics of prometheus_client.",
         "## All processes",
         described(_COLUMNS, map(_row, common.values())),
         *_sections(own),

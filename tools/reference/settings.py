@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from cli.variables import LAUNCHERS
 from deploy.dashboard.__main__ import DashboardSettings
-from deploy.gateway import GatewaySettings
 from deploy.plan import StackSettings
 from frontend.settings import FrontendSettings
 from scheduler_svc.settings import SchedulerSettings
@@ -22,7 +22,6 @@ _READERS: Mapping[str, type[ServiceSettings]] = {
     "worker": WorkerSettings,
     "scheduler": SchedulerSettings,
     "frontend": FrontendSettings,
-    "gateway": GatewaySettings,
     "dashboard": DashboardSettings,
     "launcher": StackSettings,
 }
@@ -32,7 +31,6 @@ _SECTIONS: Mapping[str, type[ServiceSettings]] = {
     "Scheduler": SchedulerSettings,
     "Frontends": FrontendSettings,
     "Launcher": StackSettings,
-    "Gateway": GatewaySettings,
     "All services": ServiceSettings,
 }
 _INTRODUCTION = """Each setting has one name, which is written in four ways. For `max_num_seqs`:
@@ -124,6 +122,8 @@ def _sections() -> Iterator[str]:
     for title, cls in _SECTIONS.items():
         rows = []
         for name, field in cls.model_fields.items():
+            if name in LAUNCHERS and cls is not StackSettings:
+                continue
             if name in listed or (name in ServiceSettings.model_fields) != (cls is ServiceSettings):
                 continue
             listed.add(name)

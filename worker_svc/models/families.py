@@ -1,6 +1,6 @@
 """The model families that are served, by their name in `architectures` of config.json.
 
-This module does not import torch, because the gateway uses it too.
+This module does not import torch, because the launcher uses it too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ class Family:
         module: the name of its module in this folder, whose `build` makes a model of `Parts`.
         defaults: transformers' defaults for fields that config.json may leave out.
         gguf: the family's `general.architecture` in GGUF files.
-        reasoning_parser, tool_call_parser: smg's names for the formats that the models write.
         gguf_pairs: whether GGUF files interleave the two halves of each head's rows of q and k.
     """
 
@@ -34,8 +33,6 @@ class Family:
     module: str
     defaults: Mapping[str, Any]
     gguf: str
-    reasoning_parser: str | None
-    tool_call_parser: str | None
     gguf_pairs: bool = False
 
 
@@ -55,8 +52,6 @@ _SERVED = (
         module="qwen3",
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
         gguf="qwen3",
-        reasoning_parser="qwen3",
-        tool_call_parser="qwen",
     ),
     Family(
         architecture="Qwen2ForCausalLM",
@@ -64,8 +59,6 @@ _SERVED = (
         module="qwen2",
         defaults=_QWEN_DEFAULTS,
         gguf="qwen2",
-        reasoning_parser=None,
-        tool_call_parser="qwen",
     ),
     Family(
         architecture="LlamaForCausalLM",
@@ -81,8 +74,6 @@ _SERVED = (
         },
         gguf="llama",
         gguf_pairs=True,
-        reasoning_parser=None,
-        tool_call_parser="llama",
     ),
 )
 FAMILIES = {family.architecture: family for family in _SERVED}

@@ -1,4 +1,4 @@
-"""Attacks on the HTTP gateway, the dashboard and the engine protocol."""
+"""Attacks on HTTP and on the dashboard."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ import itertools
 import json
 from typing import Any
 
-from frontend.api.vllm_engine.servicer import SERVICE_NAME
-from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
-
 from tests.abuse.attack import Target, attack
-from tests.abuse.observer import STREAMS
 from tests.http2 import RawConnection
 
 _LIMIT = (4 << 20) - 1024  # bytes of a body that is still read
@@ -49,8 +45,7 @@ async def _ask(target: Target, request: bytes, until: bytes = b"") -> bytes:
 
 @attack(interface="http")
 async def http_half_sent(target: Target) -> None:
-    """500 connections to the gateway that send a head or a body, a few bytes at a time, and
-    never all of it."""
+    """500 connections that send a head or a body, a few bytes at a time, and never all of it."""
     numbers = itertools.count()
 
     async def trickle(connection: RawConnection) -> None:
@@ -90,34 +85,3 @@ async def dashboard_polls(target: Target) -> None:
     chat = _post(target, "/chat", {"messages": _MESSAGES})
     requests = itertools.cycle([watch, chat])
     await target.flood(lambda: _ask(target, next(requests)), 64)
-
-
-@attack(interface="engine")
-async def engine_flood(target: Target) -> None:
-    """Requests for one token by the engine protocol, 64 at a time, each aborted as it is made."""
-    numbers = itertools.count()
-    sampling = vllm.SamplingParams(max_tokens=1, temperature=0)
-    ids = vllm.TokenizedInput(input_ids=[5, 6, 7])
-    async with target.channel() as channel:
-
-        async def send() -> None:
-            name = str(next(numbers))
-            request = vllm.GenerateRequest(
-                request_id=name, tokenized=ids, sampling_params=sampling
-            ).SerializeToString()
-            abort = vllm.AbortRequest(request_ids=[name]).SerializeToString()
-            await asyncio.gather(
-                target.ask(channel, f"/{SERVICE_NAME}/Generate", request),
-                target.ask(channel, f"/{SERVICE_NAME}/Abort", abort),
-            )
-
-        await target.flood(send, 64)
-
-
-@attack(interface="engine")
-async def foreign_aborts(target: Target) -> None:
-    """Aborts of the ids that others' requests by the engine protocol have, 16 at a time."""
-    names = [str(number) for number in range(STREAMS)]
-    abort = vllm.AbortRequest(request_ids=names).SerializeToString()
-    async with target.channel() as channel:
-        await target.flood(lambda: target.ask(channel, f"/{SERVICE_NAME}/Abort", abort), 16)

@@ -93,7 +93,7 @@ def test_the_workload_halfway() -> None:
 
 
 # Packages that a machine with a GPU need not have.
-UNUSED = {"opentelemetry-sdk", "smg", "smg-grpc-proto", "starlette", "xgrammar"}
+UNUSED = {"opentelemetry-sdk", "xgrammar"}
 
 
 @pytest.mark.system

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from deploy.gateway import GatewaySettings
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.channels import stays_on_host
 from scheduler_svc.settings import SchedulerSettings
@@ -23,7 +22,6 @@ SERVICES: dict[str, type[ServiceSettings]] = {
     "nano-vllm-grpc/frontend": FrontendSettings,
     "nano-vllm-grpc/scheduler": SchedulerSettings,
     "nano-vllm-grpc/worker": WorkerSettings,
-    "nano-vllm-grpc/gateway": GatewaySettings,
 }
 
 
@@ -129,11 +127,8 @@ class Process:
     def served(self) -> list[str]:
         """The addresses that it serves at, without that of its metrics; health is at the first."""
         match settings := self.settings:
-            case GatewaySettings():
-                return [f"{settings.host}:{settings.http_port}"]
             case FrontendSettings():
-                engine = [settings.gateway_address] if settings.gateway_address else []
-                return [f"{settings.host}:{settings.port}", *engine]
+                return [f"{settings.host}:{port}" for port in (settings.port, settings.http_port)]
             case SchedulerSettings():
                 return [settings.scheduler_address]
             case WorkerSettings():

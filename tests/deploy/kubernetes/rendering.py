@@ -19,8 +19,8 @@ OVERLAYS = ("cpu", "gpu", "tp", "tp-nodes", "engines")
 # An overlay with components, as docs/deploy/kubernetes.md has users combine them.
 COMBINATIONS = (
     *((overlay, ()) for overlay in OVERLAYS),
-    ("cpu", ("cert-manager", "http")),
-    ("engines", ("cert-manager", "http", "autoscaling")),
+    ("cpu", ("cert-manager",)),
+    ("engines", ("cert-manager", "autoscaling")),
     ("tp-nodes", ("cert-manager",)),
     ("tp", ("encrypted-network",)),
     ("tp-nodes", ("encrypted-network",)),

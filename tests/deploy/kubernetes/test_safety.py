@@ -3,7 +3,6 @@ plaintext or to the wrong pod."""
 
 from __future__ import annotations
 
-from deploy.gateway import GatewaySettings
 from frontend.settings import FrontendSettings
 from nano_vllm_grpc.channels import stays_on_host
 from scheduler_svc.settings import SchedulerSettings
@@ -28,8 +27,8 @@ def test_pods_are_without_privileges(manifests: list[Manifest]) -> None:
             assert volume.get("secret", {}).get("defaultMode", 0o440) == 0o440
         for container in pod.containers:
             own = container["securityContext"]
-            if limit := {"frontend": "8Gi", "gateway": "2Gi"}.get(container["name"]):
-                assert container["resources"]["limits"]["memory"] == limit
+            if container["name"] == "frontend":
+                assert container["resources"]["limits"]["memory"] == "8Gi"
             assert own["allowPrivilegeEscalation"] is False
             assert own["readOnlyRootFilesystem"] is True
             assert own["capabilities"] == {"drop": ["ALL"]}
@@ -61,18 +60,23 @@ def test_traffic_between_pods_is_encrypted(
     for process in started:
         if not all(map(stays_on_host, process.served)):
             assert (process.tls is None) is encrypted
-        if process.service is not GatewaySettings:
-            assert process.settings.allow_plaintext is encrypted
-            expected = "optional" if encrypted else "required"
-            assert process.settings.internal_tls_roles == expected
+        assert process.settings.allow_plaintext is encrypted
+        expected = "optional" if encrypted else "required"
+        assert process.settings.internal_tls_roles == expected
+
+
+def test_services_say_whether_http_is_encrypted(
+    manifests: list[Manifest], combination: Combination
+) -> None:
+    ports = named(manifests, "Service")["frontend"]["spec"]["ports"]
+    (http,) = (each for each in ports if each["name"] == "http")
+    assert http["appProtocol"] == ("http" if "encrypted-network" in combination[1] else "https")
 
 
 def test_clients_need_a_token(started: list[Process]) -> None:
     for process in started:
-        if process.service in (FrontendSettings, GatewaySettings):
+        if process.service is FrontendSettings:
             assert process.settings.callers_need_tokens
-        if process.service is GatewaySettings:
-            assert all(map(stays_on_host, process.settings.gateway_addresses))
 
 
 def test_pods_reject_traffic_without_a_policy(manifests: list[Manifest]) -> None:

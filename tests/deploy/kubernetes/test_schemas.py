@@ -82,7 +82,7 @@ def test_the_volume_of_models_fits_the_schemas(tmp_path: Path) -> None:
     manifests = render(KUBERNETES / "model")
     assert refusals(manifests, VERSIONS[0], tmp_path) == []
     (claim,) = named(manifests, "PersistentVolumeClaim")
-    for pod in render_combination("cpu", ("http",)):
+    for pod in render_combination("cpu"):
         if pod["kind"] in ("Deployment", "StatefulSet"):
             volumes = {each["name"]: each for each in pod["spec"]["template"]["spec"]["volumes"]}
             assert volumes["models"]["persistentVolumeClaim"]["claimName"] == claim

@@ -8,7 +8,6 @@ import dataclasses
 import importlib.util
 from pathlib import PurePosixPath
 
-from deploy.gateway import GatewaySettings
 from nano_vllm_grpc.tls import ClientTls
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
@@ -21,7 +20,10 @@ from tests.deploy.kubernetes.rendering import Manifest, render_combination
 # What deploy.health reads.
 PROBE_NAMES = ("tls_ca", "tls_server_name", "client_cert", "client_key")
 PROBE = ["python", "-m", "deploy.health"]
-FILES = ("model", "tls_cert", "tls_key", "auth_tokens_file", "internal_tls_cert")
+FILES = (
+    *("model", "tls_cert", "tls_key", "auth_tokens_file", "internal_tls_cert"),
+    "responses_directory",
+)
 
 
 def known(process: Process) -> set[str]:
@@ -61,12 +63,6 @@ def test_probes_ask_for_health_where_it_is_served(started: list[Process]) -> Non
         # They would kill a process that waits for others.
         assert not {"livenessProbe", "startupProbe"} & process.container.keys()
         probe = process.container["readinessProbe"]
-        if process.service is GatewaySettings:
-            scheme = "HTTPS" if process.tls else "HTTP"
-            get = probe["httpGet"]
-            assert (get["scheme"], get["path"]) == (scheme, "/readiness")
-            assert get["port"] in {each["name"] for each in process.container["ports"]}
-            continue
         *command, address = probe["exec"]["command"]
         assert command == PROBE
         assert importlib.util.find_spec(PROBE[-1])
@@ -94,7 +90,7 @@ def test_pods_end_after_their_containers_and_then_their_sidecars_have_drained(
 
 
 def test_autoscaling_queries_metrics_that_exist_and_owns_the_number_of_engines() -> None:
-    manifests = render_combination("engines", ("cert-manager", "http", "autoscaling"))
+    manifests = render_combination("engines", ("cert-manager", "autoscaling"))
     metrics = EngineMetrics()
     metrics.scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, 4))
     names = {family.name for family in metrics.collect()}
