@@ -1,0 +1,1 @@
+"""Formats of answers: reasoning and tool calls in the text of a model."""

@@ -1,0 +1,82 @@
+"""Formats of tool calls: their choice by a chat template, and the grammar that forces calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+# What encloses DeepSeek's calls.
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, NAME_END, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+PYTHON_TAG = "<|python_tag|>"
+
+
+class ToolFormat(Enum):
+    """How a model writes tool calls."""
+
+    HERMES = "Hermes"
+    LLAMA = "Llama"
+    DEEPSEEK = "DeepSeek"
+
+
+# The first of these that a chat template contains decides.
+TEMPLATE_MARKS = {
+    CALLS_BEGIN: ToolFormat.DEEPSEEK,
+    "<tool_call>": ToolFormat.HERMES,
+    PYTHON_TAG: ToolFormat.LLAMA,
+    "<|im_start|>": ToolFormat.HERMES,  # the custom of models that are trained with these marks
+}
+
+
+def tool_format(template: str) -> ToolFormat:
+    """The format of tool calls of a model with this chat template.
+
+    Without a mark, it is Hermes, because forced calls need a format."""
+    found = (form for mark, form in TEMPLATE_MARKS.items() if mark in template)
+    return next(found, ToolFormat.HERMES)
+
+
+def reasons(template: str) -> bool:
+    """Whether a model with this chat template may begin its answers with reasoning."""
+    return "<think>" in template or "</think>" in template
+
+
+def forced_calls(
+    form: ToolFormat, functions: Sequence[tuple[str, dict[str, Any] | None]], *, parallel: bool
+) -> dict[str, Any]:
+    """A structural tag whose texts are calls that `AnswerParser` reads.
+
+    Args:
+        functions: the names of those that may be called, with the schemas of their arguments.
+        parallel: whether there may be more than one call.
+    """
+    tags = []
+    for name, schema in functions:
+        begin, end = _around_arguments(form, name)
+        content = {"type": "json_schema", "json_schema": schema or {"type": "object"}}
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
+    calls = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": "; " if form is ToolFormat.LLAMA else "\n",
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+    if form is ToolFormat.DEEPSEEK:
+        calls = {"type": "tag", "begin": CALLS_BEGIN, "content": calls, "end": CALLS_END}
+    return {"type": "structural_tag", "format": calls}
+
+
+def _around_arguments(form: ToolFormat, name: str) -> tuple[str, str]:
+    """The text before the arguments of a call, and the text after them."""
+    match form:
+        case ToolFormat.HERMES:
+            begin = f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": '
+            return begin, "}\n</tool_call>"
+        case ToolFormat.LLAMA:
+            return f'{{"name": {json.dumps(name)}, "parameters": ', "}"
+        case ToolFormat.DEEPSEEK:
+            begin = f"{CALL_BEGIN}function{NAME_END}{name}\n```json\n"
+            return begin, f"\n```{CALL_END}"
