@@ -11,7 +11,8 @@ import orjson
 from frontend.engines.token_stream import FinishReason
 from frontend.generation import CompletionReader, Generation, Totals
 from frontend.generations import Generations
-from frontend.http.formats import AnswerParser, Event, ToolFormat, reasons
+from frontend.http.formats.parser import AnswerParser, Event
+from frontend.http.formats.tool_format import ToolFormat, reasons
 from frontend.logprobs import LogprobRow
 from frontend.request import GenerationRequest
 from frontend.text.completion import Delta

@@ -9,7 +9,13 @@ from typing import Any, Literal
 from frontend.http.answers import Answers
 from frontend.http.chunks import ChunkBody, ChunkedAnswer, Json
 from frontend.http.exchange import Answer, Request
-from frontend.http.formats import CallArguments, CallBegin, Content, Event, Reasoning
+from frontend.http.formats.parser import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+)
 from frontend.http.parameters import Int32, Items, generate_request, read_body
 from frontend.http.prompts import (
     Message,

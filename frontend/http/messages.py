@@ -13,7 +13,13 @@ from frontend.engines.token_stream import FinishReason
 from frontend.generation import Totals
 from frontend.http.answers import Answers
 from frontend.http.exchange import Answer, Request
-from frontend.http.formats import CallArguments, CallBegin, Content, Event, Reasoning
+from frontend.http.formats.parser import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+)
 from frontend.http.parameters import Body, Int32, Items, SamplingFields, generate_request, read_body
 from frontend.http.prompts import (
     Function,

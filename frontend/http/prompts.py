@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import orjson
 
-from frontend.http.formats import ToolFormat, forced_calls, tool_format
+from frontend.http.formats.tool_format import ToolFormat, forced_calls, tool_format
 from frontend.http.parameters import Body, Items, set_constraint
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
@@ -152,7 +152,7 @@ def force_calls(sampling: pb.SamplingParams, tools: Tools, template: str) -> Non
         raise InvalidArgumentError(
             "tool_choice", "forces a call, which cannot be used with another constraint"
         )
-    functions = [(tool["name"], tool.get("parameters") or {}) for tool in tools.forced]
+    functions = [(tool["name"], tool.get("parameters")) for tool in tools.forced]
     tag = forced_calls(tool_format(template), functions, parallel=tools.parallel)
     set_constraint(sampling, "structural_tag", tag)
 

@@ -10,7 +10,7 @@ from frontend.generations import Generations
 from frontend.http.answers import Answers, answer_form
 from frontend.http.background.responses import BackgroundResponses
 from frontend.http.errors import unknown_model
-from frontend.http.formats import ToolFormat
+from frontend.http.formats.tool_format import ToolFormat
 from frontend.http.prompts import Tools
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError

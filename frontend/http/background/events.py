@@ -11,7 +11,13 @@ from typing import Any
 
 import orjson
 
-from frontend.http.formats import CallArguments, CallBegin, Content, Event, Reasoning
+from frontend.http.formats.parser import (
+    CallArguments,
+    CallBegin,
+    Content,
+    Event,
+    Reasoning,
+)
 
 Json = dict[str, Any]
 

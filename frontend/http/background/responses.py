@@ -24,7 +24,7 @@ from frontend.http.answers import REASONS, AnswerForm, usage
 from frontend.http.background.events import Json, ResponseEvents
 from frontend.http.background.store import MAX_AGE_S, ResponseStore, StoredResponse
 from frontend.http.errors import HttpError, public, response_error
-from frontend.http.formats import ToolFormat
+from frontend.http.formats.tool_format import ToolFormat
 from frontend.request import GenerationRequest, Sampling
 from frontend.text.completion import CompletionBuilder
 from shared.errors import (

@@ -20,6 +20,11 @@ class ToolFormat(Enum):
     LLAMA = "Llama"
     DEEPSEEK = "DeepSeek"
 
+    @property
+    def mark(self) -> str:
+        """The text with which calls begin, which may be a special token."""
+        return next(mark for mark, form in TEMPLATE_MARKS.items() if form is self)
+
 
 # The first of these that a chat template contains decides.
 TEMPLATE_MARKS = {
@@ -55,7 +60,7 @@ def forced_calls(
     tags = []
     for name, schema in functions:
         begin, end = _around_arguments(form, name)
-        content = {"type": "json_schema", "json_schema": schema or {"type": "object"}}
+        content = {"type": "json_schema", "json_schema": _of_object(schema or {})}
         tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
     calls = {
         "type": "tags_with_separator",
@@ -67,6 +72,12 @@ def forced_calls(
     if form is ToolFormat.DEEPSEEK:
         calls = {"type": "tag", "begin": CALLS_BEGIN, "content": calls, "end": CALLS_END}
     return {"type": "structural_tag", "format": calls}
+
+
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that allows nothing but objects, unless it refers to others."""
+    refers = schema.keys() & {"$ref", "allOf", "anyOf", "oneOf"}
+    return schema if refers else {"type": "object", **schema}
 
 
 def _around_arguments(form: ToolFormat, name: str) -> tuple[str, str]:
