@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -112,12 +112,18 @@ class TokenTexts:
     """Writes tokens in log-probabilities.
 
     Args:
-        table: the bytes of each token, special ones included.
         as_ids: whether to write `token_id:17`, which is unambiguous, instead of the text.
     """
 
-    def __init__(self, table: Mapping[int, bytes], *, as_ids: bool) -> None:
-        self._table = table
+    def __init__(
+        self, generations: Generations, request: GenerationRequest, *, as_ids: bool
+    ) -> None:
+        self._table = generations.tokenizer.vocabulary.tokens
+        self._shown = generations.vocabulary_of(request).tokens
+        sampling = request.sampling
+        self._ends = (
+            () if sampling.include_stop else sampling.eos_token_ids + sampling.stop_token_ids
+        )
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
@@ -126,11 +132,12 @@ class TokenTexts:
         return self._table.get(token_id, b"").decode(errors="replace")
 
     def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        """A token of OpenAI's chats."""
+        """A token of OpenAI's chats. Its bytes are those that it has in the text."""
+        shown = b"" if token_id in self._ends else self._shown.get(token_id, b"")
         return {
             "token": self.text(token_id),
             "logprob": max(logprob, _MIN_LOGPROB),
-            "bytes": list(self._table.get(token_id, b"")),
+            "bytes": list(shown),
         }
 
     def chat_entries(self, rows: Sequence[LogprobRow]) -> list[dict[str, Any]]:

@@ -43,7 +43,9 @@ class ChunkedAnswer(ABC):
         self.num_choices = len(generations) * generations[0].request.sampling.num_completions
         self.tokenizer = service.generations.tokenizer
         self.texts = TokenTexts(
-            self.tokenizer.vocabulary.tokens, as_ids=bool(body.return_tokens_as_token_ids)
+            service.generations,
+            generations[0].request,
+            as_ids=bool(body.return_tokens_as_token_ids),
         )
         self._about = {
             "id": f"{self.prefix}-{generations[0].request.request_id}",
@@ -90,7 +92,7 @@ class ChunkedAnswer(ABC):
         async for choice, rest in self._choices():
             chunks[choice["index"]].append(choice)
             about |= rest
-        choices = [_join(each) | self.joined(each) for each in chunks]
+        choices = [self.joined(each) | _join(each) for each in chunks]
         return orjson.dumps(self._about | {"choices": choices, "usage": self.usage()} | about)
 
     async def _choices(self) -> AsyncIterator[tuple[Json, Json]]:

@@ -152,7 +152,7 @@ class _Completions(ChunkedAnswer):
         return text
 
     def joined(self, chunks: Sequence[Json]) -> Json:
-        return {"text": "".join(chunk["text"] for chunk in chunks)}
+        return {"text": "".join(chunk.pop("text") for chunk in chunks)}
 
     def usage(self) -> Json:
         found = super().usage()

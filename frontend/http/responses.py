@@ -350,7 +350,8 @@ class _Response:
         self._generation = answers.generation
         self._events = ResponseEvents(response)
         self._texts = TokenTexts(
-            service.generations.tokenizer.vocabulary.tokens,
+            service.generations,
+            self._generation.request,
             as_ids=bool(body.return_tokens_as_token_ids),
         )
 

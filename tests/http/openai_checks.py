@@ -32,8 +32,6 @@ SUM: Any = {
         },
     },
 }
-# Holds a model to thinking, which it was never taught.
-THOUGHT = r"<think>\nhmm\n</think>\n\nyes"
 
 
 def client(given: Any, **options: Any) -> OpenAI:
@@ -184,7 +182,8 @@ def check_tools(given: Any) -> None:
 def check_forced_tool(given: Any) -> None:
     messages = [{"role": "user", "content": "What is the weather in Rome?"}]
     named = {"type": "function", "function": {"name": "get_weather"}}
-    for options in ({"tool_choice": named}, {"tool_choice": "required", "tools": [WEATHER]}):
+    one = {"tool_choice": "required", "tools": [WEATHER], "parallel_tool_calls": False}
+    for options in ({"tool_choice": named}, one):
         ((name, arguments),) = calls_of(given, messages=messages, **options)
         assert name == "get_weather"
         assert arguments["city"] in ("Rome", "Bern")
@@ -195,17 +194,6 @@ def check_tools_not_called(given: Any) -> None:
     assert not choice.message.tool_calls
     assert choice.message.content
     assert choice.finish_reason == "stop"
-
-
-def check_reasoning(given: Any) -> None:
-    message = chat(given, max_tokens=60, extra_body={"regex": THOUGHT}).choices[0].message
-    assert message.content.strip() == "yes"
-    assert message.reasoning_content.strip() == "hmm"
-    streamed = chat(given, max_tokens=60, extra_body={"regex": THOUGHT}, stream=True)
-    deltas = [choice.delta for chunk in streamed for choice in chunk.choices]
-    assert "".join(d.content or "" for d in deltas).strip() == "yes"
-    thought = "".join(getattr(d, "reasoning_content", None) or "" for d in deltas)
-    assert thought.strip() == "hmm"
 
 
 def check_responses(given: Any) -> None:
