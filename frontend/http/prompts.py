@@ -45,6 +45,20 @@ class Message(Body):
     reasoning: str | None = None
 
 
+class Item(Body):
+    """An item of the input: a message, a call, its output or a thought."""
+
+    type: str = "message"
+    id: str | None = None
+    role: str | None = None
+    content: Content = None
+    summary: Items[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content = None
+
+
 class Tool(Body):
     type: Literal["function"]
     function: dict[str, Any]
@@ -178,6 +192,42 @@ def _message(field: str, message: Message) -> pb.ChatMessage:
     if reasoning:
         found.reasoning_content = reasoning
     return found
+
+
+def item_messages(instructions: str | None, items: str | Sequence[Item]) -> list[pb.ChatMessage]:
+    """Reads the input of a response. Thoughts and calls join the assistant's message beside them.
+
+    Raises:
+        InvalidArgumentError: an item is of a kind that is not served.
+    """
+    messages = [pb.ChatMessage(role="system", content=instructions)] if instructions else []
+    if isinstance(items, str):
+        return [*messages, pb.ChatMessage(role="user", content=items)]
+    reasoning = ""
+    for index, item in enumerate(items):
+        field = f"input[{index}]"
+        if item.type == "reasoning":
+            reasoning = text_of(f"{field}.content", item.content)
+            continue
+        if item.type == "function_call":
+            call = tool_call(item.call_id, Function(name=item.name or "", arguments=item.arguments))
+            if not (messages and messages[-1].role == "assistant") or reasoning:
+                messages.append(pb.ChatMessage(role="assistant"))
+            messages[-1].tool_calls.append(call)
+        elif item.type == "function_call_output":
+            output = text_of(f"{field}.output", item.output)
+            messages.append(
+                pb.ChatMessage(role="tool", content=output, tool_call_id=item.call_id or "")
+            )
+        elif item.type == "message" and item.role:
+            content = text_of(f"{field}.content", item.content)
+            messages.append(pb.ChatMessage(role=item.role, content=content))
+        else:
+            raise InvalidArgumentError(f"{field}.type", "not served; must be a message or a call")
+        if reasoning and messages[-1].role == "assistant":
+            messages[-1].reasoning_content = reasoning
+        reasoning = ""
+    return messages
 
 
 def tool_call(call_id: str | None, function: Function) -> pb.ToolCall:

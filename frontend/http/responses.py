@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from typing import Any, Literal
 
 import orjson
@@ -24,34 +24,10 @@ from frontend.http.parameters import (
     read_body,
     set_constraint,
 )
-from frontend.http.prompts import (
-    Content,
-    Function,
-    Part,
-    Tools,
-    chat_of,
-    force_calls,
-    read_tools,
-    text_of,
-    tool_call,
-)
+from frontend.http.prompts import Item, Tools, chat_of, force_calls, item_messages, read_tools
 from frontend.http.service import Service, now
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError, ServiceError
-
-
-class Item(Body):
-    """An item of the input: a message, a call, its output or a thought."""
-
-    type: str = "message"
-    id: str | None = None
-    role: str | None = None
-    content: Content = None
-    summary: Items[Part] | None = None
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: Content = None
 
 
 class Tool(Body):
@@ -125,33 +101,32 @@ async def create(service: Service, request: Request) -> Answer:
 
 async def retrieve(service: Service, request: Request) -> Answer:
     """Returns a background response, or continues the stream of its events."""
-    stored = service.background.open(_owner(), request.parameters["id"])
     after = request.query.get("starting_after")
+    if after is not None and not (after.isdecimal() and len(after) < 19):
+        raise InvalidArgumentError("starting_after", "not the number of an event")
     if request.query.get("stream") == "true":
-        if after is not None and not (after.isdecimal() and len(after) < 19):
-            stored.close()
-            raise InvalidArgumentError("starting_after", "not the number of an event")
+        stored = service.background.open(_owner(), request.parameters["id"])
         return _events(service, stored, -1 if after is None else int(after))
-    with closing(stored):
-        if after is not None:
-            raise InvalidArgumentError("starting_after", "requires stream=true")
+    if after is not None:
+        raise InvalidArgumentError("starting_after", "requires stream=true")
+    with _stored(service, request) as stored:
         return orjson.dumps(await service.background.response(stored))
 
 
 async def delete(service: Service, request: Request) -> Answer:
-    with closing(service.background.open(_owner(), request.parameters["id"])) as stored:
+    with _stored(service, request) as stored:
         service.background.delete(stored)
         return orjson.dumps({"id": stored.id, "object": "response", "deleted": True})
 
 
 async def cancel(service: Service, request: Request) -> Answer:
-    with closing(service.background.open(_owner(), request.parameters["id"])) as stored:
+    with _stored(service, request) as stored:
         service.background.cancel(stored)
         return orjson.dumps(await service.background.response(stored))
 
 
 async def input_items(service: Service, request: Request) -> Answer:
-    with closing(service.background.open(_owner(), request.parameters["id"])) as stored:
+    with _stored(service, request) as stored:
         items = stored.header["input"]
     if request.query.get("order", "desc") == "desc":
         items = items[::-1]
@@ -169,6 +144,10 @@ async def input_items(service: Service, request: Request) -> Answer:
 def _owner() -> str:
     call = CALL.get()
     return call.client.name if call and call.client else ""
+
+
+def _stored(service: Service, request: Request) -> AbstractContextManager[StoredResponse]:
+    return closing(service.background.open(_owner(), request.parameters["id"]))
 
 
 def _check(body: ResponseBody) -> None:
@@ -206,7 +185,9 @@ async def _message(service: Service, body: ResponseBody, tools: Tools) -> pb.Gen
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning and body.reasoning.effort is not None:
         kwargs |= service.effort("reasoning.effort", body.reasoning.effort)
-    message.chat.CopyFrom(chat_of(_messages(body), tools, template, kwargs))
+    message.chat.CopyFrom(
+        chat_of(item_messages(body.instructions, body.input), tools, template, kwargs)
+    )
     if body.max_output_tokens is not None:
         message.sampling.max_tokens = body.max_output_tokens
     if _LOGPROBS in (body.include or ()):
@@ -228,40 +209,6 @@ def _set_format(sampling: pb.SamplingParams, form: dict[str, Any] | None) -> Non
         set_constraint(sampling, "json_schema", form["schema"])
     else:
         raise InvalidArgumentError("text.format", "must be text, json_object or json_schema")
-
-
-def _messages(body: ResponseBody) -> list[pb.ChatMessage]:
-    """The messages of a chat. Thoughts and calls join the assistant's message beside them."""
-    messages = []
-    if body.instructions:
-        messages.append(pb.ChatMessage(role="system", content=body.instructions))
-    if isinstance(body.input, str):
-        return [*messages, pb.ChatMessage(role="user", content=body.input)]
-    reasoning = ""
-    for index, item in enumerate(body.input):
-        field = f"input[{index}]"
-        if item.type == "reasoning":
-            reasoning = text_of(f"{field}.content", item.content)
-            continue
-        if item.type == "function_call":
-            call = tool_call(item.call_id, Function(name=item.name or "", arguments=item.arguments))
-            if not (messages and messages[-1].role == "assistant") or reasoning:
-                messages.append(pb.ChatMessage(role="assistant"))
-            messages[-1].tool_calls.append(call)
-        elif item.type == "function_call_output":
-            output = text_of(f"{field}.output", item.output)
-            messages.append(
-                pb.ChatMessage(role="tool", content=output, tool_call_id=item.call_id or "")
-            )
-        elif item.type == "message" and item.role:
-            content = text_of(f"{field}.content", item.content)
-            messages.append(pb.ChatMessage(role=item.role, content=content))
-        else:
-            raise InvalidArgumentError(f"{field}.type", "not served; must be a message or a call")
-        if reasoning and messages[-1].role == "assistant":
-            messages[-1].reasoning_content = reasoning
-        reasoning = ""
-    return messages
 
 
 def _items(body: ResponseBody) -> list[Json]:

@@ -67,8 +67,7 @@ def run_service(
         sidecar, on_fork_ended: see `ParentProcess`. The sidecar's argument is a function to
             call at least every `hang_timeout_s` / 6 s; after the first call, silence is a hang.
         metrics: served to Prometheus if the settings have an address for it.
-        index: the number of this process among the service's.
-        labels: the metrics' labels in Prometheus, besides service and index.
+        index, labels: the metrics' labels in Prometheus; `index` counts the service's processes.
         alone, together, listener: where `serve` listens, see `held_ports`.
     """
     configure_logging(settings, name, **bound)
