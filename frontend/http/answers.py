@@ -116,7 +116,7 @@ class TokenTexts:
     """
 
     def __init__(
-        self, generations: Generations, request: GenerationRequest, *, as_ids: bool
+        self, generations: Generations, request: GenerationRequest, *, as_ids: bool = False
     ) -> None:
         self._table = generations.tokenizer.vocabulary.tokens
         self._shown = generations.vocabulary_of(request).tokens

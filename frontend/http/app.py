@@ -7,6 +7,7 @@ import ipaddress
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from email.utils import formatdate
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.middleware.cors import CORSMiddleware
@@ -100,7 +101,6 @@ class App:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        request_id = exchange.headers.get("x-request-id", "")
         headers = [(b"date", formatdate(usegmt=True).encode())]
         try:
             self._check_head(exchange)
@@ -108,8 +108,6 @@ class App:
                 await exchange.run(self._health(scope["path"]), headers)
                 return
             method, handler, parameters = _route(scope["method"], scope["path"])
-            check_request_id("X-Request-Id", request_id)
-            headers.append((b"x-request-id", (request_id or uuid.uuid4().hex).encode("latin-1")))
             await self._call(exchange, method, handler, parameters, headers)
         except asyncio.CancelledError:
             if not exchange.is_gone:
@@ -137,13 +135,9 @@ class App:
             with self._admission.placed(call, traceparent):
                 limit = self._settings.max_message_bytes
                 body = await exchange.read_json(limit, self._parsing)
-                request = Request(
-                    body,
-                    exchange.headers,
-                    exchange.query,
-                    parameters,
-                    exchange.headers.get("x-request-id", ""),
-                )
+                request_id = _request_id(exchange, body)
+                headers.append((b"x-request-id", request_id.encode()))
+                request = Request(body, exchange.headers, exchange.query, parameters, request_id)
                 await exchange.run(handler(self._service, request), headers)
 
     async def _health(self, path: str) -> Answer:
@@ -186,6 +180,19 @@ class App:
             return known or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
+
+
+def _request_id(exchange: Exchange, body: Any) -> str:
+    """The id that the header or the body gives to a request, or a new one.
+
+    Raises:
+        InvalidArgumentError: the id is too long, or not printable.
+    """
+    given = exchange.headers.get("x-request-id", "")
+    if not given and isinstance(body, dict) and isinstance(body.get("request_id"), str):
+        given = body["request_id"]
+    check_request_id("request_id", given)
+    return given or uuid.uuid4().hex
 
 
 def _route(method: str, path: str) -> tuple[str, Handler, dict[str, str]]:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 from frontend.http.answers import Answers
-from frontend.http.chunks import ChunkBody, ChunkedAnswer, Json
+from frontend.http.chunks import ChunkedAnswer, Json
 from frontend.http.exchange import Answer, Request
 from frontend.http.formats.parser import (
     CallArguments,
@@ -16,7 +16,7 @@ from frontend.http.formats.parser import (
     Event,
     Reasoning,
 )
-from frontend.http.parameters import Int32, Items, generate_request, read_body
+from frontend.http.parameters import CompletionFields, Int32, Items, generate_request, read_body
 from frontend.http.prompts import (
     Message,
     NamedTool,
@@ -25,6 +25,7 @@ from frontend.http.prompts import (
     Tools,
     chat_messages,
     chat_of,
+    check_generation_prompt,
     force_calls,
     read_tools,
 )
@@ -32,7 +33,7 @@ from frontend.http.service import Service
 from shared.errors import InvalidArgumentError
 
 
-class ChatBody(ChunkBody):
+class ChatBody(CompletionFields):
     """The parameters of a chat completion."""
 
     messages: Items[Message]
@@ -81,12 +82,9 @@ def _tools(body: ChatBody) -> Tools:
 
 async def _start(service: Service, request: Request, body: ChatBody, tools: Tools) -> Answers:
     message = await generate_request(body, service.generations.tokenizer)
-    message.request_id = request.request_id or message.request_id
+    message.request_id = request.request_id
     continues = bool(body.continue_final_message)
-    if body.add_generation_prompt is continues:
-        raise InvalidArgumentError(
-            "add_generation_prompt", "must be the opposite of continue_final_message"
-        )
+    check_generation_prompt(body.add_generation_prompt, continues=continues)
     template = service.template
     kwargs = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:

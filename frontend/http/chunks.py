@@ -11,19 +11,11 @@ import orjson
 
 from frontend.generation import CompletionReader, Generation
 from frontend.http.answers import REASONS, TokenTexts, usage
-from frontend.http.parameters import SamplingFields, StreamOptions
+from frontend.http.parameters import CompletionFields, StreamOptions
 from frontend.http.service import Service, now
 from frontend.text.completion import Delta
 
 Json = dict[str, Any]
-
-
-class ChunkBody(SamplingFields):
-    """The parameters of both APIs."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
 
 class ChunkedAnswer(ABC):
@@ -34,7 +26,7 @@ class ChunkedAnswer(ABC):
     text_key: str  # what shows the text in a chunk's choice
 
     def __init__(
-        self, service: Service, body: ChunkBody, generations: Sequence[Generation]
+        self, service: Service, body: CompletionFields, generations: Sequence[Generation]
     ) -> None:
         """`generations`: one per prompt, each with as many completions."""
         self.service = service
@@ -76,11 +68,12 @@ class ChunkedAnswer(ABC):
         )
         head = b"data: %s," % orjson.dumps(about)[:-1]  # written once
         async for choice, rest in self._choices():
+            is_shown = rest or any(choice.get(key) for key in (self.text_key, *_SHOWN))
             if options.continuous_usage_stats:
                 rest["usage"] = self.usage()
             elif options.include_usage:
                 rest["usage"] = None
-            if any(choice.get(key) for key in (self.text_key, *_SHOWN)):
+            if is_shown:
                 yield b"%s%s\n\n" % (head, orjson.dumps({"choices": [choice], **rest})[1:])
         if options.include_usage:
             yield b"%s%s\n\n" % (head, orjson.dumps({"choices": [], "usage": self.usage()})[1:])
@@ -130,7 +123,7 @@ class ChunkedAnswer(ABC):
 
 
 # What makes a chunk worth sending, besides its text.
-_SHOWN = ("logprobs", "finish_reason", "token_ids")
+_SHOWN = ("logprobs", "finish_reason", "token_ids", "prompt_logprobs")
 
 
 def _join(chunks: Sequence[Json]) -> Json:

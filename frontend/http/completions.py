@@ -10,10 +10,18 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from frontend.generation import CompletionReader, Generation
-from frontend.http.chunks import ChunkBody, ChunkedAnswer, Json
+from frontend.http.chunks import ChunkedAnswer, Json
 from frontend.http.exchange import Answer, Request
-from frontend.http.parameters import Int32, Items, TokenId, generate_request, read_body
+from frontend.http.parameters import (
+    CompletionFields,
+    Int32,
+    Items,
+    TokenId,
+    generate_request,
+    read_body,
+)
 from frontend.http.service import Service
+from frontend.logprobs import LogprobRow
 from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
@@ -21,7 +29,7 @@ from shared.errors import InvalidArgumentError
 MAX_PROMPTS = 128  # of a request
 
 
-class CompletionBody(ChunkBody):
+class CompletionBody(CompletionFields):
     """The parameters of completions."""
 
     prompt: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
@@ -50,7 +58,7 @@ async def create(service: Service, request: Request) -> Answer:
             sampling.prompt_logprobs = body.logprobs
     if body.resume_token_ids and len(prompts) > 1:
         raise InvalidArgumentError("resume_token_ids", "requires a single prompt")
-    message.request_id = request.request_id or message.request_id
+    message.request_id = request.request_id
     with ExitStack() as started:
         generations = []
         for prompt in prompts:
@@ -100,7 +108,8 @@ class _Completions(ChunkedAnswer):
         self._logprobs = body.logprobs
         self._only_prompt = self._echo and body.max_tokens == 0
         self._prompts = [*prompts]
-        self._offsets = [0] * self.num_choices  # characters so far
+        self._scored: dict[int, Sequence[LogprobRow]] = {}  # the rows of each prompt
+        self._offsets = [0] * self.num_choices  # characters of each choice's tokens so far
 
     async def choices(self) -> AsyncIterator[tuple[Json, Json]]:
         if len(self.generations) == 1:
@@ -135,13 +144,15 @@ class _Completions(ChunkedAnswer):
             text, rows, delta.token_ids = "", [], []
         if self._echo and delta.offset == len(request.resume_token_ids):
             text = await self._prompt_text(number) + text
-            if delta.prompt_logprobs and self._logprobs is not None:
-                rows = [([request.prompt_ids[0]], []), *delta.prompt_logprobs[1:], *rows]
+            if delta.prompt_logprobs:  # with the first choice's first tokens
+                self._scored[number] = [([request.prompt_ids[0]], []), *delta.prompt_logprobs[1:]]
+            if self._logprobs is not None:
+                rows = [*self._scored[number], *rows]
         index = number * request.sampling.num_completions + reader.index
         found = self.choice(index, reader, delta) | {"text": text}
         if self._logprobs is not None:
-            found["logprobs"] = self.texts.columns(rows, self._offsets[index])
-        self._offsets[index] += len(text)
+            columns = found["logprobs"] = self.texts.columns(rows, self._offsets[index])
+            self._offsets[index] += sum(map(len, columns["tokens"]))
         # Each choice has its own prompt.
         return found | await self.of_prompt(reader, delta, number), {}
 

@@ -39,7 +39,7 @@ class Request:
     headers: Mapping[str, str]
     query: Mapping[str, str]
     parameters: Mapping[str, str]  # of the path
-    request_id: str  # of the header X-Request-Id; empty if there is none
+    request_id: str
 
 
 @dataclass(eq=False)

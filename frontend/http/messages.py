@@ -101,11 +101,9 @@ async def create(service: Service, request: Request) -> Answer:
     """
     body = read_body(MessageBody, request.body)
     service.check_model(body.model)
-    if (body.n or 1) != 1 or body.use_beam_search:
-        raise InvalidArgumentError("n", "a message has one completion")
     tools = _tools(body)
     message = await generate_request(body, service.generations.tokenizer)
-    message.request_id = request.request_id or message.request_id
+    message.request_id = request.request_id
     message.chat.CopyFrom(_chat(service, body, tools))
     message.sampling.max_tokens = body.max_tokens
     message.sampling.stop.extend(body.stop_sequences or ())
@@ -203,8 +201,6 @@ class _Message:
         self._generation = answers.generation
         self._blocks: list[Json] = []
         self._is_open = False  # whether the last block may grow
-        for _ in self._block_events(answers.resumed):
-            pass  # the client has these
         self._about: Json = {
             "id": f"msg_{self._generation.request.request_id}",
             "type": "message",
@@ -219,8 +215,7 @@ class _Message:
         with closing(self._generation):
             while not self._generation.ended:
                 for step in await self._answers.next():
-                    for _ in self._block_events(step.events):
-                        pass
+                    self._block_events(step.events)
         for block in self._blocks:
             if block["type"] == "tool_use":
                 block["input"] = _object("".join(block.pop("json")))

@@ -9,7 +9,14 @@ import orjson
 from frontend.http.errors import unknown_model
 from frontend.http.exchange import Answer, Request
 from frontend.http.parameters import Body, Items, TokenId, read_body
-from frontend.http.prompts import Message, Tool, chat_messages, chat_of, read_tools
+from frontend.http.prompts import (
+    Message,
+    Tool,
+    chat_messages,
+    chat_of,
+    check_generation_prompt,
+    read_tools,
+)
 from frontend.http.service import Service
 from frontend.validation import MAX_TOKENIZED, check_token_ids
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -72,6 +79,7 @@ async def tokenize(service: Service, request: Request) -> Answer:
     else:
         tools = read_tools([tool.function for tool in body.tools or ()], "auto", "", parallel=True)
         continues = bool(body.continue_final_message)
+        check_generation_prompt(body.add_generation_prompt, continues=continues)
         chat = chat_of(
             chat_messages(body.messages or ()),
             tools,

@@ -84,23 +84,15 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: Items[str] | None = None
-    prompt_logprobs: Int32 | None = None
-    n: Int32 | None = None
-    use_beam_search: bool | None = None  # then `n` is the number of beams
-    length_penalty: float | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Int32 | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     ebnf: str | None = None
     priority: Int32 | None = None
     cache_salt: str | None = None
     request_id: str | None = None
-    resume_token_ids: Items[TokenId] | None = None
     engine: str | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     # These parameters have no effect on the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -116,6 +108,22 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class CompletionFields(SamplingFields):
+    """The parameters that only completions of chats and of texts have."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Int32 | None = None
+    use_beam_search: bool | None = None  # then `n` is the number of beams
+    length_penalty: float | None = None
+    prompt_logprobs: Int32 | None = None
+    response_format: ResponseFormat | None = None
+    resume_token_ids: Items[TokenId] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+
 Parameters = TypeVar("Parameters", bound=BaseModel)
 
 
@@ -129,7 +137,7 @@ def read_body(model: type[Parameters], value: object) -> Parameters:
         raise InvalidArgumentError("body", "must be a JSON object")
     known = {field.alias or name for name, field in model.model_fields.items()}
     for name in value:
-        if name not in known:
+        if name not in known and value[name] is not None:
             raise InvalidArgumentError(name[:64], "not a parameter of this server")
     try:
         return model.model_validate(value)
@@ -151,19 +159,19 @@ def _path(loc: Sequence[int | str]) -> str:
 
 
 async def generate_request(fields: SamplingFields, tokenizer: Tokenizer) -> pb.GenerateRequest:
-    """A request without its prompt.
+    """A request without its id and its prompt.
 
     Raises:
         InvalidArgumentError: a value is out of range, or two parameters contradict each other.
     """
     message = pb.GenerateRequest(
-        request_id=fields.request_id or "",
         sampling=_sampling(fields),
         priority=fields.priority or 0,
-        resume_token_ids=fields.resume_token_ids,
         cache_salt=fields.cache_salt or "",
         engine=fields.engine or "",
     )
+    if isinstance(fields, CompletionFields):
+        message.resume_token_ids.extend(fields.resume_token_ids or ())
     for token_id in await _banned_tokens(fields.bad_words or [], tokenizer):
         message.sampling.logit_bias[token_id] = LOGIT_BIAS.low
     return message
@@ -188,7 +196,7 @@ _SAME_NAME = (
 def _sampling(fields: SamplingFields) -> pb.SamplingParams:
     sampling = pb.SamplingParams()
     for name in _SAME_NAME:
-        if (value := getattr(fields, name)) is not None:
+        if (value := getattr(fields, name, None)) is not None:
             setattr(sampling, name, value)
     if fields.top_k is not None:
         sampling.top_k = 0 if fields.top_k == -1 else fields.top_k
@@ -202,7 +210,7 @@ def _sampling(fields: SamplingFields) -> pb.SamplingParams:
         if not (key.isdecimal() and int(key) < 1 << 32):
             raise InvalidArgumentError("logit_bias", "a key is not a token id")
         sampling.logit_bias[int(key)] = bias
-    if fields.use_beam_search:
+    if isinstance(fields, CompletionFields) and fields.use_beam_search:
         sampling.beam_width = fields.n or 1
         sampling.ClearField("n")
     _set_constraint(fields, sampling)
@@ -215,7 +223,8 @@ def _set_constraint(fields: SamplingFields, sampling: pb.SamplingParams) -> None
         InvalidArgumentError: there are two constraints, or one is incomplete.
     """
     given: dict[str, tuple[str, Any]] = {}
-    if (form := fields.response_format) and form.type != "text":
+    form = fields.response_format if isinstance(fields, CompletionFields) else None
+    if form and form.type != "text":
         given["response_format"] = _of_response_format(form)
     if fields.structured_outputs:
         found = fields.structured_outputs.model_dump(exclude_none=True)

@@ -154,6 +154,17 @@ def chat_of(
     )
 
 
+def check_generation_prompt(given: bool | None, *, continues: bool) -> None:
+    """
+    Raises:
+        InvalidArgumentError: `add_generation_prompt` contradicts `continue_final_message`.
+    """
+    if given is continues:
+        raise InvalidArgumentError(
+            "add_generation_prompt", "must be the opposite of continue_final_message"
+        )
+
+
 def force_calls(sampling: pb.SamplingParams, tools: Tools, template: str) -> None:
     """Has a grammar force a call, if one has to be made.
 

@@ -90,12 +90,12 @@ async def create(service: Service, request: Request) -> Answer:
     _check(body)
     tools = _tools(body)
     message = await _message(service, body, tools)
-    message.request_id = request.request_id or message.request_id
+    message.request_id = request.request_id
     response = _response(service, body)
     if body.background:
         return await _create_background(service, body, message, tools, response)
     answers = await service.answers(message, tools, body.truncate_prompt_tokens)
-    made = _Response(service, body, answers, response)
+    made = _Response(service, answers, response)
     return made.stream() if body.stream else await made.whole()
 
 
@@ -151,12 +151,6 @@ def _stored(service: Service, request: Request) -> AbstractContextManager[Stored
 
 
 def _check(body: ResponseBody) -> None:
-    if (body.n or 1) != 1 or body.use_beam_search:
-        raise InvalidArgumentError("n", "a response has one completion")
-    if body.prompt_logprobs is not None:
-        raise InvalidArgumentError("prompt_logprobs", "not served for responses")
-    if body.response_format is not None:
-        raise InvalidArgumentError("response_format", "give text.format instead")
     for item in body.include or ():
         if item not in (_LOGPROBS, "reasoning.encrypted_content"):
             raise InvalidArgumentError("include", f"only {_LOGPROBS} is served")
@@ -270,8 +264,6 @@ async def _create_background(
 ) -> Answer:
     tool_format = service.tool_format(message, tools)
     checked = await service.generations.check(message, None, body.truncate_prompt_tokens)
-    if checked.resume_token_ids:
-        raise InvalidArgumentError("resume_token_ids", "not for background responses")
     form = answer_form(service.generations, checked, tool_format)
     stored = await service.background.create(checked, form, response, _items(body))
     if body.stream:
@@ -289,22 +281,16 @@ async def _events(service: Service, stored: StoredResponse, after: int) -> Async
 class _Response:
     """Writes a response that is not stored."""
 
-    def __init__(
-        self, service: Service, body: ResponseBody, answers: Answers, response: Json
-    ) -> None:
+    def __init__(self, service: Service, answers: Answers, response: Json) -> None:
         self._service = service
         self._answers = answers
         self._generation = answers.generation
         self._events = ResponseEvents(response)
-        self._texts = TokenTexts(
-            service.generations,
-            self._generation.request,
-            as_ids=bool(body.return_tokens_as_token_ids),
-        )
+        self._texts = TokenTexts(service.generations, self._generation.request)
 
     async def whole(self) -> bytes:
         with closing(self._generation):
-            self._begin()
+            self._events.start()
             while not self._generation.ended:
                 await self._step()
                 self._events.take()
@@ -314,7 +300,7 @@ class _Response:
     async def stream(self) -> AsyncIterator[bytes]:
         begun = False
         with closing(self._generation):
-            self._begin()
+            self._events.start()
             try:
                 while not self._generation.ended:
                     await self._step()
@@ -328,13 +314,6 @@ class _Response:
             else:
                 self._end()
             yield b"".join(self._events.take())
-
-    def _begin(self) -> None:
-        self._events.start()
-        if self._generation.request.resume_token_ids:
-            # The client has the events so far.
-            self._events.feed(self._answers.resumed, 0)
-            self._events.take()
 
     async def _step(self) -> None:
         for step in await self._answers.next():

@@ -35,6 +35,7 @@ class ResponseEvents:
         self._number = 0  # of the next event
         self._item: Json | None = None  # the last item, while it is open
         self._num_reasoning_tokens = 0
+        self._logprobs: list[Json] = []  # of tokens whose text has not arrived
         self.events: list[bytes] = []  # since the last `take`
 
     @property
@@ -62,25 +63,27 @@ class ResponseEvents:
             num_tokens: the number of tokens, for statistics.
             logprobs: entries of the tokens; a text gets them.
         """
+        self._logprobs += logprobs
         for event in events:
             match event:
                 case Reasoning(text):
                     self._num_reasoning_tokens += num_tokens
                     num_tokens = 0
-                    self._add_text("reasoning", text, ())
+                    self._logprobs.clear()
+                    self._add_text("reasoning", text)
                 case Content(text):
-                    self._add_text("message", text, logprobs)
-                    logprobs = ()
+                    self._add_text("message", text)
                 case CallBegin(name):
+                    self._logprobs.clear()
                     self._open("function_call", name=name)
                 case CallArguments(text):
                     assert self._item is not None
                     self._item["arguments"] += text
                     self._emit_of_item("response.function_call_arguments.delta", delta=text)
-        if logprobs and self._item and self._item["type"] == "message":
-            self._add_text("message", "", logprobs)
+        if self._logprobs and self._item and self._item["type"] == "message":
+            self._add_text("message", "")
 
-    def _add_text(self, kind: str, text: str, logprobs: Sequence[Json]) -> None:
+    def _add_text(self, kind: str, text: str) -> None:
         if self._item is None or self._item["type"] != kind:
             self._open(kind)
         assert self._item is not None
@@ -89,6 +92,7 @@ class ResponseEvents:
         if kind == "reasoning":
             self._emit_of_item("response.reasoning_text.delta", content_index=0, delta=text)
             return
+        logprobs, self._logprobs = self._logprobs, []
         part["logprobs"] += logprobs
         self._emit_of_item(
             "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs
