@@ -12,6 +12,7 @@ from grpc import aio
 
 import nano_vllm_grpc.errors
 import shared.errors
+from frontend.http.errors import STATUSES
 from nano_vllm_grpc import AsyncLLM
 from nano_vllm_grpc.errors import LLMError, from_rpc_error
 from shared.errors import (
@@ -24,19 +25,13 @@ from tools.reference import markdown
 from tools.reference.markdown import code, codes, described, prose, table
 
 Error = TypeVar("Error", bound=Exception)
-_HTTP = {
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
-    grpc.StatusCode.UNAUTHENTICATED: 401,
-    grpc.StatusCode.UNIMPLEMENTED: 501,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.FAILED_PRECONDITION: 400,
-    grpc.StatusCode.INTERNAL: 500,
-}
 _HTTP_ALONE = (
-    ("404", "the path or the model is not served"),
+    ("403", "a web page that is not allowed sent the request"),
+    ("404", "the path or the model is not served, or a response is not stored"),
+    ("405", "the path is served for another method"),
     ("408", "the body did not arrive in time"),
     ("413", "the body is too large"),
+    ("421", "the Host header is no name of this server"),
     ("431", "the request's line and headers are too large"),
 )
 _SAMPLES: Mapping[type[ServiceError], ServiceError] = {
@@ -91,13 +86,13 @@ def _statuses() -> Iterator[tuple[str, ...]]:
     for each in _classes(shared.errors, ServiceError):
         error = _SAMPLES.get(each) or each("message")
         details = codes(detail.DESCRIPTOR.name for detail in error.details())
-        number, http = str(each.code.value[0]), _HTTP.get(each.code)
+        number, http = str(each.code.value[0]), STATUSES.get(each.code, 500)
         yield (
             code(each.code.name),
             number,
             code(each.__name__),
             details or "none",
-            str(http or "none"),
+            str(http),
         )
 
 

@@ -111,11 +111,16 @@ _PROCESS = (
         "counted as one kind",
     ),
 )
+_STORE = "frontend.http.background.store"
 _HTTP = (
     Limit("size of a body", "max_message_bytes", "bytes", "413"),
     Limit("line and headers of a request", "frontend.http.app:MAX_HEAD_BYTES", "bytes", "431"),
     Limit("time in which they arrive", "frontend.http.server:_HEAD_S", "s", "closed"),
     Limit("connection without requests", "frontend.http.server:_IDLE_S", "s", "closed"),
+    Limit("prompts of a completion", "frontend.http.completions:MAX_PROMPTS", "", "400"),
+    Limit("stored responses", f"{_STORE}:MAX_RESPONSES", "", "503"),
+    Limit("stored responses", f"{_STORE}:MAX_RESPONSES_BYTES", "bytes", "503"),
+    Limit("age of a stored response", f"{_STORE}:MAX_AGE_S", "s", "deleted"),
     Limit("handshake of a connection", f"{_SERVER}:HANDSHAKE_S", "s", "closed"),
     Limit("connections", f"{_SERVER}:MAX_CONNECTIONS", "", "closed"),
 )
