@@ -3,6 +3,7 @@
 python = others_python()  # has requirements/test-clients.txt: what they need is not the project's
 folder = ray_packages()  # has requirements/ray.txt, for PYTHONPATH
 folder = node_modules()  # has what examples/typescript needs
+folder = node_clients()  # has what tests/http/node needs
 file = smollm2()  # the GGUF file of SmolLM2-135M-Instruct
 file = vocabulary("llama-spm")  # a GGUF file of llama.cpp without weights; .inp and .out are beside
 
@@ -27,6 +28,7 @@ _LOCKED = {
     "test-clients": ROOT / "requirements" / "test-clients.txt",
     "ray": ROOT / "requirements" / "ray.txt",
     "node": ROOT / "examples" / "typescript" / "package-lock.json",
+    "node-clients": ROOT / "tests" / "http" / "node" / "package-lock.json",
 }
 # llama.cpp's vocabularies and their test vectors are in the source of its package for Python.
 _LLAMA_CPP = (
@@ -52,6 +54,11 @@ def ray_packages() -> Path:
 def node_modules() -> Path:
     """The npm packages of the example in TypeScript."""
     return _installed("node") / "node_modules"
+
+
+def node_clients() -> Path:
+    """The npm packages of others' clients."""
+    return _installed("node-clients") / "node_modules"
 
 
 def smollm2() -> Path:
@@ -100,7 +107,8 @@ def install() -> None:
         if not _folder("vocabularies").exists():
             _download_vocabularies()
         for name, locked in _LOCKED.items():
-            if _stamp(name).exists() or (name == "node" and not shutil.which("npm")):
+            is_npm = locked.suffix == ".json"
+            if _stamp(name).exists() or (is_npm and not shutil.which("npm")):
                 continue
             folder = _folder(name)
             shutil.rmtree(folder, ignore_errors=True)

@@ -9,6 +9,11 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+Value = TypeVar("Value")
 
 
 def refusal_of(kind: type[Exception], call: Callable[[], object]) -> str:
@@ -18,6 +23,16 @@ def refusal_of(kind: type[Exception], call: Callable[[], object]) -> str:
     except kind as error:
         return str(error)
     raise AssertionError("it was taken")
+
+
+def valid(value: Value) -> Value:
+    """Returns an object of a client's package, which must have all that its type requires.
+
+    The packages themselves take whatever a server sends.
+    """
+    sent: Any = value
+    TypeAdapter(type(value)).validate_python(sent.to_dict(mode="json"))
+    return value
 
 
 def main() -> None:
