@@ -177,25 +177,18 @@ async def generate_request(fields: SamplingFields, tokenizer: Tokenizer) -> pb.G
     return message
 
 
-_SAME_NAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "prompt_logprobs",
-    "n",
-    "length_penalty",
-    "skip_special_tokens",
-)
+# Parameters that gRPC has under the same name and with the same meaning.
+_OTHERWISE = ("logit_bias", "seed", "stop", "stop_token_ids", "top_k")
+_SAME = [
+    name
+    for name in pb.SamplingParams.DESCRIPTOR.fields_by_name
+    if name in CompletionFields.model_fields and name not in _OTHERWISE
+]
 
 
 def _sampling(fields: SamplingFields) -> pb.SamplingParams:
     sampling = pb.SamplingParams()
-    for name in _SAME_NAME:
+    for name in _SAME:
         if (value := getattr(fields, name, None)) is not None:
             setattr(sampling, name, value)
     if fields.top_k is not None:
