@@ -71,6 +71,7 @@ class HttpServer:
             ws="none",
             timeout_keep_alive=int(_IDLE_S),
             server_header=False,
+            proxy_headers=False,  # callers could claim to be others
             reset_contextvars=True,
         )
         self._config.load()
