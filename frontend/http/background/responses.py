@@ -27,12 +27,7 @@ from frontend.http.errors import HttpError, public, response_error
 from frontend.http.formats.tool_format import ToolFormat
 from frontend.request import GenerationRequest, Sampling
 from frontend.text.completion import CompletionBuilder
-from shared.errors import (
-    NotFoundError,
-    QueueFullError,
-    ServiceError,
-    UnavailableError,
-)
+from shared.errors import NotFoundError, QueueFullError, ServiceError, UnavailableError
 from shared.rpc.open_calls import OpenCalls
 from shared.sampling_params import Grammar
 
@@ -66,6 +61,7 @@ class BackgroundResponses:
         self._admission = admission
         self._calls = calls
         self._reports_cached = reports_cached
+        self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._news: dict[str, asyncio.Event] = {}  # of responses that are generated here
 
@@ -94,11 +90,7 @@ class BackgroundResponses:
         stored = store.create(owner, response["id"], header)
         started = asyncio.get_running_loop().create_future()
         self._begin(stored, started)
-        try:
-            await started
-        except ServiceError:
-            store.delete(stored.path)
-            raise
+        await asyncio.shield(started)
         return self.open(owner, response["id"])
 
     def open(self, owner: str, response_id: str) -> StoredResponse:
@@ -130,7 +122,7 @@ class BackgroundResponses:
         """Ends a response and deletes it."""
         with suppress(UnavailableError):
             self.cancel(stored)
-        self._files().delete(stored.path)
+        stored.delete()
 
     async def events(self, stored: StoredResponse, after: int) -> AsyncIterator[bytes]:
         """Yields a response's events with a number above `after`, until its end."""
@@ -160,12 +152,13 @@ class BackgroundResponses:
         """Continues responses whose frontends are gone, and deletes old ones, until cancelled."""
         while self._store:
             await asyncio.sleep(_SWEEP_S)
-            if not self._generations.engines.serving:
+            if self._stopping or not self._generations.engines.serving:
                 continue
             try:
                 for stored in self._store.unfinished():
                     log.info("continuing a response", response=stored.id, tokens=len(stored.tokens))
                     self._begin(stored)
+                    await asyncio.sleep(0)
                 oldest = datetime.now(UTC).timestamp() - MAX_AGE_S
                 self._store.delete_older_than(oldest)
             except OSError as error:
@@ -173,6 +166,7 @@ class BackgroundResponses:
 
     def stop(self) -> None:
         """Leaves all responses to other frontends, or to the next fork."""
+        self._stopping = True
         for task in self._tasks:
             task.cancel()
 
@@ -196,26 +190,34 @@ class BackgroundResponses:
 
     async def _generate(self, stored: StoredResponse, started: asyncio.Future[None] | None) -> None:
         """Generates a response's tokens after those that are stored. If that fails for now, a
-        frontend tries again."""
+        frontend tries again.
+
+        Args:
+            started: of a new response; an error at its start deletes it.
+        """
         self._news[stored.id] = asyncio.Event()
+        failure: ServiceError | None = None
         try:
             async with self._calls.span(METHOD):
                 await self._store_tokens(stored, started)
         except (QueueFullError, UnavailableError) as error:
-            if started and not started.done():
-                started.set_exception(error)
+            failure = error
             log.info("a response waits", response=stored.id, reason=str(error))
         except OSError as error:
             log.error("cannot store tokens; trying again", response=stored.id, reason=str(error))
         except Exception as error:
-            shown = public(error)
-            if shown is not error:
+            failure = public(error)
+            if failure is not error:
                 log.error("response failed", response=stored.id, exc_info=error)
-            if started and not started.done():
-                started.set_exception(shown)
             with suppress(OSError):
-                stored.finish({"end": "failed", "error": response_error(shown)})
+                stored.finish({"end": "failed", "error": response_error(failure)})
         finally:
+            if started and not started.done():
+                if failure:
+                    stored.delete()
+                    started.set_exception(failure)
+                else:  # this process stops, and another one continues
+                    started.set_result(None)
             stored.close()
             self._tell(stored.id)
             del self._news[stored.id]
