@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from datetime import UTC, datetime
 
 import structlog
+from pydantic import TypeAdapter
 
 from frontend.callers.admission import Admission
 from frontend.callers.call import CALL, Call
@@ -27,9 +28,14 @@ from frontend.http.errors import HttpError, public, response_error
 from frontend.http.formats.tool_format import ToolFormat
 from frontend.request import GenerationRequest, Sampling
 from frontend.text.completion import CompletionBuilder
-from shared.errors import NotFoundError, QueueFullError, ServiceError, UnavailableError
+from shared.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    QueueFullError,
+    ServiceError,
+    UnavailableError,
+)
 from shared.rpc.open_calls import OpenCalls
-from shared.sampling_params import Grammar
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +43,7 @@ METHOD = "/v1/responses (background)"
 _SWEEP_S = 1.0
 _POLL_S = 0.05  # of a response that another process generates
 _TOKENS_AT_ONCE = 64
+_SAMPLING = TypeAdapter(Sampling)
 
 
 class BackgroundResponses:
@@ -82,6 +89,7 @@ class BackgroundResponses:
             "response": response,
             "input": items,
             "request": _request_json(request),
+            "model": self._generations.engines.model_fingerprints,
             "peer": call.peer if call else "",
             "reasoning": form.reasoning,
             "tools": form.tools.name if form.tools else "",
@@ -229,6 +237,8 @@ class BackgroundResponses:
         client = self._admission.named(given["client"])
         if given["client"] and client is None:
             raise NotFoundError("client: it has no token any longer")
+        if not {*stored.header["model"]} & {*self._generations.engines.model_fingerprints}:
+            raise FailedPreconditionError("the model that began this is no longer served")
         request = _request(given, stored.tokens, client)
         call = Call(METHOD, stored.header["peer"], client)
         with self._admission.placed(call, ""):
@@ -308,17 +318,10 @@ def _request_json(request: GenerationRequest) -> Json:
 
 
 def _request(given: Json, tokens: Sequence[int], client: Tenant | None) -> GenerationRequest:
-    sampling: Json = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in given["sampling"].items()
-    }
-    sampling["logit_bias"] = tuple(map(tuple, sampling["logit_bias"]))
-    if sampling["grammar"]:
-        sampling["grammar"] = Grammar(**sampling["grammar"])
     return GenerationRequest(
         given["request_id"],
         array("I", given["prompt_ids"]),
-        Sampling(**sampling),
+        _SAMPLING.validate_python(given["sampling"]),
         None,
         given["priority"],
         given["cache_salt"],

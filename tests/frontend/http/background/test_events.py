@@ -53,7 +53,7 @@ class Stored:
     def __init__(self, directory: str, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         generations = SimpleNamespace(
             vocabulary_of=lambda request: tokenizer.text_vocabulary,
-            engines=SimpleNamespace(serving=True),
+            engines=SimpleNamespace(serving=True, model_fingerprints=["m"]),
         )
         self.generations = cast("Any", generations)
         self.frontend = BackgroundResponses(
@@ -75,6 +75,7 @@ class Stored:
         self.owner = create(
             self.store,
             request=responses._request_json(GenerationRequest("r", [1, 2, 3], sampling, None)),
+            model=["m"],
             reasoning="none",
             tools="",
             peer="ipv4:127.0.0.1:1",
