@@ -11,6 +11,7 @@ from pydantic import Field
 
 from frontend.generation import CompletionReader, Generation
 from frontend.http.chunks import ChunkedAnswer, Json
+from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
 from frontend.http.parameters import (
     CompletionFields,
@@ -24,7 +25,6 @@ from frontend.http.service import Service
 from frontend.logprobs import LogprobRow
 from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.errors import InvalidArgumentError
 
 MAX_PROMPTS = 128  # of a request
 
@@ -51,13 +51,13 @@ async def create(service: Service, request: Request) -> Answer:
     sampling = message.sampling
     # OpenAI's default; a completion of what fits the model would surprise.
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    sampling.max_tokens = max(max_tokens, 1) if body.echo else max_tokens
+    sampling.max_tokens = 1 if body.echo and max_tokens == 0 else max_tokens
     if body.logprobs is not None:
         sampling.logprobs = body.logprobs
-        if body.echo:
+        if body.echo and body.prompt_logprobs is None:
             sampling.prompt_logprobs = body.logprobs
     if body.resume_token_ids and len(prompts) > 1:
-        raise InvalidArgumentError("resume_token_ids", "requires a single prompt")
+        raise ParameterError("resume_token_ids", "requires a single prompt")
     message.request_id = request.request_id
     with ExitStack() as started:
         generations = []
@@ -76,7 +76,7 @@ def _prompts(body: CompletionBody) -> Sequence[Any]:
         [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     )
     if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise InvalidArgumentError("prompt", f"{len(prompts)} prompts; must be 1 to {MAX_PROMPTS}")
+        raise ParameterError("prompt", f"{len(prompts)} prompts; must be 1 to {MAX_PROMPTS}")
     return prompts
 
 
