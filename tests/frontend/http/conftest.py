@@ -71,8 +71,11 @@ class HttpService(Service):
         body = {**body, "stream": True}
         request = self.http.build_request("POST", path, json=body, headers=headers)
         sending = asyncio.create_task(self.http.send(request, stream=True))
-        submit = await self.scheduler.submits.get()
-        lines = Lines(sending, submit.request)
+        while (
+            number := (await self.scheduler.submits.get()).request
+        ) not in self.scheduler.connection.live:
+            pass
+        lines = Lines(sending, number)
         try:
             yield lines
         finally:
