@@ -239,10 +239,8 @@ def _prompt_rows(number: int, live: Live) -> list[pb.LogprobRows]:
     count = live.submit.sampling.prompt_logprobs
     rows = [logprob_row(token, i, count) for i, token in enumerate(live.prompt)]
     middle = len(rows) // 2 + 1
-    return [
-        logprob_rows(number, True, 1, rows[1 : middle + 1]),
-        logprob_rows(number, True, middle, rows[middle:]),
-    ]
+    pieces = ((1, rows[1 : middle + 1]), (middle, rows[middle:]))
+    return [logprob_rows(number, True, first, piece) for first, piece in pieces if piece]
 
 
 def _end_beam(
