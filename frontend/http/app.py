@@ -189,10 +189,10 @@ def _request_id(exchange: Exchange, body: Any) -> str:
     Raises:
         ParameterError: the id is too long, or not printable.
     """
-    given = exchange.headers.get("x-request-id", "")
+    given, field = exchange.headers.get("x-request-id", ""), "X-Request-Id"
     if not given and isinstance(body, dict) and isinstance(body.get("request_id"), str):
-        given = body["request_id"]
-    check_request_id("request_id", given)
+        given, field = body["request_id"], "request_id"
+    check_request_id(field, given)
     return given or uuid.uuid4().hex
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from frontend.generation import CompletionReader, Generation
+from frontend.http.answers import TextPlace
 from frontend.http.chunks import ChunkedAnswer, Json
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
@@ -109,7 +110,8 @@ class _Completions(ChunkedAnswer):
         self._only_prompt = self._echo and body.max_tokens == 0
         self._prompts = [*prompts]
         self._scored: dict[int, Sequence[LogprobRow]] = {}  # the rows of each prompt
-        self._offsets = [0] * self.num_choices  # characters of each choice's tokens so far
+        vocabulary = service.generations.vocabulary_of(generations[0].request)
+        self._places = [TextPlace(vocabulary) for _ in range(self.num_choices)]
 
     async def choices(self) -> AsyncIterator[tuple[Json, Json]]:
         if len(self.generations) == 1:
@@ -151,8 +153,7 @@ class _Completions(ChunkedAnswer):
         index = number * request.sampling.num_completions + reader.index
         found = self.choice(index, reader, delta) | {"text": text}
         if self._logprobs is not None:
-            columns = found["logprobs"] = self.texts.columns(rows, self._offsets[index])
-            self._offsets[index] += sum(map(len, columns["tokens"]))
+            found["logprobs"] = self.texts.columns(rows, self._places[index])
         # Each choice has its own prompt.
         return found | await self.of_prompt(reader, delta, number), {}
 
