@@ -90,10 +90,12 @@ class HttpServer:
         Args:
             was_ready: set once an engine is ready, for which connections wait a moment.
         """
+        self._sockets = sockets
+        for each in sockets:
+            each.listen(_BACKLOG)
         with suppress(TimeoutError):
             async with asyncio.timeout(_ENGINE_S):
                 await was_ready.wait()
-        self._sockets = sockets
         for each in sockets:
             self._servers.append(
                 await asyncio.get_running_loop().create_server(
