@@ -7,7 +7,6 @@ that a client has received, even if the engine would now generate other tokens.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,6 +14,7 @@ from contextlib import closing, suppress
 from datetime import UTC, datetime
 
 import structlog
+from pydantic import TypeAdapter
 
 from frontend.callers.admission import Admission
 from frontend.callers.call import CALL, Call
@@ -29,7 +29,6 @@ from frontend.request import GenerationRequest, Sampling
 from frontend.text.completion import CompletionBuilder
 from shared.errors import NotFoundError, QueueFullError, ServiceError, UnavailableError
 from shared.rpc.open_calls import OpenCalls
-from shared.sampling_params import Grammar
 
 log = structlog.get_logger(__name__)
 
@@ -37,6 +36,7 @@ METHOD = "/v1/responses (background)"
 _SWEEP_S = 1.0
 _POLL_S = 0.05  # of a response that another process generates
 _TOKENS_AT_ONCE = 64
+_SAMPLING = TypeAdapter(Sampling)
 
 
 class BackgroundResponses:
@@ -299,7 +299,7 @@ def _request_json(request: GenerationRequest) -> Json:
     return {
         "request_id": request.request_id,
         "prompt_ids": list(request.prompt_ids),
-        "sampling": dataclasses.asdict(request.sampling),
+        "sampling": request.sampling,
         "priority": request.priority,
         "cache_salt": request.cache_salt,
         "client": request.client.name if request.client else "",
@@ -308,17 +308,10 @@ def _request_json(request: GenerationRequest) -> Json:
 
 
 def _request(given: Json, tokens: Sequence[int], client: Tenant | None) -> GenerationRequest:
-    sampling: Json = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in given["sampling"].items()
-    }
-    sampling["logit_bias"] = tuple(map(tuple, sampling["logit_bias"]))
-    if sampling["grammar"]:
-        sampling["grammar"] = Grammar(**sampling["grammar"])
     return GenerationRequest(
         given["request_id"],
         array("I", given["prompt_ids"]),
-        Sampling(**sampling),
+        _SAMPLING.validate_python(given["sampling"]),
         None,
         given["priority"],
         given["cache_salt"],
