@@ -235,6 +235,7 @@ async def run_campaign(seed: int, faults: int, frontends: int, clients: int) -> 
         findings.counts["responses adopted"] = stack.count_logged("continuing a response")
         findings.counts["tracebacks"] = stack.count_logged("Traceback (most recent")
         if findings.violations:
+            stack.keeps_files = True
             print(f"logs and responses: {stack.directory}")
     return findings
 

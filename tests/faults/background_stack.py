@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,6 +48,7 @@ class BackgroundStack:
         self._grpc_port = free_port()
         self.frontends = [f"frontend-{index}" for index in range(frontends)]
         self.names = ["worker", "scheduler", *self.frontends]
+        self.keeps_files = False
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.http = httpx2.AsyncClient(
             timeout=WAIT_S, limits=httpx2.Limits(max_keepalive_connections=0)
@@ -171,7 +173,7 @@ class BackgroundStack:
 
 @asynccontextmanager
 async def running_background_stack(frontends: int) -> AsyncIterator[BackgroundStack]:
-    """Runs a stack in a new directory, which stays if this fails."""
+    """Runs a stack in a new directory, which is removed unless this fails or `keeps_files`."""
     directory = Path(tempfile.mkdtemp(prefix="nano"))  # short: sockets allow 107 bytes
     stack = BackgroundStack(directory, frontends)
     try:
@@ -180,6 +182,8 @@ async def running_background_stack(frontends: int) -> AsyncIterator[BackgroundSt
         yield stack
     finally:
         await stack.close()
+    if not stack.keeps_files:
+        shutil.rmtree(directory)
 
 
 def parsed(event: bytes) -> Any:

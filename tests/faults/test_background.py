@@ -81,7 +81,7 @@ async def test_a_response_survives_the_death_of_every_process() -> None:
         await read(stack, 2, response, ledger)
 
         assert not ledger.violations
-        final = await stack.request(1, "GET", f"/v1/responses/{response}")
+        final = await stack.request(2, "GET", f"/v1/responses/{response}")
         ledger.check_final(final, TOKENS)
         assert not ledger.violations
         assert final["usage"]["output_tokens"] == TOKENS

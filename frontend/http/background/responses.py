@@ -7,7 +7,6 @@ that a client has received, even if the engine would now generate other tokens.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -309,7 +308,7 @@ def _request_json(request: GenerationRequest) -> Json:
     return {
         "request_id": request.request_id,
         "prompt_ids": list(request.prompt_ids),
-        "sampling": dataclasses.asdict(request.sampling),
+        "sampling": request.sampling,
         "priority": request.priority,
         "cache_salt": request.cache_salt,
         "client": request.client.name if request.client else "",
