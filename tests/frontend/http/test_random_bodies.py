@@ -8,9 +8,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
+from pydantic import BaseModel
 
 from frontend.http import chat, completions, messages, models, responses
+from tests.frontend.fake_scheduler import FakeScheduler
 from tests.frontend.http.conftest import POSTS, HttpService, Json
+from tests.frontend.http.test_parameters import BIASES, CONSTRAINTS, ROUTED, SAMPLING
 
 USER = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -52,7 +55,7 @@ VALID: dict[str, Json] = {
     "/tokenize": {"messages": [USER], "chat_template_kwargs": {}},
     "/detokenize": {"tokens": [1, 2]},
 }
-MODELS = {
+MODELS: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": chat.ChatBody,
     "/v1/completions": completions.CompletionBody,
     "/v1/responses": responses.ResponseBody,
@@ -92,23 +95,43 @@ def _copy(value: Any) -> Any:
     return [_copy(each) for each in value] if isinstance(value, list) else value
 
 
+def _like(value: Any) -> st.SearchStrategy[Any]:
+    """Values that a value may be replaced by, mostly of its kind."""
+    if isinstance(value, bool) or value is None:
+        return st.booleans() | VALUES
+    if isinstance(value, int | float):
+        return st.integers(-1, 3) | NUMBERS | VALUES
+    return TEXTS | TEXTS | VALUES if isinstance(value, str) else VALUES
+
+
+GOOD = [parameters for parameters, _ in (*SAMPLING, *BIASES, *CONSTRAINTS, *ROUTED)] + [
+    *({"stream": True}, {"n": 2}, {"stop": ["e"]}, {"return_token_ids": True}, {"logprobs": 1}),
+    *({"logprobs": True, "top_logprobs": 2}, {"prompt_logprobs": 1}, {"echo": True}, {"seed": -1}),
+    *({"resume_token_ids": [1]}, {"use_beam_search": True, "temperature": 0}, {"user": "u"}),
+    *({"truncate_prompt_tokens": 3}, {"include": ["message.output_text.logprobs"]}),
+]
+
+
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> Any:
-    """A valid body with one to three values replaced or added, or any JSON."""
+    """A valid body with a few parameters added and values replaced, or any JSON."""
     if draw(st.integers(0, 19)) == 0:
         return draw(VALUES)
     body = _copy(VALID[path])
-    for _ in range(draw(st.integers(1, 3))):
-        if draw(st.booleans()):
-            names = [field.alias or name for name, field in MODELS[path].model_fields.items()]
-            name = draw(st.sampled_from(names))
-            body[name] = draw(VALUES)
-        elif places := _places(body):
-            container, key = draw(st.sampled_from(places))
-            if isinstance(container, dict) and draw(st.integers(0, 4)) == 0:
-                del container[key]
-            else:
-                container[key] = draw(VALUES)
+    names = {field.alias or name for name, field in MODELS[path].model_fields.items()}
+    for _ in range(draw(st.integers(0, 2))):
+        added = draw(st.sampled_from([each for each in GOOD if each.keys() <= names] or [{}]))
+        body |= _copy(added)
+    if draw(st.integers(0, 4)) == 0:
+        body[draw(st.sampled_from(sorted(names)))] = draw(VALUES)
+    for _ in range(draw(st.integers(0, 2))):
+        container, key = draw(st.sampled_from(_places(body)))
+        if isinstance(container, dict) and draw(st.integers(0, 4)) == 0:
+            del container[key]
+        else:
+            container[key] = draw(_like(container[key]))
+        if not body:
+            break
     return body
 
 
@@ -117,6 +140,16 @@ def _without_background(body: Any) -> Any:
     if isinstance(body, dict) and body.get("background"):
         return body | {"background": False}
     return body
+
+
+@pytest.fixture(autouse=True)
+def long_prompts(scheduler: FakeScheduler) -> None:
+    scheduler.info.max_model_len = 1000
+
+
+@pytest.mark.parametrize("path", VALID)
+async def test_the_bodies_are_valid(service: HttpService, path: str) -> None:
+    await service.post(path, VALID[path])
 
 
 @pytest.mark.parametrize("path", VALID)
