@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ async def submitted(
     return service.scheduler.submits.get_nowait()
 
 
-def values(message: Any, names: Any) -> Json:
+def values(message: Any, names: Iterable[str]) -> Json:
     found = {name: getattr(message, name) for name in names}
     return {k: list(v) if k.endswith("_ids") else v for k, v in found.items()}
 
@@ -131,7 +132,7 @@ def biases(sampling: scheduler_pb2.TokenSampling) -> dict[int, float]:
 
 
 def test_no_parameter_is_forgotten() -> None:
-    tables = [SAMPLING, BIASES, CONSTRAINTS, ROUTED]
+    tables: list[Any] = [SAMPLING, BIASES, CONSTRAINTS, ROUTED]
     covered = {name for table in tables for parameters, _ in table for name in parameters}
     assert covered | ELSEWHERE | WITHOUT_EFFECT.keys() == SamplingFields.model_fields.keys()
 

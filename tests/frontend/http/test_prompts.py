@@ -149,7 +149,7 @@ async def test_a_template_gets_its_variables_and_tools(service: HttpService) -> 
     await check(service, "/v1/responses", {"input": "hi", **kwargs}, expected)
     off = {"messages": [USER], "thinking": {"type": "disabled"}}
     await check(service, "/v1/messages", off, expected)
-    effort = {"messages": [USER], "reasoning_effort": "none"}
+    effort: Json = {"messages": [USER], "reasoning_effort": "none"}
     await check(service, "/v1/chat/completions", effort, expected)
     effort = {"input": "hi", "reasoning": {"effort": "none"}}
     await check(service, "/v1/responses", effort, expected)

@@ -18,13 +18,10 @@ BODIES: dict[str, Json] = {
     RESPONSES: {"input": SECRET, "max_output_tokens": 3},
     ANTHROPIC: {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 3},
 }
+NOT_NUMBERS: list[Any] = [-1, "1", True, []]
 # Wrong values of the parameters that all APIs share, and the field that the error names.
 SHARED: list[tuple[Json, str]] = [
-    *(
-        ({name: value}, name)
-        for name in ("temperature", "top_p", "min_p")
-        for value in (-1, "1", True, [])
-    ),
+    *(({name: value}, name) for name in ("temperature", "top_p", "min_p") for value in NOT_NUMBERS),
     ({"temperature": 2.5}, "temperature"),
     ({"top_p": 0}, "top_p"),
     ({"min_p": 1.5}, "min_p"),
