@@ -137,6 +137,8 @@ class App:
                 body = await exchange.read_json(limit, self._parsing)
                 request_id = _request_id(exchange, body)
                 headers.append((b"x-request-id", request_id.encode()))
+                if method.startswith("/v1/messages"):
+                    headers.append((b"request-id", request_id.encode()))  # of Anthropic's API
                 request = Request(body, exchange.headers, exchange.query, parameters, request_id)
                 await exchange.run(handler(self._service, request), headers)
 

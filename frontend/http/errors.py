@@ -131,8 +131,11 @@ def response_error(error: ServiceError) -> dict[str, Any]:
     return {"code": "server_error", "message": openai_error(error, "/v1/responses")["message"]}
 
 
-def body_of(error: ServiceError, path: str) -> bytes:
-    """The body of an error, in the form of the path's API."""
+def body_of(error: ServiceError, path: str, *, is_event: bool = False) -> bytes:
+    """The body of an error, or the last event of a stream, in the form of the path's API."""
+    if is_event and path.startswith("/v1/responses"):
+        shown = openai_error(error, path)
+        return orjson.dumps({**shown, "type": "error", "code": shown["code"] or shown["type"]})
     if path.startswith("/v1/messages"):
         return orjson.dumps(_anthropic_error(error, path))
     return orjson.dumps({"error": openai_error(error, path)})

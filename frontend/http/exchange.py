@@ -170,19 +170,16 @@ class Exchange:
         shown = public(error)
         if shown is not error:
             log.error("request failed", path=self.path[:256], exc_info=error)
-        body = body_of(shown, self.path)
+        body = body_of(shown, self.path, is_event=self._started)
         if not self._started:
             status = status_of(shown)
             if status in (408, 413):  # the rest of the body is not read
                 headers = [*headers, (b"connection", b"close")]
             await self._send_json(status, body, [*headers, *headers_of(shown)])
             return
-        anthropic = self.path.startswith("/v1/messages")
-        event = b"event: error\n" if anthropic else b""
-        done = b"" if anthropic else b"data: [DONE]\n\n"
-        await self.send(
-            {"type": "http.response.body", "body": b"%sdata: %s\n\n%s" % (event, body, done)}
-        )
+        named = self.path.startswith(("/v1/messages", "/v1/responses"))
+        form = b"event: error\ndata: %s\n\n" if named else b"data: %s\n\ndata: [DONE]\n\n"
+        await self.send({"type": "http.response.body", "body": form % body})
 
 
 def _parse(body: bytes) -> Any:

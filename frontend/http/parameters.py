@@ -158,7 +158,7 @@ def read_body(model: type[Parameters], value: object) -> Parameters:
         return model.model_validate(value)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        first = max(errors, key=lambda each: len(_path(each["loc"])))
+        first = max(errors, key=lambda each: len(each["loc"]))
         message = first["msg"].removeprefix("Value error, ")
         raise ParameterError(_path(first["loc"]), message) from None
 

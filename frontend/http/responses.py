@@ -36,6 +36,7 @@ class Tool(Body):
     name: str
     description: str | None = None
     parameters: Object | None = None
+    strict: bool | None = None
 
 
 class NamedTool(Body):
@@ -131,13 +132,19 @@ async def input_items(service: Service, request: Request) -> Answer:
         items = stored.header["input"]
     if request.query.get("order", "desc") == "desc":
         items = items[::-1]
+    if after := request.query.get("after"):
+        items = items[next((i for i, item in enumerate(items, 1) if item["id"] == after), 0) :]
+    limit = request.query.get("limit", "20")
+    if not (limit.isdecimal() and 1 <= len(limit) <= 3 and 1 <= int(limit) <= 100):
+        raise ParameterError("limit", "must be in [1, 100]")
+    num_left, items = len(items) - int(limit), items[: int(limit)]
     return orjson.dumps(
         {
             "object": "list",
             "data": items,
             "first_id": items[0]["id"] if items else None,
             "last_id": items[-1]["id"] if items else None,
-            "has_more": False,
+            "has_more": num_left > 0,
         }
     )
 
@@ -247,7 +254,7 @@ def _response(service: Service, body: ResponseBody) -> Json:
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
         "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [{"strict": None, **tool.model_dump()} for tool in body.tools or ()],
+        "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_p": defaults.top_p if body.top_p is None else body.top_p,
         "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",

@@ -96,6 +96,8 @@ class BackgroundResponses:
         owner = request.client.name if request.client else ""
         stored = store.create(owner, response["id"], header)
         started = asyncio.get_running_loop().create_future()
+        if call:
+            self._admission.release(call)  # for the generation
         self._begin(stored, started)
         await asyncio.shield(started)
         return self.open(owner, response["id"])

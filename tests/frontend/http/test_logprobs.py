@@ -9,16 +9,12 @@ import pytest
 from tests.frontend.fake_scheduler import ended, logprob_row, logprob_rows
 from tests.frontend.http.conftest import E_ACUTE, HttpService, Json, token_request
 
-# "a", both bytes of "é", a special token, "b".
+# "a", both bytes of "é", a special token that the text omits, "b".
 IDS = [64, *E_ACUTE, 1534, 65]
-BYTES = [[97], [0xC3], [0xA9], list(b"<|im_start|>"), [98]]
+BYTES = [[97], [0xC3], [0xA9], [], [98]]
+SPECIAL = [*BYTES[:3], list(b"<|im_start|>"), BYTES[4]]
 TEXTS = ["a", "\ufffd", "\ufffd", "<|im_start|>", "b"]
 RESPONSES = {"include": ["message.output_text.logprobs"], "ignore_eos": True}
-DEPENDS_ON_DELTAS = pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="offsets count the texts of tokens since the delta began, not the text",
-)
 CHAT = {"logprobs": True, "ignore_eos": True}
 
 
@@ -27,8 +23,8 @@ def steered(service: HttpService) -> None:
     service.scheduler.next_token = lambda live: IDS[len(live.tokens) % len(IDS)]
 
 
-def check(entries: list[Json]) -> None:
-    assert [entry["bytes"] for entry in entries] == BYTES
+def check(entries: list[Json], expected: list[list[int]] = BYTES) -> None:
+    assert [entry["bytes"] for entry in entries] == expected
     assert [entry["token"] for entry in entries] == TEXTS
     assert [entry["logprob"] for entry in entries] == [-0.25 - i for i in range(5)]
 
@@ -39,7 +35,8 @@ async def test_a_chat_has_an_entry_per_token(service: HttpService, skip: bool) -
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, **CHAT}
     body |= {"skip_special_tokens": skip}
     whole = await service.post("/v1/chat/completions", body)
-    check(whole["choices"][0]["logprobs"]["content"])
+    expected = BYTES if skip else SPECIAL
+    check(whole["choices"][0]["logprobs"]["content"], expected)
     text = "aéb" if skip else "aé<|im_start|>b"
     assert whole["choices"][0]["message"]["content"] == text
     async with service.opened("/v1/chat/completions", body) as lines:
@@ -47,7 +44,7 @@ async def test_a_chat_has_an_entry_per_token(service: HttpService, skip: bool) -
             await service.step()
         *events, _ = await lines.rest()
     parts = [choice for event in events for choice in event["choices"]]
-    check([entry for part in parts for entry in part["logprobs"]["content"]])
+    check([entry for part in parts for entry in part["logprobs"]["content"]], expected)
     assert "".join(part["delta"].get("content", "") for part in parts) == text
 
 
@@ -77,7 +74,7 @@ async def test_a_completion_has_a_column_entry_per_token(service: HttpService) -
         token_request(IDS, max_tokens=5, logprobs=1, ignore_eos=True)
     )
     rows = answer.completions[0].logprobs
-    assert [bytes(row.entries[0].token) for row in rows] == [bytes(each) for each in BYTES]
+    assert [bytes(row.entries[0].token) for row in rows] == [bytes(each) for each in SPECIAL]
     assert [row.entries[0].logprob for row in rows] == columns["token_logprobs"]
     assert columns["top_logprobs"][0] == {"a": -0.25, "!": 0.0}
 
@@ -109,8 +106,8 @@ async def _columns(service: HttpService, ids: list[int], *, at_once: bool) -> tu
     ("ids", "offsets"),
     [
         ([64, 65, 1123], [0, 1, 2]),
-        pytest.param([*E_ACUTE, 64], [0, 0, 1], marks=DEPENDS_ON_DELTAS),
-        pytest.param([1534, 64], [0, 0], marks=DEPENDS_ON_DELTAS),
+        ([*E_ACUTE, 64], [0, 0, 1]),
+        ([1534, 64], [0, 0]),
     ],
 )
 async def test_offsets_are_places_in_the_text(
@@ -166,9 +163,6 @@ async def test_a_response_has_an_entry_per_token(service: HttpService, streams: 
     check(_entries(await _response(service, streams)))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="entries before the first text are dropped"
-)
 async def test_a_response_that_begins_within_a_character_has_all_entries(
     service: HttpService,
 ) -> None:

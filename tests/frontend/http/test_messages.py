@@ -124,49 +124,6 @@ async def test_tokens_are_counted_as_grpc_has_them(service: HttpService) -> None
     assert counted == {"input_tokens": len(tokenized.token_ids)}
 
 
-async def _cut(service: HttpService, cut: int) -> tuple[str, str, Json, list[Any]]:
-    """The whole text, the text that is left, a whole answer and a stream that resume."""
-    sampling = {"max_tokens": 20, "ignore_eos": True}
-    (completion,) = (await service.stub.Generate(chat_request(MESSAGES, **sampling))).completions
-    grpc = chat_request(MESSAGES, **sampling)
-    grpc.resume_token_ids.extend(completion.token_ids[:cut])
-    (left,) = (await service.stub.Generate(grpc)).completions
-    body = {"messages": MESSAGES, **sampling, "resume_token_ids": [*grpc.resume_token_ids]}
-    return (
-        completion.text,
-        left.text,
-        await service.post(PATH, body),
-        await service.events(PATH, body),
-    )
-
-
-@pytest.mark.parametrize("cut", [1, 5, 11, 19])
-async def test_a_stream_resumes_where_it_was_cut(service: HttpService, cut: int) -> None:
-    text, left, _, events = await _cut(service, cut)
-    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
-    assert "".join(deltas) == left
-    assert text.endswith(left)
-    assert events[-2]["usage"]["output_tokens"] == 20
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="a whole answer repeats the resumed text; streams, chats and gRPC do not",
-)
-async def test_a_whole_answer_resumes_where_it_was_cut(service: HttpService) -> None:
-    _, left, whole, _ = await _cut(service, 5)
-    assert whole["content"] == [{"type": "text", "text": left}]
-
-
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the delta has no content_block_start before it"
-)
-async def test_a_resumed_stream_is_well_formed(service: HttpService) -> None:
-    _, left, _, events = await _cut(service, 5)
-    assert join(events)["content"] == [{"type": "text", "text": left}]
-
-
 @pytest.mark.parametrize("wrong", [{"n": 2}, {"use_beam_search": True}])
 async def test_a_message_has_one_completion(service: HttpService, wrong: Json) -> None:
     body = {"messages": MESSAGES, "max_tokens": 1, **wrong}

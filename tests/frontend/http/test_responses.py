@@ -104,40 +104,13 @@ async def test_a_request_id_is_used(service: HttpService) -> None:
     assert service.scheduler.submits.get_nowait().request_id == "mine"
 
 
-async def _cut(service: HttpService, cut: int) -> tuple[str, Json, list[Any]]:
-    """The text that is left, a whole answer and a stream that resume."""
-    sampling = {"max_tokens": 20, "ignore_eos": True}
-    (completion,) = (await service.stub.Generate(chat_request(MESSAGES, **sampling))).completions
-    grpc = chat_request(MESSAGES, **sampling)
-    grpc.resume_token_ids.extend(completion.token_ids[:cut])
-    (left,) = (await service.stub.Generate(grpc)).completions
-    body = {"input": TEXT, "max_output_tokens": 20, "ignore_eos": True}
-    body["resume_token_ids"] = [*grpc.resume_token_ids]
-    return left.text, await service.post(PATH, body), await service.events(PATH, body)
-
-
-@pytest.mark.parametrize("cut", [1, 5, 11, 19])
-async def test_a_stream_resumes_where_it_was_cut(service: HttpService, cut: int) -> None:
-    left, whole, events = await _cut(service, cut)
-    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
-    assert "".join(event["delta"] for event in deltas) == left
-    assert whole["usage"]["output_tokens"] == 20
-    assert events[-1]["response"]["usage"] == whole["usage"]
-
-
-async def test_a_resumed_stream_ends_with_the_whole_response(service: HttpService) -> None:
-    """Its numbers and items continue those of the stream that was cut."""
-    _, whole, events = await _cut(service, 5)
-    (item,) = events[-1]["response"]["output"]
-    assert item["content"] == whole["output"][0]["content"]
-    assert events[0]["sequence_number"] > 1
-
-
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
         ({"n": 2}, "n"),
-        ({"use_beam_search": True}, "n"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"resume_token_ids": [1]}, "resume_token_ids"),
+        ({"return_token_ids": True}, "return_token_ids"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"include": ["file_search_call.results"]}, "include"),

@@ -11,7 +11,7 @@ import pytest
 
 from shared.sampling_params import GrammarKind
 from tests.frontend.conftest import link_with_qwen3_template
-from tests.frontend.fake_scheduler import Live
+from tests.frontend.fake_scheduler import FakeScheduler, Live
 from tests.frontend.http.conftest import HttpService, Json
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -28,6 +28,12 @@ def changes(tmp_path: Path) -> Json:
     """The demo model with a chat template that reasons."""
     link_with_qwen3_template(tmp_path)
     return {"model": str(tmp_path), "served_model_name": "demo"}
+
+
+@pytest.fixture
+async def scheduler(scheduler: FakeScheduler) -> FakeScheduler:
+    scheduler.info.max_model_len = 2048
+    return scheduler
 
 
 def answer(service: HttpService, hf: Any, text: str) -> None:

@@ -112,9 +112,6 @@ async def test_a_response_starts_although_its_client_has_left(
     check_whole(events)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the call that creates a response takes a place of its client, too"
-)
 async def test_a_client_with_one_place_gets_a_response(rig: Rig, scheduler: FakeScheduler) -> None:
     server = await rig.local(max_requests_per_client=1)
     answer = await server.http.post("/v1/responses", json=background())
