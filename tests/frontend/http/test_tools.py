@@ -38,10 +38,12 @@ async def scheduler(scheduler: FakeScheduler) -> FakeScheduler:
 
 def answer(service: HttpService, hf: Any, text: str) -> None:
     """Has the engine answer every request with this text, character by character or nearly so."""
-    ids = [token for character in text for token in hf.encode(character, add_special_tokens=False)]
+    ids: list[int] = [
+        token for character in text for token in hf.encode(character, add_special_tokens=False)
+    ]
 
     def next_token(live: Live) -> int:
-        return [*ids, hf.eos_token_id][len(live.tokens)]
+        return int([*ids, hf.eos_token_id][len(live.tokens)])
 
     service.scheduler.next_token = next_token
 
@@ -143,7 +145,7 @@ async def test_a_forced_call_has_a_grammar(service: HttpService, hf: Any, kind: 
     named: Any = {"type": "tool", "name": "add"} if kind == MESSAGES else "required"
     await service.post(kind, tools(kind) | {"tool_choice": named})
     grammar = (await service.scheduler.submits.get()).sampling.grammar
-    assert grammar.kind == GrammarKind.STRUCTURAL_TAG
+    assert GrammarKind(grammar.kind) is GrammarKind.STRUCTURAL_TAG
     assert '"add\\"' in grammar.text or '\\"add\\"' in grammar.text
     assert json.loads(grammar.text)["format"]["type"] == "tags_with_separator"
 
