@@ -77,12 +77,19 @@ class Admission:
             caller = call.caller
             self._check_places(caller, call.client)
             self._requests[caller] += 1
+            call.has_place = True
             try:
                 yield
             finally:
-                self._requests[caller] -= 1
-                if not self._requests[caller]:
-                    del self._requests[caller]
+                self.release(call)
+
+    def release(self, call: Call) -> None:
+        """Frees a call's place before the call ends, for another that continues its work."""
+        if call.has_place:
+            call.has_place = False
+            self._requests[call.caller] -= 1
+            if not self._requests[call.caller]:
+                del self._requests[call.caller]
 
     def _check_places(self, caller: str, client: Tenant | None) -> None:
         limit, name = self._max_requests, "max_requests_per_client"

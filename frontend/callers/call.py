@@ -97,6 +97,7 @@ class Call:
     began_at: float = field(default_factory=time.monotonic)
     work: Callable[[], Work] | None = None  # once there is a generation
     trace: CallTrace | None = None
+    has_place: bool = False  # whether it counts as one of its client's open calls
 
     def add_work(self, work: Callable[[], Work]) -> None:
         """Adds a request to the model. `work` returns its result so far."""

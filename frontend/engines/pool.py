@@ -106,6 +106,18 @@ class Engines:
             raise no_engine()
         return engines
 
+    @property
+    def model_fingerprints(self) -> list[str]:
+        """Of the models that connected engines serve, or recovering ones if none is connected.
+
+        Raises:
+            UnavailableError: no engine is connected or recovers.
+        """
+        engines = [each for each in self._engines.values() if each.connected or each.recovers]
+        if not engines:
+            raise no_engine()
+        return sorted({each.model_fingerprint for each in engines})
+
     def submit(self, request: GenerationRequest) -> list[TokenStream]:
         """Starts the completions of a request, each of which is open until it ends or is closed.
 

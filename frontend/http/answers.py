@@ -16,7 +16,9 @@ from frontend.http.formats.tool_format import ToolFormat, reasons
 from frontend.logprobs import LogprobRow
 from frontend.request import GenerationRequest
 from frontend.text.completion import Delta
+from frontend.text.detokenizer import IncrementalDetokenizer
 from frontend.text.threads import in_pieces
+from shared.vocabulary import Vocabulary
 
 _TAIL = 16  # tokens of a prompt in which a template may open a thought
 _ROWS_AT_ONCE = 32
@@ -108,6 +110,17 @@ def usage(totals: Sequence[Totals], *, reports_cached: bool) -> dict[str, Any]:
     }
 
 
+class TextPlace:
+    """A place between tokens. `offset`: the characters before it that are complete."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._detokenizer = IncrementalDetokenizer(vocabulary)
+        self.offset = 0
+
+    def pass_by(self, token_id: int) -> None:
+        self.offset += len(self._detokenizer.feed([token_id]))
+
+
 class TokenTexts:
     """Writes tokens in log-probabilities.
 
@@ -148,12 +161,12 @@ class TokenTexts:
             entries.append(first | {"top_logprobs": top})
         return entries
 
-    def columns(self, rows: Sequence[LogprobRow], offset: int) -> dict[str, list[Any]]:
+    def columns(self, rows: Sequence[LogprobRow], place: TextPlace) -> dict[str, list[Any]]:
         """The log-probabilities of OpenAI's completions.
 
         Args:
             rows: one per token; empty for a prompt's first token.
-            offset: the characters before the first of the tokens.
+            place: of the first token in the text; it moves on.
         """
         found: dict[str, list[Any]] = {
             "text_offset": [],
@@ -162,13 +175,13 @@ class TokenTexts:
             "top_logprobs": [],
         }
         for ids, values in rows:
-            token, logprob = self.text(ids[0]), values[0] if values else None
+            token = self.text(ids[0])
             found["tokens"].append(token)
-            found["text_offset"].append(offset)
-            found["token_logprobs"].append(None if logprob is None else _finite(logprob))
+            found["text_offset"].append(place.offset)
+            place.pass_by(ids[0])
+            found["token_logprobs"].append(_finite(values[0]) if values else None)
             top = {self.text(i): _finite(v) for i, v in zip(ids[1:], values[1:], strict=True)}
             found["top_logprobs"].append((top | {token: _finite(values[0])}) if values else None)
-            offset += len(token)
         return found
 
     def prompt_rows(self, rows: Sequence[LogprobRow]) -> orjson.Fragment:

@@ -137,6 +137,8 @@ class App:
                 body = await exchange.read_json(limit, self._parsing)
                 request_id = _request_id(exchange, body)
                 headers.append((b"x-request-id", request_id.encode()))
+                if method.startswith("/v1/messages"):
+                    headers.append((b"request-id", request_id.encode()))  # of Anthropic's API
                 request = Request(body, exchange.headers, exchange.query, parameters, request_id)
                 await exchange.run(handler(self._service, request), headers)
 
@@ -163,7 +165,7 @@ class App:
                 421, "host: not a name of this server; http_hosts (NANO_HTTP_HOSTS) names others"
             )
         origin = exchange.headers.get("origin", "")
-        if origin and not (trusted and urlsplit(origin).netloc == host):
+        if origin and not (trusted and origin.partition("://")[2] == host):
             allowed = self._settings.http_origins
             if origin not in allowed and "*" not in allowed:
                 raise HttpError(
@@ -176,7 +178,8 @@ class App:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
             if name == "localhost" or name.endswith(".localhost"):
                 return True
-            known = name in (self._settings.host, *self._settings.http_hosts)
+            own = (self._settings.host, *self._settings.http_hosts)
+            known = name in map(str.lower, own)
             return known or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
@@ -186,12 +189,12 @@ def _request_id(exchange: Exchange, body: Any) -> str:
     """The id that the header or the body gives to a request, or a new one.
 
     Raises:
-        InvalidArgumentError: the id is too long, or not printable.
+        ParameterError: the id is too long, or not printable.
     """
-    given = exchange.headers.get("x-request-id", "")
+    given, field = exchange.headers.get("x-request-id", ""), "X-Request-Id"
     if not given and isinstance(body, dict) and isinstance(body.get("request_id"), str):
-        given = body["request_id"]
-    check_request_id("request_id", given)
+        given, field = body["request_id"], "request_id"
+    check_request_id(field, given)
     return given or uuid.uuid4().hex
 
 
@@ -208,5 +211,6 @@ def _route(method: str, path: str) -> tuple[str, Handler, dict[str, str]]:
                 return name, handler, match.groupdict()
             methods.append(known)
     if methods:
-        raise HttpError(405, f"method: {method} is not served; use {', '.join(methods)}")
+        allow = ", ".join(methods)
+        raise HttpError(405, f"method: {method} is not served; use {allow}", allow=allow)
     raise HttpError(404, "path: not served; see docs/use/http.md")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from frontend.http.answers import Answers
 from frontend.http.chunks import ChunkedAnswer, Json
+from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
 from frontend.http.formats.parser import (
     CallArguments,
@@ -16,7 +17,14 @@ from frontend.http.formats.parser import (
     Event,
     Reasoning,
 )
-from frontend.http.parameters import CompletionFields, Int32, Items, generate_request, read_body
+from frontend.http.parameters import (
+    CompletionFields,
+    Int32,
+    Items,
+    Object,
+    generate_request,
+    read_body,
+)
 from frontend.http.prompts import (
     Message,
     NamedTool,
@@ -30,7 +38,6 @@ from frontend.http.prompts import (
     read_tools,
 )
 from frontend.http.service import Service
-from shared.errors import InvalidArgumentError
 
 
 class ChatBody(CompletionFields):
@@ -44,7 +51,7 @@ class ChatBody(CompletionFields):
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -97,7 +104,7 @@ async def _start(service: Service, request: Request, body: ChatBody, tools: Tool
     if (max_tokens := body.max_tokens if max_tokens is None else max_tokens) is not None:
         sampling.max_tokens = max_tokens
     if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidArgumentError("top_logprobs", "requires logprobs")
+        raise ParameterError("top_logprobs", "requires logprobs")
     if body.logprobs:
         sampling.logprobs = body.top_logprobs or 0
     force_calls(sampling, tools, template)

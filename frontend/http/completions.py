@@ -10,7 +10,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from frontend.generation import CompletionReader, Generation
+from frontend.http.answers import TextPlace
 from frontend.http.chunks import ChunkedAnswer, Json
+from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
 from frontend.http.parameters import (
     CompletionFields,
@@ -24,7 +26,6 @@ from frontend.http.service import Service
 from frontend.logprobs import LogprobRow
 from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.errors import InvalidArgumentError
 
 MAX_PROMPTS = 128  # of a request
 
@@ -51,13 +52,13 @@ async def create(service: Service, request: Request) -> Answer:
     sampling = message.sampling
     # OpenAI's default; a completion of what fits the model would surprise.
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    sampling.max_tokens = max(max_tokens, 1) if body.echo else max_tokens
+    sampling.max_tokens = 1 if body.echo and max_tokens == 0 else max_tokens
     if body.logprobs is not None:
         sampling.logprobs = body.logprobs
-        if body.echo:
+        if body.echo and body.prompt_logprobs is None:
             sampling.prompt_logprobs = body.logprobs
     if body.resume_token_ids and len(prompts) > 1:
-        raise InvalidArgumentError("resume_token_ids", "requires a single prompt")
+        raise ParameterError("resume_token_ids", "requires a single prompt")
     message.request_id = request.request_id
     with ExitStack() as started:
         generations = []
@@ -76,7 +77,7 @@ def _prompts(body: CompletionBody) -> Sequence[Any]:
         [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
     )
     if not 0 < len(prompts) <= MAX_PROMPTS:
-        raise InvalidArgumentError("prompt", f"{len(prompts)} prompts; must be 1 to {MAX_PROMPTS}")
+        raise ParameterError("prompt", f"{len(prompts)} prompts; must be 1 to {MAX_PROMPTS}")
     return prompts
 
 
@@ -109,7 +110,8 @@ class _Completions(ChunkedAnswer):
         self._only_prompt = self._echo and body.max_tokens == 0
         self._prompts = [*prompts]
         self._scored: dict[int, Sequence[LogprobRow]] = {}  # the rows of each prompt
-        self._offsets = [0] * self.num_choices  # characters of each choice's tokens so far
+        vocabulary = service.generations.vocabulary_of(generations[0].request)
+        self._places = [TextPlace(vocabulary) for _ in range(self.num_choices)]
 
     async def choices(self) -> AsyncIterator[tuple[Json, Json]]:
         if len(self.generations) == 1:
@@ -151,8 +153,7 @@ class _Completions(ChunkedAnswer):
         index = number * request.sampling.num_completions + reader.index
         found = self.choice(index, reader, delta) | {"text": text}
         if self._logprobs is not None:
-            columns = found["logprobs"] = self.texts.columns(rows, self._offsets[index])
-            self._offsets[index] += sum(map(len, columns["tokens"]))
+            found["logprobs"] = self.texts.columns(rows, self._places[index])
         # Each choice has its own prompt.
         return found | await self.of_prompt(reader, delta, number), {}
 

@@ -38,22 +38,47 @@ _TYPES = {
     429: ("rate_limit_error", "rate_limit_error"),
     503: ("server_error", "overloaded_error"),
 }
-# The names in HTTP requests of fields of protos/frontend.proto.
-_FIELDS = {
-    "text": "prompt",
-    "token_ids": "prompt",
-    "chat": "messages",
-    "beam_width": "use_beam_search",
-    "include_stop_in_output": "include_stop_str_in_output",
-    "structured_output": "structured_outputs",
+# The names in HTTP requests of fields of protos/frontend.proto, first those of single APIs.
+_NAMES = {
+    "/v1/chat/completions": {"logprobs": "top_logprobs"},
+    "/v1/messages": {"stop": "stop_sequences"},
+    "/v1/responses": {
+        "chat": "input",
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "logprobs": "top_logprobs",
+    },
+    "": {
+        "text": "prompt",
+        "token_ids": "prompt",
+        "chat": "messages",
+        "beam_width": "use_beam_search",
+        "include_stop_in_output": "include_stop_str_in_output",
+        "structured_output.choice.options": "structured_outputs.choice",
+        "structured_output.json_schema": "structured_outputs.json",
+        "structured_output": "structured_outputs",
+    },
 }
 
 
-class HttpError(ServiceError):
-    """An error that only HTTP has, with its status and the code of OpenAI's API."""
+class ParameterError(InvalidArgumentError):
+    """A parameter of an HTTP request is wrong. `field` is its path in the request."""
 
-    def __init__(self, status: int, message: str, code: str = "", param: str | None = None) -> None:
+
+class HttpError(ServiceError):
+    """An error that only HTTP has, with its status and the code of OpenAI's API. `allow`: the
+    methods of the path."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str = "",
+        param: str | None = None,
+        allow: str = "",
+    ) -> None:
         super().__init__(message)
+        self.allow = allow
         self.status = status
         self.error_code = code
         self.param = param
@@ -69,7 +94,9 @@ def status_of(error: ServiceError) -> int:
 
 
 def headers_of(error: ServiceError) -> list[tuple[bytes, bytes]]:
-    """The headers that say how to retry the request."""
+    """The headers that say how to send the request instead."""
+    if isinstance(error, HttpError) and error.allow:
+        return [(b"allow", error.allow.encode())]
     if status_of(error) == 401:
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, QueueFullError | UnavailableError) and error.retry_after_s is not None:
@@ -77,44 +104,51 @@ def headers_of(error: ServiceError) -> list[tuple[bytes, bytes]]:
     return []
 
 
-def openai_error(error: ServiceError) -> dict[str, Any]:
-    """The object under `error` in OpenAI's API."""
+def openai_error(error: ServiceError, path: str = "") -> dict[str, Any]:
+    """The object under `error` in OpenAI's API. `path`: of the request."""
     status = status_of(error)
     code: str | None = None
     message, param = str(error), None
     if isinstance(error, HttpError):
         code, param = error.error_code or None, error.param
     elif isinstance(error, InvalidArgumentError):
-        param = http_field(error.field)
+        is_own = isinstance(error, ParameterError)
+        param = error.field if is_own else _http_name(error.field, path)
         message = f"{param}: {error.reason.replace('sampling.', '')}"
-    kind = _TYPES.get(status, ("invalid_request_error" if status < 500 else "server_error",) * 2)[0]
+    kind = _TYPES.get(status, ("invalid_request_error" if status < 500 else "server_error",))[0]
     return {"message": message, "type": kind, "param": param, "code": code}
 
 
-def anthropic_error(error: ServiceError) -> dict[str, Any]:
-    """The body of an error in Anthropic's API."""
+def _anthropic_error(error: ServiceError, path: str) -> dict[str, Any]:
     status = status_of(error)
     kind = _TYPES.get(status, ("", "invalid_request_error" if status < 500 else "api_error"))[1]
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": openai_error(error)["message"]},
-    }
+    message = openai_error(error, path)["message"]
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def response_error(error: ServiceError) -> dict[str, Any]:
     """The error of a response that failed."""
-    return {"code": "server_error", "message": openai_error(error)["message"]}
+    return {"code": "server_error", "message": openai_error(error, "/v1/responses")["message"]}
 
 
-def body_of(error: ServiceError, *, anthropic: bool) -> bytes:
-    return orjson.dumps(anthropic_error(error) if anthropic else {"error": openai_error(error)})
+def body_of(error: ServiceError, path: str, *, is_event: bool = False) -> bytes:
+    """The body of an error, or the last event of a stream, in the form of the path's API."""
+    if is_event and path.startswith("/v1/responses"):
+        shown = openai_error(error, path)
+        return orjson.dumps({**shown, "type": "error", "code": shown["code"] or shown["type"]})
+    if path.startswith("/v1/messages"):
+        return orjson.dumps(_anthropic_error(error, path))
+    return orjson.dumps({"error": openai_error(error, path)})
 
 
-def http_field(field: str) -> str:
-    """The path in an HTTP request of a field of protos/frontend.proto."""
-    path = field.removeprefix("sampling.").removeprefix("chat.")
-    name = path[: len(path) - len(path.lstrip("abcdefghijklmnopqrstuvwxyz_"))]
-    return _FIELDS.get(name, name) + path[len(name) :]
+def _http_name(field: str, path: str) -> str:
+    """The name in requests to `path` of a field of protos/frontend.proto."""
+    field = field.removeprefix("sampling.").removeprefix("chat.")
+    for names in (_NAMES.get(path, {}), _NAMES[""]):
+        for name, here in names.items():
+            if field == name or field.startswith((f"{name}.", f"{name}[")):
+                return here + field[len(name) :]
+    return field
 
 
 def public(error: Exception) -> ServiceError:

@@ -14,8 +14,7 @@ import structlog
 from starlette.types import Receive, Scope, Send
 
 from frontend.callers.admission import bearer_token
-from frontend.http.errors import HttpError, body_of, headers_of, public, status_of
-from shared.errors import InvalidArgumentError
+from frontend.http.errors import HttpError, ParameterError, body_of, headers_of, public, status_of
 from shared.rpc.reading import LARGE_BYTES, MAX_READ_S
 
 log = structlog.get_logger(__name__)
@@ -84,7 +83,7 @@ class Exchange:
 
         Raises:
             HttpError: the body is too large or too slow.
-            InvalidArgumentError: the body is not JSON.
+            ParameterError: the body is not JSON.
         """
         try:
             async with asyncio.timeout(MAX_READ_S):
@@ -171,19 +170,16 @@ class Exchange:
         shown = public(error)
         if shown is not error:
             log.error("request failed", path=self.path[:256], exc_info=error)
-        anthropic = self.path.startswith("/v1/messages")
-        body = body_of(shown, anthropic=anthropic)
+        body = body_of(shown, self.path, is_event=self._started)
         if not self._started:
             status = status_of(shown)
             if status in (408, 413):  # the rest of the body is not read
                 headers = [*headers, (b"connection", b"close")]
             await self._send_json(status, body, [*headers, *headers_of(shown)])
             return
-        event = b"event: error\n" if anthropic else b""
-        done = b"" if anthropic else b"data: [DONE]\n\n"
-        await self.send(
-            {"type": "http.response.body", "body": b"%sdata: %s\n\n%s" % (event, body, done)}
-        )
+        named = self.path.startswith(("/v1/messages", "/v1/responses"))
+        form = b"event: error\ndata: %s\n\n" if named else b"data: %s\n\ndata: [DONE]\n\n"
+        await self.send({"type": "http.response.body", "body": form % body})
 
 
 def _parse(body: bytes) -> Any:
@@ -192,4 +188,4 @@ def _parse(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidArgumentError("body", f"not JSON: {error.msg}") from None
+        raise ParameterError("body", f"not JSON: {error.msg}") from None

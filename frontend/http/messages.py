@@ -12,6 +12,7 @@ import orjson
 from frontend.engines.token_stream import FinishReason
 from frontend.generation import Totals
 from frontend.http.answers import Answers
+from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
 from frontend.http.formats.parser import (
     CallArguments,
@@ -20,7 +21,15 @@ from frontend.http.formats.parser import (
     Event,
     Reasoning,
 )
-from frontend.http.parameters import Body, Int32, Items, SamplingFields, generate_request, read_body
+from frontend.http.parameters import (
+    Body,
+    Int32,
+    Items,
+    Object,
+    SamplingFields,
+    generate_request,
+    read_body,
+)
 from frontend.http.prompts import (
     Function,
     Tools,
@@ -32,7 +41,6 @@ from frontend.http.prompts import (
 from frontend.http.service import Service
 from frontend.validation import MAX_TOKENIZED
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.errors import InvalidArgumentError
 
 Json = dict[str, Any]
 
@@ -45,7 +53,7 @@ class Block(Body):
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Object | None = None
     tool_use_id: str | None = None
     content: str | Items[Block] | None = None
     is_error: bool | None = None
@@ -60,7 +68,7 @@ class Tool(Body):
     name: str
     type: Literal["custom"] | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Object | None = None
 
 
 class ToolChoice(Body):
@@ -82,7 +90,7 @@ class PromptBody(SamplingFields):
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
 
 
 class MessageBody(PromptBody):
@@ -182,13 +190,13 @@ def _messages(field: str, message: Message) -> list[pb.ChatMessage]:
 def _text(field: str, content: str | Sequence[Block]) -> str:
     """
     Raises:
-        InvalidArgumentError: a block is not a text.
+        ParameterError: a block is not a text.
     """
     if isinstance(content, str):
         return content
     for block in content:
         if block.type != "text" or block.text is None:
-            raise InvalidArgumentError(field, "not a text; this model takes only texts")
+            raise ParameterError(field, "not a text; this model takes only texts")
     return "\n".join(block.text or "" for block in content)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import orjson
 
-from frontend.http.errors import unknown_model
+from frontend.http.errors import ParameterError, unknown_model
 from frontend.http.exchange import Answer, Request
-from frontend.http.parameters import Body, Items, TokenId, read_body
+from frontend.http.parameters import Body, Items, Object, TokenId, read_body
 from frontend.http.prompts import (
     Message,
     Tool,
@@ -20,7 +20,7 @@ from frontend.http.prompts import (
 from frontend.http.service import Service
 from frontend.validation import MAX_TOKENIZED, check_token_ids
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.errors import InvalidArgumentError, UnavailableError
+from shared.errors import UnavailableError
 
 
 class TokenizeBody(Body):
@@ -30,7 +30,7 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Items[Message] | None = None
     tools: Items[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
@@ -73,7 +73,7 @@ async def tokenize(service: Service, request: Request) -> Answer:
     service.check_model(body.model)
     message = pb.TokenizeRequest()
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidArgumentError("prompt", "give either prompt or messages")
+        raise ParameterError("prompt", "give either prompt or messages")
     if body.prompt is not None:
         message.text = body.prompt
     else:
@@ -108,9 +108,7 @@ async def detokenize(service: Service, request: Request) -> Answer:
     body = read_body(DetokenizeBody, request.body)
     service.check_model(body.model)
     if len(body.tokens) > MAX_TOKENIZED:
-        raise InvalidArgumentError(
-            "tokens", f"{len(body.tokens)} tokens; the limit is {MAX_TOKENIZED}"
-        )
+        raise ParameterError("tokens", f"{len(body.tokens)} tokens; the limit is {MAX_TOKENIZED}")
     check_token_ids("tokens", body.tokens, service.generations.facts.vocab_size)
     text = await service.generations.tokenizer.decode(body.tokens)
     return orjson.dumps({"prompt": text})

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from frontend.http.errors import ParameterError
 from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.errors import InvalidArgumentError
 from shared.sampling_params import LOGIT_BIAS, MAX_ITEMS
 
 Item = TypeVar("Item")
@@ -29,6 +29,21 @@ Items = Annotated[list[Item], _OneError()]
 _Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 
 
+MAX_DEPTH = 64  # of the values in a request that have no form of their own
+
+
+def _check_depth(value: Any, levels: int = MAX_DEPTH) -> Any:
+    if isinstance(value, dict | list):
+        if not levels:
+            raise ValueError(f"nests deeper than {MAX_DEPTH} levels")
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_depth(each, levels - 1)
+    return value
+
+
+Object = Annotated[dict[str, Any], AfterValidator(_check_depth)]
+
+
 class Body(BaseModel):
     """A part of a request. Clients send further keys in nested parts, such as those of an earlier
     answer, so only unknown parameters of the whole request are errors."""
@@ -40,7 +55,7 @@ class JsonSchema(Body):
     """A schema, its name and its description, of which only the schema counts."""
 
     name: str = ""
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: Object | None = Field(None, alias="schema")
 
 
 class ResponseFormat(Body):
@@ -48,9 +63,9 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    format: dict[str, Any] | None = None
-    structures: list[Any] | None = None
-    triggers: list[Any] | None = None
+    format: Object | None = None
+    structures: Items[Object] | None = None
+    triggers: Items[str] | None = None
 
 
 class StructuredOutputs(Body):
@@ -58,7 +73,7 @@ class StructuredOutputs(Body):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    json_schema: str | dict[str, Any] | None = Field(None, alias="json")
+    json_schema: str | Object | None = Field(None, alias="json")
     regex: str | None = None
     choice: Items[str] | None = None
     grammar: str | None = None
@@ -95,7 +110,7 @@ class SamplingFields(Body):
     engine: str | None = None
     # These parameters have no effect on the answer.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Object | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -131,20 +146,21 @@ def read_body(model: type[Parameters], value: object) -> Parameters:
     """Reads a request's JSON value.
 
     Raises:
-        InvalidArgumentError: a parameter is unknown, or has a value of the wrong kind.
+        ParameterError: a parameter is unknown, or has a value of the wrong kind.
     """
     if not isinstance(value, dict):
-        raise InvalidArgumentError("body", "must be a JSON object")
+        raise ParameterError("body", "must be a JSON object")
     known = {field.alias or name for name, field in model.model_fields.items()}
     for name in value:
         if name not in known and value[name] is not None:
-            raise InvalidArgumentError(name[:64], "not a parameter of this server")
+            raise ParameterError(name[:64], "not a parameter of this server")
     try:
         return model.model_validate(value)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=False, include_input=False)
-        first = max(errors, key=lambda each: len(_path(each["loc"])))
-        raise InvalidArgumentError(_path(first["loc"]), first["msg"]) from None
+        first = max(errors, key=lambda each: len(each["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise ParameterError(_path(first["loc"]), message) from None
 
 
 def _path(loc: Sequence[int | str]) -> str:
@@ -162,7 +178,7 @@ async def generate_request(fields: SamplingFields, tokenizer: Tokenizer) -> pb.G
     """A request without its id and its prompt.
 
     Raises:
-        InvalidArgumentError: a value is out of range, or two parameters contradict each other.
+        ParameterError: a value is out of range, or two parameters contradict each other.
     """
     message = pb.GenerateRequest(
         sampling=_sampling(fields),
@@ -177,25 +193,18 @@ async def generate_request(fields: SamplingFields, tokenizer: Tokenizer) -> pb.G
     return message
 
 
-_SAME_NAME = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "prompt_logprobs",
-    "n",
-    "length_penalty",
-    "skip_special_tokens",
-)
+# Parameters that gRPC has under the same name and with the same meaning.
+_OTHERWISE = ("logit_bias", "seed", "stop", "stop_token_ids", "top_k")
+_SAME = [
+    name
+    for name in pb.SamplingParams.DESCRIPTOR.fields_by_name
+    if name in CompletionFields.model_fields and name not in _OTHERWISE
+]
 
 
 def _sampling(fields: SamplingFields) -> pb.SamplingParams:
     sampling = pb.SamplingParams()
-    for name in _SAME_NAME:
+    for name in _SAME:
         if (value := getattr(fields, name, None)) is not None:
             setattr(sampling, name, value)
     if fields.top_k is not None:
@@ -207,11 +216,13 @@ def _sampling(fields: SamplingFields) -> pb.SamplingParams:
     sampling.stop.extend([fields.stop] if isinstance(fields.stop, str) else fields.stop or [])
     sampling.stop_token_ids.extend(fields.stop_token_ids or [])
     for key, bias in (fields.logit_bias or {}).items():
-        if not (key.isdecimal() and int(key) < 1 << 32):
-            raise InvalidArgumentError("logit_bias", "a key is not a token id")
+        if not (key.isdecimal() and key.isascii() and len(key) < 11 and int(key) < 1 << 32):
+            raise ParameterError("logit_bias", "a key is not a token id")
         sampling.logit_bias[int(key)] = bias
     if isinstance(fields, CompletionFields) and fields.use_beam_search:
-        sampling.beam_width = fields.n or 1
+        sampling.beam_width = 1 if fields.n is None else fields.n
+        if sampling.beam_width < 1:
+            raise ParameterError("n", f"{fields.n}; must be at least 1")
         sampling.ClearField("n")
     _set_constraint(fields, sampling)
     return sampling
@@ -220,7 +231,7 @@ def _sampling(fields: SamplingFields) -> pb.SamplingParams:
 def _set_constraint(fields: SamplingFields, sampling: pb.SamplingParams) -> None:
     """
     Raises:
-        InvalidArgumentError: there are two constraints, or one is incomplete.
+        ParameterError: there are two constraints, or one is incomplete.
     """
     given: dict[str, tuple[str, Any]] = {}
     form = fields.response_format if isinstance(fields, CompletionFields) else None
@@ -231,13 +242,13 @@ def _set_constraint(fields: SamplingFields, sampling: pb.SamplingParams) -> None
         for name, value in found.items():
             given[f"structured_outputs.{name}"] = name, value
         if not found:
-            raise InvalidArgumentError("structured_outputs", "empty; must have one constraint")
+            raise ParameterError("structured_outputs", "empty; must have one constraint")
     if fields.regex is not None:
         given["regex"] = "regex", fields.regex
     if fields.ebnf is not None:
         given["ebnf"] = "grammar", fields.ebnf
     if len(given) > 1:
-        raise InvalidArgumentError(
+        raise ParameterError(
             "structured_outputs", f"give one constraint, not {len(given)}: {', '.join(given)}"
         )
     for kind, value in given.values():
@@ -261,7 +272,7 @@ def _of_response_format(form: ResponseFormat) -> tuple[str, Any]:
         tag = form.model_dump(include={"type", "format", "structures", "triggers"})
         return "structural_tag", {key: value for key, value in tag.items() if value is not None}
     if form.json_schema is None or form.json_schema.json_schema is None:
-        raise InvalidArgumentError("response_format.json_schema.schema", "missing")
+        raise ParameterError("response_format.json_schema.schema", "missing")
     return "json_schema", form.json_schema.json_schema
 
 
@@ -269,17 +280,17 @@ async def _banned_tokens(words: Sequence[str], tokenizer: Tokenizer) -> list[int
     """The tokens of `bad_words`, with and without a space before them, as vLLM bans them.
 
     Raises:
-        InvalidArgumentError: there are too many words, or one has several tokens.
+        ParameterError: there are too many words, or one has several tokens.
     """
     if not words:
         return []
     if len(words) > (limit := MAX_ITEMS["logit_bias"] // 2):
-        raise InvalidArgumentError("bad_words", f"{len(words)} given; the limit is {limit}")
+        raise ParameterError("bad_words", f"{len(words)} given; the limit is {limit}")
     found = []
     for index, word in enumerate(words):
         plain, spaced = await tokenizer.encode_words([word, " " + word.lstrip()])
         if len(plain) != 1:
-            raise InvalidArgumentError(
+            raise ParameterError(
                 f"bad_words[{index}]", f"{len(plain)} tokens; only words of one token can be banned"
             )
         found += plain + (spaced if len(spaced) == 1 else [])

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import orjson
 
+from frontend.http.errors import ParameterError
 from frontend.http.formats.tool_format import ToolFormat, forced_calls, tool_format
-from frontend.http.parameters import Body, Items, set_constraint
+from frontend.http.parameters import Body, Items, Object, set_constraint
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.errors import InvalidArgumentError
 
 
 class Part(Body):
@@ -27,7 +27,7 @@ Content = str | Items[Part] | None
 
 class Function(Body):
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | Object | None = None
 
 
 class ToolCall(Body):
@@ -61,7 +61,7 @@ class Item(Body):
 
 class Tool(Body):
     type: Literal["function"]
-    function: dict[str, Any]
+    function: Object
 
 
 class NamedFunction(Body):
@@ -103,22 +103,22 @@ def read_tools(
         name: of the function that must be called; empty if none was named.
 
     Raises:
-        InvalidArgumentError: the choice and the tools contradict each other.
+        ParameterError: the choice and the tools contradict each other.
     """
     for index, tool in enumerate(tools):
         if not isinstance(tool.get("name"), str) or not tool["name"]:
-            raise InvalidArgumentError(f"tools[{index}].function.name", "must be a text")
+            raise ParameterError(f"tools[{index}].function.name", "must be a text")
         if not isinstance(tool.get("parameters"), dict | None):
-            raise InvalidArgumentError(f"tools[{index}].function.parameters", "must be an object")
+            raise ParameterError(f"tools[{index}].function.parameters", "must be an object")
     if not tools:
         if name or choice == "required":
-            raise InvalidArgumentError("tool_choice", "requires tools")
+            raise ParameterError("tool_choice", "requires tools")
         return Tools()
     forced: Sequence[dict[str, Any]] = ()
     if name:
         forced = [tool for tool in tools if tool["name"] == name]
         if not forced:
-            raise InvalidArgumentError("tool_choice", "names a function that is not in tools")
+            raise ParameterError("tool_choice", "names a function that is not in tools")
     elif choice == "required":
         forced = tools
     return Tools(tools, choice != "none", forced, parallel and not name)
@@ -128,7 +128,7 @@ def chat_of(
     messages: Sequence[pb.ChatMessage],
     tools: Tools,
     template: str,
-    kwargs: dict[str, Any] | None = None,
+    kwargs: Object | None = None,
     *,
     continues: bool = False,
 ) -> pb.Chat:
@@ -157,10 +157,10 @@ def chat_of(
 def check_generation_prompt(given: bool | None, *, continues: bool) -> None:
     """
     Raises:
-        InvalidArgumentError: `add_generation_prompt` contradicts `continue_final_message`.
+        ParameterError: `add_generation_prompt` contradicts `continue_final_message`.
     """
     if given is continues:
-        raise InvalidArgumentError(
+        raise ParameterError(
             "add_generation_prompt", "must be the opposite of continue_final_message"
         )
 
@@ -169,12 +169,12 @@ def force_calls(sampling: pb.SamplingParams, tools: Tools, template: str) -> Non
     """Has a grammar force a call, if one has to be made.
 
     Raises:
-        InvalidArgumentError: there is another grammar.
+        ParameterError: there is another grammar.
     """
     if not tools.forced:
         return
     if sampling.HasField("structured_output"):
-        raise InvalidArgumentError(
+        raise ParameterError(
             "tool_choice", "forces a call, which cannot be used with another constraint"
         )
     functions = [(tool["name"], tool.get("parameters")) for tool in tools.forced]
@@ -186,7 +186,7 @@ def chat_messages(messages: Sequence[Message]) -> list[pb.ChatMessage]:
     """Reads the messages of a chat.
 
     Raises:
-        InvalidArgumentError: a part of a message is not a text.
+        ParameterError: a part of a message is not a text.
     """
     return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
@@ -209,7 +209,7 @@ def item_messages(instructions: str | None, items: str | Sequence[Item]) -> list
     """Reads the input of a response. Thoughts and calls join the assistant's message beside them.
 
     Raises:
-        InvalidArgumentError: an item is of a kind that is not served.
+        ParameterError: an item is of a kind that is not served.
     """
     messages = [pb.ChatMessage(role="system", content=instructions)] if instructions else []
     if isinstance(items, str):
@@ -234,7 +234,7 @@ def item_messages(instructions: str | None, items: str | Sequence[Item]) -> list
             content = text_of(f"{field}.content", item.content)
             messages.append(pb.ChatMessage(role=item.role, content=content))
         else:
-            raise InvalidArgumentError(f"{field}.type", "not served; must be a message or a call")
+            raise ParameterError(f"{field}.type", "not served; must be a message or a call")
         if reasoning and messages[-1].role == "assistant":
             messages[-1].reasoning_content = reasoning
         reasoning = ""
@@ -257,14 +257,14 @@ def text_of(field: str, content: Content) -> str:
     """Joins the texts of a message's parts with newlines, as vLLM does.
 
     Raises:
-        InvalidArgumentError: a part is not a text.
+        ParameterError: a part is not a text.
     """
     if content is None or isinstance(content, str):
         return content or ""
     for index, part in enumerate(content):
         if part.type == "refusal" or (part.type in _TEXTS and part.text is not None):
             continue
-        raise InvalidArgumentError(
+        raise ParameterError(
             f"{field}[{index}]", "not a part with a text; this model takes only texts"
         )
     return "\n".join(part.text or part.refusal or "" for part in content)

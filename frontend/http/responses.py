@@ -13,12 +13,13 @@ from frontend.callers.call import CALL
 from frontend.http.answers import REASONS, Answers, TokenTexts, answer_form, usage
 from frontend.http.background.events import Json, ResponseEvents
 from frontend.http.background.store import StoredResponse
-from frontend.http.errors import response_error
+from frontend.http.errors import ParameterError, response_error
 from frontend.http.exchange import Answer, Request
 from frontend.http.parameters import (
     Body,
     Int32,
     Items,
+    Object,
     SamplingFields,
     generate_request,
     read_body,
@@ -27,14 +28,15 @@ from frontend.http.parameters import (
 from frontend.http.prompts import Item, Tools, chat_of, force_calls, item_messages, read_tools
 from frontend.http.service import Service, now
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.errors import InvalidArgumentError, ServiceError
+from shared.errors import ServiceError
 
 
 class Tool(Body):
     type: Literal["function"]
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
 
 
 class NamedTool(Body):
@@ -43,7 +45,7 @@ class NamedTool(Body):
 
 
 class Text(Body):
-    format: dict[str, Any] | None = None
+    format: Object | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -66,13 +68,13 @@ class ResponseBody(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
     include: Items[str] | None = None
     top_logprobs: Int32 | None = None
     store: bool | None = None  # only background responses are stored
     truncation: Literal["disabled"] | None = None
     # These parameters have no effect on the answer.
-    stream_options: dict[str, Any] | None = None
+    stream_options: Object | None = None
     max_tool_calls: int | None = None
 
 
@@ -103,12 +105,12 @@ async def retrieve(service: Service, request: Request) -> Answer:
     """Returns a background response, or continues the stream of its events."""
     after = request.query.get("starting_after")
     if after is not None and not (after.isdecimal() and len(after) < 19):
-        raise InvalidArgumentError("starting_after", "not the number of an event")
+        raise ParameterError("starting_after", "not the number of an event")
     if request.query.get("stream") == "true":
         stored = service.background.open(_owner(), request.parameters["id"])
         return _events(service, stored, -1 if after is None else int(after))
     if after is not None:
-        raise InvalidArgumentError("starting_after", "requires stream=true")
+        raise ParameterError("starting_after", "requires stream=true")
     with _stored(service, request) as stored:
         return orjson.dumps(await service.background.response(stored))
 
@@ -130,13 +132,19 @@ async def input_items(service: Service, request: Request) -> Answer:
         items = stored.header["input"]
     if request.query.get("order", "desc") == "desc":
         items = items[::-1]
+    if after := request.query.get("after"):
+        items = items[next((i for i, item in enumerate(items, 1) if item["id"] == after), 0) :]
+    limit = request.query.get("limit", "20")
+    if not (limit.isdecimal() and 1 <= len(limit) <= 3 and 1 <= int(limit) <= 100):
+        raise ParameterError("limit", "must be in [1, 100]")
+    num_left, items = len(items) - int(limit), items[: int(limit)]
     return orjson.dumps(
         {
             "object": "list",
             "data": items,
             "first_id": items[0]["id"] if items else None,
             "last_id": items[-1]["id"] if items else None,
-            "has_more": False,
+            "has_more": num_left > 0,
         }
     )
 
@@ -153,14 +161,14 @@ def _stored(service: Service, request: Request) -> AbstractContextManager[Stored
 def _check(body: ResponseBody) -> None:
     for item in body.include or ():
         if item not in (_LOGPROBS, "reasoning.encrypted_content"):
-            raise InvalidArgumentError("include", f"only {_LOGPROBS} is served")
+            raise ParameterError("include", f"only {_LOGPROBS} is served")
     if body.top_logprobs is not None and _LOGPROBS not in (body.include or ()):
-        raise InvalidArgumentError("top_logprobs", f"requires {_LOGPROBS} in include")
+        raise ParameterError("top_logprobs", f"requires {_LOGPROBS} in include")
     if body.background:
         if body.store is False:
-            raise InvalidArgumentError("store", "a background response is stored")
+            raise ParameterError("store", "a background response is stored")
         if _LOGPROBS in (body.include or ()):
-            raise InvalidArgumentError("include", "log-probabilities are not stored: no background")
+            raise ParameterError("include", "log-probabilities are not stored: no background")
 
 
 def _tools(body: ResponseBody) -> Tools:
@@ -196,13 +204,13 @@ def _set_format(sampling: pb.SamplingParams, form: dict[str, Any] | None) -> Non
     if kind == "text":
         return
     if sampling.HasField("structured_output"):
-        raise InvalidArgumentError("text.format", "cannot be used with another constraint")
+        raise ParameterError("text.format", "cannot be used with another constraint")
     if kind == "json_object":
         set_constraint(sampling, "json_object", True)
     elif kind == "json_schema" and form and isinstance(form.get("schema"), dict):
         set_constraint(sampling, "json_schema", form["schema"])
     else:
-        raise InvalidArgumentError("text.format", "must be text, json_object or json_schema")
+        raise ParameterError("text.format", "must be text, json_object or json_schema")
 
 
 def _items(body: ResponseBody) -> list[Json]:
@@ -246,7 +254,7 @@ def _response(service: Service, body: ResponseBody) -> Json:
         "temperature": defaults.temperature if body.temperature is None else body.temperature,
         "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "tools": [{"strict": None, **tool.model_dump()} for tool in body.tools or ()],
+        "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_p": defaults.top_p if body.top_p is None else body.top_p,
         "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",

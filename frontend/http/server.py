@@ -29,13 +29,15 @@ _IDLE_S = 75.0  # between requests of a connection
 _ENGINE_S = 2.0  # that a new process waits for an engine before it answers without one
 _BACKLOG = 1024
 # A client whose host has vanished is noticed after about half a minute.
-_KEEPALIVE = (
+_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    # A closed connection (TIME_WAIT) keeps no server from the port.
+    (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),
 )
 _TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
@@ -71,6 +73,7 @@ class HttpServer:
             ws="none",
             timeout_keep_alive=int(_IDLE_S),
             server_header=False,
+            proxy_headers=False,  # callers could claim to be others
             reset_contextvars=True,
         )
         self._config.load()
@@ -87,10 +90,12 @@ class HttpServer:
         Args:
             was_ready: set once an engine is ready, for which connections wait a moment.
         """
+        self._sockets = sockets
+        for each in sockets:
+            each.listen(_BACKLOG)
         with suppress(TimeoutError):
             async with asyncio.timeout(_ENGINE_S):
                 await was_ready.wait()
-        self._sockets = sockets
         for each in sockets:
             self._servers.append(
                 await asyncio.get_running_loop().create_server(
@@ -138,7 +143,7 @@ class _Connection(HttpToolsProtocol):
             transport.abort()
             return
         found: Any = transport.get_extra_info("socket")
-        for option in _KEEPALIVE:
+        for option in _OPTIONS:
             found.setsockopt(*option)
         self._begin_head()
 

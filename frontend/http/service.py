@@ -9,11 +9,10 @@ from typing import Any
 from frontend.generations import Generations
 from frontend.http.answers import Answers, answer_form
 from frontend.http.background.responses import BackgroundResponses
-from frontend.http.errors import unknown_model
+from frontend.http.errors import ParameterError, unknown_model
 from frontend.http.formats.tool_format import ToolFormat
 from frontend.http.prompts import Tools
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +67,13 @@ class Service:
         """The variable of the chat template that says how much to reason.
 
         Raises:
-            InvalidArgumentError: the template has no such variable.
+            ParameterError: the template has no such variable.
         """
         if "reasoning_effort" in self.template:
             return {"reasoning_effort": effort}
         if effort == "none":
             return {"enable_thinking": False} if "enable_thinking" in self.template else {}
-        raise InvalidArgumentError(field, "the model's chat template does not read it")
+        raise ParameterError(field, "the model's chat template does not read it")
 
 
 def now() -> int:

@@ -76,6 +76,7 @@ class FakeScheduler(SchedulerServiceServicer):
         self.aborts: asyncio.Queue[int] = asyncio.Queue()
         self.alone = False  # whether the latest connection was made by `ConnectAlone`
         self.block_events: asyncio.Queue[pb.BlockEvents] = asyncio.Queue()  # for the one watcher
+        self.connections: list[Connection] = []  # the open ones
         self._connection: Connection | None = None
         self._server: aio.Server | None = None
 
@@ -103,6 +104,11 @@ class FakeScheduler(SchedulerServiceServicer):
     def step(self) -> None:
         """Makes one token for every request of the latest connection, in one message."""
         self._step(self.connection)
+
+    def step_all(self) -> None:
+        """Makes one token for every request of every connection."""
+        for connection in self.connections:
+            self._step(connection)
 
     def _step(self, connection: Connection) -> None:
         rows: list[tuple[int, int, int]] = []
@@ -158,6 +164,7 @@ class FakeScheduler(SchedulerServiceServicer):
         await self.ready.wait()
         self.alone = alone
         connection = self._connection = Connection()
+        self.connections.append(connection)
         reader = asyncio.create_task(self._read(request_iterator, connection))
         try:
             yield pb.SchedulerMessage(engine_info=self.info)
@@ -165,6 +172,7 @@ class FakeScheduler(SchedulerServiceServicer):
                 yield message
                 connection.outbox.task_done()
         finally:
+            self.connections.remove(connection)
             reader.cancel()
 
     def send_state(self, *, serving: bool = True, draining: bool = False) -> None:
@@ -231,10 +239,8 @@ def _prompt_rows(number: int, live: Live) -> list[pb.LogprobRows]:
     count = live.submit.sampling.prompt_logprobs
     rows = [logprob_row(token, i, count) for i, token in enumerate(live.prompt)]
     middle = len(rows) // 2 + 1
-    return [
-        logprob_rows(number, True, 1, rows[1 : middle + 1]),
-        logprob_rows(number, True, middle, rows[middle:]),
-    ]
+    pieces = ((1, rows[1 : middle + 1]), (middle, rows[middle:]))
+    return [logprob_rows(number, True, first, piece) for first, piece in pieces if piece]
 
 
 def _end_beam(

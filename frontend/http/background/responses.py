@@ -7,7 +7,6 @@ that a client has received, even if the engine would now generate other tokens.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,6 +14,7 @@ from contextlib import closing, suppress
 from datetime import UTC, datetime
 
 import structlog
+from pydantic import TypeAdapter
 
 from frontend.callers.admission import Admission
 from frontend.callers.call import CALL, Call
@@ -28,13 +28,13 @@ from frontend.http.formats.tool_format import ToolFormat
 from frontend.request import GenerationRequest, Sampling
 from frontend.text.completion import CompletionBuilder
 from shared.errors import (
+    FailedPreconditionError,
     NotFoundError,
     QueueFullError,
     ServiceError,
     UnavailableError,
 )
 from shared.rpc.open_calls import OpenCalls
-from shared.sampling_params import Grammar
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +42,7 @@ METHOD = "/v1/responses (background)"
 _SWEEP_S = 1.0
 _POLL_S = 0.05  # of a response that another process generates
 _TOKENS_AT_ONCE = 64
+_SAMPLING = TypeAdapter(Sampling)
 
 
 class BackgroundResponses:
@@ -66,6 +67,7 @@ class BackgroundResponses:
         self._admission = admission
         self._calls = calls
         self._reports_cached = reports_cached
+        self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._news: dict[str, asyncio.Event] = {}  # of responses that are generated here
 
@@ -86,6 +88,7 @@ class BackgroundResponses:
             "response": response,
             "input": items,
             "request": _request_json(request),
+            "model": self._generations.engines.model_fingerprints,
             "peer": call.peer if call else "",
             "reasoning": form.reasoning,
             "tools": form.tools.name if form.tools else "",
@@ -93,12 +96,10 @@ class BackgroundResponses:
         owner = request.client.name if request.client else ""
         stored = store.create(owner, response["id"], header)
         started = asyncio.get_running_loop().create_future()
+        if call:
+            self._admission.release(call)  # for the generation
         self._begin(stored, started)
-        try:
-            await started
-        except ServiceError:
-            store.delete(stored.path)
-            raise
+        await asyncio.shield(started)
         return self.open(owner, response["id"])
 
     def open(self, owner: str, response_id: str) -> StoredResponse:
@@ -130,7 +131,7 @@ class BackgroundResponses:
         """Ends a response and deletes it."""
         with suppress(UnavailableError):
             self.cancel(stored)
-        self._files().delete(stored.path)
+        stored.delete()
 
     async def events(self, stored: StoredResponse, after: int) -> AsyncIterator[bytes]:
         """Yields a response's events with a number above `after`, until its end."""
@@ -160,12 +161,13 @@ class BackgroundResponses:
         """Continues responses whose frontends are gone, and deletes old ones, until cancelled."""
         while self._store:
             await asyncio.sleep(_SWEEP_S)
-            if not self._generations.engines.serving:
+            if self._stopping or not self._generations.engines.serving:
                 continue
             try:
                 for stored in self._store.unfinished():
                     log.info("continuing a response", response=stored.id, tokens=len(stored.tokens))
                     self._begin(stored)
+                    await asyncio.sleep(0)
                 oldest = datetime.now(UTC).timestamp() - MAX_AGE_S
                 self._store.delete_older_than(oldest)
             except OSError as error:
@@ -173,6 +175,7 @@ class BackgroundResponses:
 
     def stop(self) -> None:
         """Leaves all responses to other frontends, or to the next fork."""
+        self._stopping = True
         for task in self._tasks:
             task.cancel()
 
@@ -196,26 +199,34 @@ class BackgroundResponses:
 
     async def _generate(self, stored: StoredResponse, started: asyncio.Future[None] | None) -> None:
         """Generates a response's tokens after those that are stored. If that fails for now, a
-        frontend tries again."""
+        frontend tries again.
+
+        Args:
+            started: of a new response; an error at its start deletes it.
+        """
         self._news[stored.id] = asyncio.Event()
+        failure: ServiceError | None = None
         try:
             async with self._calls.span(METHOD):
                 await self._store_tokens(stored, started)
         except (QueueFullError, UnavailableError) as error:
-            if started and not started.done():
-                started.set_exception(error)
+            failure = error
             log.info("a response waits", response=stored.id, reason=str(error))
         except OSError as error:
             log.error("cannot store tokens; trying again", response=stored.id, reason=str(error))
         except Exception as error:
-            shown = public(error)
-            if shown is not error:
+            failure = public(error)
+            if failure is not error:
                 log.error("response failed", response=stored.id, exc_info=error)
-            if started and not started.done():
-                started.set_exception(shown)
             with suppress(OSError):
-                stored.finish({"end": "failed", "error": response_error(shown)})
+                stored.finish({"end": "failed", "error": response_error(failure)})
         finally:
+            if started and not started.done():
+                if failure:
+                    stored.delete()
+                    started.set_exception(failure)
+                else:  # this process stops, and another one continues
+                    started.set_result(None)
             stored.close()
             self._tell(stored.id)
             del self._news[stored.id]
@@ -227,6 +238,8 @@ class BackgroundResponses:
         client = self._admission.named(given["client"])
         if given["client"] and client is None:
             raise NotFoundError("client: it has no token any longer")
+        if not {*stored.header["model"]} & {*self._generations.engines.model_fingerprints}:
+            raise FailedPreconditionError("the model that began this is no longer served")
         request = _request(given, stored.tokens, client)
         call = Call(METHOD, stored.header["peer"], client)
         with self._admission.placed(call, ""):
@@ -297,7 +310,7 @@ def _request_json(request: GenerationRequest) -> Json:
     return {
         "request_id": request.request_id,
         "prompt_ids": list(request.prompt_ids),
-        "sampling": dataclasses.asdict(request.sampling),
+        "sampling": request.sampling,
         "priority": request.priority,
         "cache_salt": request.cache_salt,
         "client": request.client.name if request.client else "",
@@ -306,17 +319,10 @@ def _request_json(request: GenerationRequest) -> Json:
 
 
 def _request(given: Json, tokens: Sequence[int], client: Tenant | None) -> GenerationRequest:
-    sampling: Json = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in given["sampling"].items()
-    }
-    sampling["logit_bias"] = tuple(map(tuple, sampling["logit_bias"]))
-    if sampling["grammar"]:
-        sampling["grammar"] = Grammar(**sampling["grammar"])
     return GenerationRequest(
         given["request_id"],
         array("I", given["prompt_ids"]),
-        Sampling(**sampling),
+        _SAMPLING.validate_python(given["sampling"]),
         None,
         given["priority"],
         given["cache_salt"],

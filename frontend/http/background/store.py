@@ -1,8 +1,9 @@
 """Files of background responses, from which any frontend of this host continues a response.
 
-A file has a line of JSON for the request, then lines that are appended: lists of token ids, and at
-last an object that says how the response ended. Lines after the end have no meaning. A line that
-was cut off, because its process died or the disk was full, is no JSON and has no meaning, either.
+A file has the request as JSON, then lines that are appended: lists of token ids, and at last an
+object that says how the response ended. Lines after the end have no meaning. A line begins with its
+line break, and is complete with its last bracket. So a line that was cut off, because its process
+died or the disk was full, is no JSON; it has no meaning, either, and cannot harm the next line.
 The process that generates the tokens holds the file's lock (flock(2)), which ends with it. An ended
 file has no permission to write, so that a listing tells it from others.
 """
@@ -28,6 +29,7 @@ MAX_RESPONSES = 1024  # of a directory
 MAX_RESPONSES_BYTES = 1 << 30  # of a directory
 MAX_AGE_S = 24 * 3600.0  # since the last token
 _ID = re.compile("resp_[0-9a-f]{32}")
+_NAME = re.compile(rf"\.?[0-9a-f]{{16}}-{_ID.pattern}")  # with a dot until it is complete
 _CHUNK = 1 << 20
 
 
@@ -48,31 +50,40 @@ class StoredResponse:
         return self.path.name.partition("-")[2]
 
     def refresh(self) -> None:
-        """Reads what has been appended since the last call."""
+        """Reads what has been appended since the last call. A deleted response has ended."""
+        is_deleted = os.fstat(self._descriptor).st_nlink == 0
         while self.end is None and (piece := os.pread(self._descriptor, _CHUNK, self._read_to)):
             self._read_to += len(piece)
             *lines, self._rest = (self._rest + piece).split(b"\n")
             for line in lines:
-                with suppress(orjson.JSONDecodeError):
-                    self._take(orjson.loads(line))
-                if self.end is not None:
-                    return
+                self._take(line)
+            if self._take(self._rest):
+                self._rest = b""
+        if is_deleted and self.end is None:
+            self.end = {"end": "cancelled"}
 
-    def _take(self, value: Any) -> None:
-        if isinstance(value, list):
-            self.tokens += value
-        elif self.header:
-            self.end = value
-        else:
+    def _take(self, line: bytes) -> bool:
+        """Returns whether the line is complete."""
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            return False
+        if not self.header:
             self.header = value
+        elif self.end is not None:
+            pass
+        elif isinstance(value, list):
+            self.tokens += value
+        else:
+            self.end = value
+        return True
 
     def lock(self) -> bool:
-        """Takes the lock if it is free. The file is then read to its end."""
+        """Takes the lock if it is free, and then reads the file to its end."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        os.write(self._descriptor, b"\n")  # ends a line that was cut off
         self.refresh()
         return True
 
@@ -85,7 +96,6 @@ class StoredResponse:
         self.refresh()
         if self.end is None:
             self._write(list(token_ids))
-            self.refresh()
 
     def finish(self, end: dict[str, Any]) -> None:
         """Ends the response, unless it has ended.
@@ -95,15 +105,20 @@ class StoredResponse:
         """
         self.refresh()
         if self.end is None:
-            os.write(self._descriptor, b"\n")
             self._write(end)
-            self.refresh()
+        self.mark_ended()
+
+    def mark_ended(self) -> None:
         os.fchmod(self._descriptor, stat.S_IRUSR)
 
     def _write(self, value: object) -> None:
-        line = orjson.dumps(value) + b"\n"
+        line = b"\n" + orjson.dumps(value)
         if os.write(self._descriptor, line) < len(line):
             raise OSError("no space left for a response")
+        self.refresh()
+
+    def delete(self) -> None:
+        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Closes the file, and gives up its lock."""
@@ -127,7 +142,7 @@ class ResponseStore:
         """
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            text = orjson.dumps(header) + b"\n"
+            text = orjson.dumps(header)
             self._make_room(len(text))
             path = self._path(owner, response_id)
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -153,54 +168,48 @@ class ResponseStore:
         """Finds a client's response, and reads it."""
         if not _ID.fullmatch(response_id):
             return None
-        return self._open(self._path(owner, response_id))
+        found = self._open(self._path(owner, response_id))
+        if found:
+            found.refresh()
+        return found
 
     def unfinished(self) -> Iterator[StoredResponse]:
-        """Locks and yields the responses that nobody generates. The caller closes them.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Locks and yields the responses that nobody generates. The caller closes them."""
         for path, status in self._files():
             if _has_ended(status) or path.name.startswith("."):
                 continue
             found = self._open(path)
-            if found and found.lock():
-                if found.end is None and found.header:
+            if found is None:
+                continue
+            if found.lock():
+                if found.end is None:
                     yield found
                     continue
-                found.finish({"end": "failed"})  # its end was not marked
-            if found:
-                found.close()
-
-    def delete(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
+                found.mark_ended()  # its frontend died before
+            found.close()
 
     def delete_older_than(self, time_s: float) -> None:
         """Deletes responses that were not written to since then, in seconds since 1970."""
         for path, status in self._files():
             if status.st_mtime < time_s:
-                self.delete(path)
+                path.unlink(missing_ok=True)
 
     def _open(self, path: Path) -> StoredResponse | None:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        except PermissionError:  # it has ended, and this is not root
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return None
-        found = StoredResponse(path, descriptor)
-        found.refresh()
-        return found
+        # Only root may open a response to write that has ended.
+        for access in (os.O_RDWR | os.O_APPEND, os.O_RDONLY):
+            with suppress(FileNotFoundError, PermissionError):
+                return StoredResponse(path, os.open(path, access | os.O_CLOEXEC))
+        return None
 
     def _path(self, owner: str, response_id: str) -> Path:
         digest = hashlib.sha256(owner.encode()).hexdigest()[:16]
         return self._directory / f"{digest}-{response_id}"
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
+        """The responses' files. Other files in the directory are left alone."""
         found = []
         with suppress(FileNotFoundError):
-            for name in os.listdir(self._directory):
+            for name in filter(_NAME.fullmatch, os.listdir(self._directory)):
                 with suppress(FileNotFoundError):
                     path = self._directory / name
                     found.append((path, path.stat()))
@@ -223,7 +232,7 @@ class ResponseStore:
                     f"{MAX_RESPONSES} responses and {MAX_RESPONSES_BYTES} bytes"
                 )
             oldest = min(ended, key=lambda path: (-counts[_owner(path)], files[path].st_mtime))
-            self.delete(oldest)
+            oldest.unlink(missing_ok=True)
             counts[_owner(oldest)] -= 1
             total -= files.pop(oldest).st_size
 
