@@ -279,9 +279,9 @@ def check_errors(given: Any) -> None:
     ]
     for options, param in wrong:
         for stream in (False, True):
+            found = ("", "")
             try:
                 create(given, **options, stream=stream)
             except openai.BadRequestError as error:
-                assert (error.param, error.type) == (param, "invalid_request_error")
-            else:
-                raise AssertionError(f"{options} was taken")
+                found = str(error.param), str(error.type)
+            assert found == (param, "invalid_request_error"), options

@@ -19,7 +19,7 @@ from tests.others import others_python, smollm2
 from tests.stack import DEMO_MODEL, RealStack, running_stack
 
 HERE = Path(__file__).parent
-MODULES = ("openai_checks", "anthropic_checks", "objects_checks")
+MODULES = ("openai_checks", "responses_checks", "anthropic_checks", "objects_checks")
 PROMPT = "Once upon a time"
 QUESTION = "Where does Anna live?"
 

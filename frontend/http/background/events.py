@@ -173,7 +173,7 @@ class ResponseEvents:
         details = usage["prompt_tokens_details"] or {"cached_tokens": 0}
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": details,
+            "input_tokens_details": details | {"cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": usage["total_tokens"],
