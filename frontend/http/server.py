@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ _HEAD_S = 10.0  # for a request's line and headers to arrive
 _IDLE_S = 75.0  # between requests of a connection
 _ENGINE_S = 2.0  # that a new process waits for an engine before it answers without one
 _BACKLOG = 1024
+_UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*", re.IGNORECASE)
 # A client whose host has vanished is noticed after about half a minute.
 _OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -153,6 +155,10 @@ class _Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         began = self._timer
+        if began or self.cycle is None or self.cycle.response_complete:
+            # Clients in Java offer HTTP/2 so. The parser would take the body for another protocol.
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"", head) + end + rest
         super().data_received(data)
         if self._timer and self._timer is began:
             self._head_bytes += len(data)

@@ -107,15 +107,14 @@ async def test_a_client_that_does_not_read_costs_only_itself(
         for _ in range(2_000):
             scheduler.step()
         full = await until(lambda: _full_connections(service), "a connection to be full")
-        held = full[0].transport.get_write_buffer_size()
         other = asyncio.create_task(service.http.post(CHAT, json=POSTS[CHAT]))
         while (await scheduler.submits.get()).request not in scheduler.connection.live:
             pass
         for _ in range(3):
             scheduler.step()
         assert (await other).status_code == 200
-        assert _full_connections(service) == full
-        assert full[0].transport.get_write_buffer_size() == held
+        # All events so far would take a megabyte.
+        assert full[0].transport.get_write_buffer_size() < 300_000
     assert await scheduler.aborts.get() == number
 
 
