@@ -70,7 +70,7 @@ async def test_whole_and_streamed_answers_say_what_grpc_says(
     assert whole["incomplete_details"] == reason
     assert whole["usage"] == {
         "input_tokens": answer.usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": answer.usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": answer.usage.prompt_tokens + answer.usage.completion_tokens,
