@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deploy.errors import LaunchError
 from deploy.first_tokens import curl_example, show_completion
-from deploy.health import SERVING, check_health, http_health
+from deploy.health import SERVING, frontend_health
 from deploy.model import check_weights, model_name, resolve_model
 from deploy.plan import (
     Environment,
@@ -80,9 +80,7 @@ def up(environment: Environment, layout: Layout) -> int:
     address = dialled_address(settings.host, settings.port)
     tls = public_tls(settings)
     url = http_url(settings.host, port, secure=tls is not None)
-    while check_health(address, tls=tls) != SERVING or (
-        port and http_health(url, tls=tls) != SERVING
-    ):
+    while frontend_health(address, url, tls) != SERVING:
         time.sleep(_POLL_S)
     token = first_token(settings.auth_tokens_file)
     show_completion(address, tls, token)

@@ -54,6 +54,13 @@ def http_health(url: str, timeout_s: float = 2.0, tls: ClientTls | None = None) 
         return UNREACHABLE
 
 
+def frontend_health(address: str, url: str, tls: ClientTls | None = None) -> str:
+    """Asks a frontend at `address` over gRPC and, if it serves, at `url` over HTTP; returns as
+    `check_health`. Without a URL it has no HTTP."""
+    health = check_health(address, tls=tls)
+    return http_health(url, tls=tls) if url and health == SERVING else health
+
+
 def fetch(url: str, timeout_s: float, tls: ClientTls | None = None) -> bytes:
     """Fetches a body from a process of the stack, without a proxy.
 

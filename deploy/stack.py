@@ -74,7 +74,7 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """The URL of HTTP for a client on this host."""
+        """The URL of HTTP for a client on this host; empty if there is no HTTP."""
         return http_url(self.host, self.http_port, secure=self.public_tls is not None)
 
     @property
@@ -293,8 +293,9 @@ def dialled_address(host: str, port: int) -> str:
 
 
 def http_url(host: str, port: int, *, secure: bool) -> str:
-    """Returns the URL at which a client on this host reaches HTTP on `host` and `port`."""
-    return f"http{'s' if secure else ''}://{dialled_address(host, port)}"
+    """Returns the URL at which a client on this host reaches HTTP on `host` and `port`; empty if
+    the port is 0."""
+    return f"http{'s' if secure else ''}://{dialled_address(host, port)}" if port else ""
 
 
 def bracket_host(host: str) -> str:

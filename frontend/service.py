@@ -13,6 +13,7 @@ from frontend.callers.auth import ClientInterceptor
 from frontend.callers.tenants import Tokens
 from frontend.engines.pool import Engines
 from frontend.generations import Generations
+from frontend.http.app import App
 from frontend.http.server import HttpServer
 from frontend.metrics import RequestMetrics
 from frontend.settings import FrontendSettings
@@ -100,7 +101,8 @@ class Frontend:
         await server.start(f"{settings.host}:{settings.port}")
         http = None
         if listener:
-            http = HttpServer(settings, generations, self._admission, server.calls)
+            app = App(settings, generations, self._admission, server.calls)
+            http = HttpServer(settings, app)
             server.on_stopping(http.drain)
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(engines.run())]

@@ -238,7 +238,7 @@ def _greet(stack: Stack) -> None:
     http_example = ""
     if stack.http_port:
         http_example = curl_example(stack.url, stack.model, stack.public_tls, bool(token))
-    http = f" and {stack.url}" if stack.http_port else ""
+    http = f" and {stack.url}" if stack.url else ""
     ui = f"\nIts dashboard is {stack.dashboard_url}." if stack.ui_port else ""
     print(f"The stack serves on {stack.address}{http}.{ui}")
     if stack.public_tls or token:

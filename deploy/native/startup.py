@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from deploy.errors import LaunchError, StartError
-from deploy.health import SERVING, check_health, http_health
+from deploy.health import SERVING, frontend_health
 from deploy.logs import failure_reason, refusal
 from deploy.native.processes import find_supervisor
 from deploy.native.status import ProcessStatus, stack_status
@@ -91,9 +91,6 @@ def poll_until_serving(
 def _all_answer(stack: Stack) -> bool:
     """Whether all frontends on the shared port serve; tries often enough to reach each."""
     tries = 4 * stack.count("frontend") if stack.count("frontend") > 1 else 0
-    tls = stack.public_tls
     return all(
-        check_health(stack.address, tls=tls) == SERVING
-        and (not stack.http_port or http_health(stack.url, tls=tls) == SERVING)
-        for _ in range(tries)
+        frontend_health(stack.address, stack.url, stack.public_tls) == SERVING for _ in range(tries)
     )

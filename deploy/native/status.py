@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from deploy.health import SERVING, UNREACHABLE, check_health, http_health
+from deploy.health import SERVING, UNREACHABLE, check_health, frontend_health, http_health
 from deploy.logs import failure_reason
 from deploy.native.processes import RunningProcess, find_supervisor, running_processes
 from deploy.stack import Process, Stack
@@ -78,14 +78,13 @@ def _status(stack: Stack, process: Process, found: RunningProcess) -> ProcessSta
 def _health(stack: Stack, process: Process, pid: int) -> str:
     if process.service == "dashboard":
         return http_health(process.address)
+    if process.service != "frontend":
+        return check_health(process.address, tls=stack.tls(process.service))
     # Frontends share their addresses: if one does not listen yet, another one would answer.
-    shares = process.service == "frontend" and stack.frontends > 1
-    if shares and not all(listens(pid, port) for port in (stack.port, stack.http_port) if port):
+    ports = filter(None, (stack.port, stack.http_port) if stack.frontends > 1 else ())
+    if not all(listens(pid, port) for port in ports):
         return UNREACHABLE
-    health = check_health(process.address, tls=stack.tls(process.service))
-    if process.service == "frontend" and stack.http_port and health == SERVING:
-        return http_health(stack.url, tls=stack.public_tls)
-    return health
+    return frontend_health(process.address, stack.url, stack.public_tls)
 
 
 def listens(pid: int, port: int) -> bool:

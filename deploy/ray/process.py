@@ -23,7 +23,7 @@ from deploy.certificates import check_certificates
 from deploy.child import Child, rotate
 from deploy.errors import LaunchError
 from deploy.first_tokens import completion
-from deploy.health import SERVING, UNREACHABLE, check_health, http_health
+from deploy.health import UNREACHABLE, check_health, frontend_health
 from deploy.logs import failure_reason
 from deploy.native.status import ProcessStatus, listens
 from deploy.plan import Environment, public_tls
@@ -158,11 +158,9 @@ class ProcessActor:
         # answer.
         if not all(listens(pid, port) for port in (self._settings.port, http_port) if port):
             return UNREACHABLE
-        health = check_health(self._own.address, tls=self._tls)
-        if http_port and health == SERVING:
-            secure = self._settings.server_tls is not None
-            return http_health(http_url(host, http_port, secure=secure), tls=self._tls)
-        return health
+        secure = self._settings.server_tls is not None
+        url = http_url(host, http_port, secure=secure)
+        return frontend_health(self._own.address, url, self._tls)
 
     def _run(self) -> None:
         self._repeat(self._keep)

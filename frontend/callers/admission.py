@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from frontend.callers.audit import Audit
 from frontend.callers.call import Call
@@ -57,11 +57,9 @@ class Admission:
         """The client of that name, if it still has a token."""
         return self._tokens.named(name) if self._tokens else None
 
-    @contextmanager
-    def recorded(self, call: Call) -> Iterator[None]:
+    def recorded(self, call: Call) -> AbstractContextManager[None]:
         """Records a call that is rejected before it is placed."""
-        with self._audit.records(call):
-            yield
+        return self._audit.records(call)
 
     @contextmanager
     def placed(self, call: Call, traceparent: str) -> Iterator[None]:

@@ -16,7 +16,7 @@ from grpc_health.v1 import health
 from frontend.callers.admission import Admission, bearer_token
 from frontend.callers.call import Call
 from shared.errors import ServiceError
-from shared.rpc.interceptors import Context, Span, within, wrap_behavior
+from shared.rpc.interceptors import Context, within, wrap_behavior
 
 _OPEN = f"/{health.SERVICE_NAME}/"
 
@@ -58,10 +58,7 @@ class ClientInterceptor(aio.ServerInterceptor):
             with self._admission.placed(call, str(traceparent)):
                 yield
 
-        def span(context: Context) -> Span:
-            return place(context)
-
-        return wrap_behavior(handler, lambda behavior: within(behavior, span))
+        return wrap_behavior(handler, lambda behavior: within(behavior, place))
 
     def _rejection(self, method: str, error: ServiceError) -> Any:
         """A handler that raises `error`, of a kind that need not read a message first."""

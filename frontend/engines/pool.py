@@ -108,7 +108,7 @@ class Engines:
 
     @property
     def model_fingerprints(self) -> list[str]:
-        """Of the models that connected engines serve, or recovering ones if none is connected.
+        """The fingerprints of the models of engines that are connected or recover.
 
         Raises:
             UnavailableError: no engine is connected or recovers.

@@ -55,7 +55,7 @@ def answer_form(
 
 
 class Step(NamedTuple):
-    """What is new of one completion."""
+    """News of one completion."""
 
     completion: CompletionReader
     delta: Delta

@@ -71,6 +71,10 @@ class App:
         self._engines = generations.engines
         self._admission = admission
         self._calls = calls
+        # A web page whose name suddenly means this host (DNS rebinding) must not get in.
+        on_loopback = stays_on_host(f"{settings.host}:0")
+        self._checks_host = on_loopback and not admission.needs_token
+        self._own_names = {name.lower() for name in (settings.host, *settings.http_hosts)}
         self._parsing = asyncio.Lock()
         self._stopping = False
         self.background = BackgroundResponses(
@@ -158,9 +162,7 @@ class App:
             raise HttpError(431, f"headers: more than {MAX_HEAD_BYTES} bytes")
         host = exchange.headers.get("host", "localhost")
         trusted = self._is_own_name(host)
-        # A web page whose name suddenly means this host (DNS rebinding) must not get in.
-        on_loopback = stays_on_host(f"{self._settings.host}:0")
-        if on_loopback and not trusted and not self._admission.needs_token:
+        if self._checks_host and not trusted:
             raise HttpError(
                 421, "host: not a name of this server; http_hosts (NANO_HTTP_HOSTS) names others"
             )
@@ -178,9 +180,7 @@ class App:
             name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
             if name == "localhost" or name.endswith(".localhost"):
                 return True
-            own = (self._settings.host, *self._settings.http_hosts)
-            known = name in map(str.lower, own)
-            return known or bool(ipaddress.ip_address(name))
+            return name in self._own_names or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
 

@@ -114,7 +114,8 @@ async def _start(service: Service, request: Request, body: ChatBody, tools: Tool
 class _Chat(ChunkedAnswer):
     """Writes the answers to one chat."""
 
-    kind, prefix, text_key = "chat.completion", "chatcmpl", "delta"
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    prefix, text_key = "chatcmpl", "delta"
 
     def __init__(self, service: Service, body: ChatBody, answers: Answers) -> None:
         super().__init__(service, body, [answers.generation])

@@ -22,6 +22,7 @@ class ChunkedAnswer(ABC):
     """Writes an answer as a stream of chunks, or joins the chunks."""
 
     kind: str  # the name of the API's object
+    chunk_kind: str  # the name of a part of it
     prefix: str  # of its id
     text_key: str  # what shows the text in a chunk's choice
 
@@ -48,7 +49,7 @@ class ChunkedAnswer(ABC):
 
     @abstractmethod
     def choices(self) -> AsyncIterator[tuple[Json, Json]]:
-        """Yields the choice of a chunk, and what the chunk tells of the prompt, for each news."""
+        """Yields a chunk's choice, and its parts about the prompt, whenever there is news."""
 
     @abstractmethod
     def joined(self, chunks: Sequence[Json]) -> Json:
@@ -63,9 +64,7 @@ class ChunkedAnswer(ABC):
 
     async def _stream(self) -> AsyncIterator[bytes]:
         options = self.body.stream_options or StreamOptions()
-        about = self._about | (
-            {"object": f"{self.kind}.chunk"} if self.prefix == "chatcmpl" else {}
-        )
+        about = self._about | {"object": self.chunk_kind}
         head = b"data: %s," % orjson.dumps(about)[:-1]  # written once
         async for choice, rest in self._choices():
             is_shown = rest or any(choice.get(key) for key in (self.text_key, *_SHOWN))
@@ -109,7 +108,7 @@ class ChunkedAnswer(ABC):
         return found
 
     async def of_prompt(self, completion: CompletionReader, delta: Delta, number: int) -> Json:
-        """What a chunk tells of prompt `number`, once."""
+        """Returns the parts of a chunk about prompt `number`, which only its first chunk has."""
         found: Json = {}
         request = self.generations[number].request
         if delta.prompt_logprobs:

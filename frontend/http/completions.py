@@ -50,7 +50,7 @@ async def create(service: Service, request: Request) -> Answer:
     prompts = _prompts(body)
     message = await generate_request(body, service.generations.tokenizer)
     sampling = message.sampling
-    # OpenAI's default; a completion of what fits the model would surprise.
+    # The default of OpenAI's API is not what fits the model.
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     sampling.max_tokens = 1 if body.echo and max_tokens == 0 else max_tokens
     if body.logprobs is not None:
@@ -94,7 +94,8 @@ def _message(message: pb.GenerateRequest, prompt: Any) -> pb.GenerateRequest:
 class _Completions(ChunkedAnswer):
     """Writes the completions of some prompts. Choice i * n + k is completion k of prompt i."""
 
-    kind, prefix, text_key = "text_completion", "cmpl", "text"
+    kind = chunk_kind = "text_completion"
+    prefix, text_key = "cmpl", "text"
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ Answer = bytes | AsyncIterator[bytes]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an API reads of a request."""
+    """The parts of a request that the APIs read."""
 
     body: Any  # its JSON value; None without a body
     headers: Mapping[str, str]
@@ -98,8 +98,7 @@ class Exchange:
 
     async def _read(self, max_bytes: int) -> bytes:
         length = self.headers.get("content-length", "")
-        size, parts = 0, []
-        more = not (length.isdecimal() and int(length) > max_bytes)
+        more, parts = not (length.isdecimal() and int(length) > max_bytes), []
         size = 0 if more else max_bytes + 1
         while more:
             message = await self.receive()

@@ -15,11 +15,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from frontend.callers.admission import Admission
-from frontend.generations import Generations
 from frontend.http.app import MAX_HEAD_BYTES, App
 from frontend.settings import FrontendSettings
-from shared.rpc.open_calls import OpenCalls
 from shared.rpc.server import FLUSH_S, HANDSHAKE_S, MAX_CONNECTIONS
 from shared.tls import server_context
 
@@ -48,23 +45,14 @@ _TOO_LARGE = (
 
 
 class HttpServer:
-    """Serves OpenAI's and Anthropic's APIs beside gRPC.
-
-    Args:
-        calls: the open calls of the process, over gRPC and HTTP.
+    """Serves an application beside gRPC.
 
     Raises:
         FileError: a certificate file cannot be used.
     """
 
-    def __init__(
-        self,
-        settings: FrontendSettings,
-        generations: Generations,
-        admission: Admission,
-        calls: OpenCalls,
-    ) -> None:
-        self.app = App(settings, generations, admission, calls)
+    def __init__(self, settings: FrontendSettings, app: App) -> None:
+        self.app = app
         tls = settings.server_tls
         self._tls = server_context(tls, _warn) if tls else None
         self._config = uvicorn.Config(
@@ -112,7 +100,7 @@ class HttpServer:
         await self.app.background.sweep()
 
     def drain(self) -> None:
-        """Refuses connections, which other frontends may take, and closes idle ones."""
+        """Stops listening, so that other frontends get new connections, and closes idle ones."""
         for server in self._servers:
             server.close()
         for each in self._sockets:

@@ -1,4 +1,4 @@
-"""What clients received of a background response, and whether that can be true."""
+"""Records the events that clients received of a background response, and finds contradictions."""
 
 from __future__ import annotations
 

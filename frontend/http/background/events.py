@@ -1,7 +1,7 @@
 """The events of a response, and the response as they leave it.
 
-Both are a pure function of what is fed: numbers, ids of items and the cuts of deltas. So a stream
-can be continued by feeding the same tokens again.
+The same input gives the same events, with the same numbers, ids and texts. A stream is therefore
+continued by feeding its tokens again.
 """
 
 from __future__ import annotations

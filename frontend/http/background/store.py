@@ -50,7 +50,7 @@ class StoredResponse:
         return self.path.name.partition("-")[2]
 
     def refresh(self) -> None:
-        """Reads what has been appended since the last call. A deleted response has ended."""
+        """Reads the lines that were appended since the last call. A deleted response has ended."""
         is_deleted = os.fstat(self._descriptor).st_nlink == 0
         while self.end is None and (piece := os.pread(self._descriptor, _CHUNK, self._read_to)):
             self._read_to += len(piece)

@@ -1,7 +1,7 @@
 """Reads a text that arrives in pieces, and the JSON in it.
 
-The readers are generators, which yield where they need more text to decide. What they return thus
-depends on the text alone, never on how it was cut into pieces. A character is looked at a bounded
+The readers are generators, which yield where they need more text to decide. Their results depend
+on the text alone, never on how it was cut into pieces. A character is looked at a bounded
 number of times, whatever the text.
 """
 

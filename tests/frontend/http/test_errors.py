@@ -1,4 +1,4 @@
-"""Errors other than wrong values: their statuses, their forms, and what they must not show."""
+"""Errors other than wrong values have the right status and form, and show no internals."""
 
 from __future__ import annotations
 

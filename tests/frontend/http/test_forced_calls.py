@@ -1,4 +1,4 @@
-"""Grammars that force calls, compiled as the scheduler does, and the parser on what they allow."""
+"""Grammars that force calls compile in the scheduler, and the parser reads the calls they allow."""
 
 from __future__ import annotations
 

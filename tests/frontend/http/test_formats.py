@@ -1,4 +1,4 @@
-"""What answers are split into: the rules of reasoning and of each format of calls."""
+"""Answers are split by the rules of reasoning and of each format of calls."""
 
 from __future__ import annotations
 

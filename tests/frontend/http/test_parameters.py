@@ -116,7 +116,7 @@ ROUTED: list[tuple[Json, Json]] = [
 async def submitted(
     service: HttpService, parameters: Json, path: str = "/v1/completions"
 ) -> scheduler_pb2.Submit:
-    """What the scheduler gets for a request with these parameters."""
+    """Returns the message that the scheduler gets for a request with these parameters."""
     await service.post(path, {**POSTS[path], **parameters})
     return service.scheduler.submits.get_nowait()
 
