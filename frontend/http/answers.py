@@ -88,6 +88,11 @@ class Answers:
         return steps
 
 
+def named_event(name: str, value: dict[str, Any]) -> bytes:
+    """A server-sent event with a name."""
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(value))
+
+
 # OpenAI's reasons for the end of a completion.
 REASONS = {
     FinishReason.EOS: "stop",

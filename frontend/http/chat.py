@@ -10,13 +10,7 @@ from frontend.http.answers import Answers
 from frontend.http.chunks import ChunkedAnswer, Json
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
-from frontend.http.formats.parser import (
-    CallArguments,
-    CallBegin,
-    Content,
-    Event,
-    Reasoning,
-)
+from frontend.http.formats.parser import CallArguments, CallBegin, Content, Event, Reasoning
 from frontend.http.parameters import (
     CompletionFields,
     Int32,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import orjson
@@ -38,26 +40,32 @@ _TYPES = {
     429: ("rate_limit_error", "rate_limit_error"),
     503: ("server_error", "overloaded_error"),
 }
-# The names in HTTP requests of fields of protos/frontend.proto, first those of single APIs.
-_NAMES = {
-    "/v1/chat/completions": {"logprobs": "top_logprobs"},
-    "/v1/messages": {"stop": "stop_sequences"},
-    "/v1/responses": {
-        "chat": "input",
-        "messages": "input",
-        "max_tokens": "max_output_tokens",
-        "logprobs": "top_logprobs",
-    },
-    "": {
-        "text": "prompt",
-        "token_ids": "prompt",
-        "chat": "messages",
-        "beam_width": "use_beam_search",
-        "include_stop_in_output": "include_stop_str_in_output",
-        "structured_output.choice.options": "structured_outputs.choice",
-        "structured_output.json_schema": "structured_outputs.json",
-        "structured_output": "structured_outputs",
-    },
+# The names in HTTP requests of fields of protos/frontend.proto, first those of single APIs. Of
+# several names, the first one that the request has counts.
+_NAMES: dict[str, Sequence[tuple[str, str]]] = {
+    "/v1/chat/completions": [("logprobs", "top_logprobs"), ("max_tokens", "max_completion_tokens")],
+    "/v1/messages": [("stop", "stop_sequences")],
+    "/v1/responses": [
+        ("chat", "input"),
+        ("messages", "input"),
+        ("max_tokens", "max_output_tokens"),
+        ("logprobs", "top_logprobs"),
+        ("structured_output.json_schema", "text.format.schema"),
+        ("structured_output", "text.format"),
+    ],
+    "": [
+        ("text", "prompt"),
+        ("token_ids", "prompt"),
+        ("chat", "messages"),
+        ("beam_width", "use_beam_search"),
+        ("include_stop_in_output", "include_stop_str_in_output"),
+        ("structured_output.choice.options", "structured_outputs.choice"),
+        ("structured_output.json_schema", "structured_outputs.json"),
+        ("structured_output", "structured_outputs"),
+        ("structured_output", "response_format"),
+        ("structured_output.structural_tag", "tools"),
+        ("structured_output", "tool_choice"),
+    ],
 }
 
 
@@ -104,8 +112,15 @@ def headers_of(error: ServiceError) -> list[tuple[bytes, bytes]]:
     return []
 
 
-def openai_error(error: ServiceError, path: str = "") -> dict[str, Any]:
-    """The object under `error` in OpenAI's API. `path`: of the request."""
+def openai_error(
+    error: ServiceError, path: str = "", given: Collection[str] = ()
+) -> dict[str, Any]:
+    """The object under `error` in OpenAI's API.
+
+    Args:
+        path: of the request.
+        given: the names of its parameters.
+    """
     status = status_of(error)
     code: str | None = None
     message, param = str(error), None
@@ -113,16 +128,15 @@ def openai_error(error: ServiceError, path: str = "") -> dict[str, Any]:
         code, param = error.error_code or None, error.param
     elif isinstance(error, InvalidArgumentError):
         is_own = isinstance(error, ParameterError)
-        param = error.field if is_own else _http_name(error.field, path)
+        param = error.field if is_own else _http_name(error.field, path, given)
         message = f"{param}: {error.reason.replace('sampling.', '')}"
     kind = _TYPES.get(status, ("invalid_request_error" if status < 500 else "server_error",))[0]
     return {"message": message, "type": kind, "param": param, "code": code}
 
 
-def _anthropic_error(error: ServiceError, path: str) -> dict[str, Any]:
+def _anthropic_error(error: ServiceError, message: str) -> dict[str, Any]:
     status = status_of(error)
     kind = _TYPES.get(status, ("", "invalid_request_error" if status < 500 else "api_error"))[1]
-    message = openai_error(error, path)["message"]
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
@@ -131,24 +145,28 @@ def response_error(error: ServiceError) -> dict[str, Any]:
     return {"code": "server_error", "message": openai_error(error, "/v1/responses")["message"]}
 
 
-def body_of(error: ServiceError, path: str, *, is_event: bool = False) -> bytes:
+def body_of(
+    error: ServiceError, path: str, given: Collection[str], *, is_event: bool = False
+) -> bytes:
     """The body of an error, or the last event of a stream, in the form of the path's API."""
+    shown = openai_error(error, path, given)
     if is_event and path.startswith("/v1/responses"):
-        shown = openai_error(error, path)
         return orjson.dumps({**shown, "type": "error", "code": shown["code"] or shown["type"]})
     if path.startswith("/v1/messages"):
-        return orjson.dumps(_anthropic_error(error, path))
-    return orjson.dumps({"error": openai_error(error, path)})
+        return orjson.dumps(_anthropic_error(error, shown["message"]))
+    return orjson.dumps({"error": shown})
 
 
-def _http_name(field: str, path: str) -> str:
-    """The name in requests to `path` of a field of protos/frontend.proto."""
+def _http_name(field: str, path: str, given: Collection[str]) -> str:
+    """The name in a request to `path` of a field of protos/frontend.proto."""
     field = field.removeprefix("sampling.").removeprefix("chat.")
-    for names in (_NAMES.get(path, {}), _NAMES[""]):
-        for name, here in names.items():
-            if field == name or field.startswith((f"{name}.", f"{name}[")):
-                return here + field[len(name) :]
-    return field
+    found = [
+        here + field[len(name) :]
+        for name, here in (*_NAMES.get(path, ()), *_NAMES[""])
+        if field == name or field.startswith((f"{name}.", f"{name}["))
+    ]
+    found.append(field)
+    return next((name for name in found if re.split(r"[.\[]", name)[0] in given), found[0])
 
 
 def public(error: Exception) -> ServiceError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +51,7 @@ class Exchange:
     headers: dict[str, str] = field(init=False)
     is_gone: bool = False  # whether the client has disconnected
     _started: bool = False  # whether the response has a status
+    _given: Collection[str] = ()  # the names of the parameters
 
     def __post_init__(self) -> None:
         self.headers = {
@@ -91,10 +92,13 @@ class Exchange:
         except TimeoutError:
             raise HttpError(408, f"body: it did not arrive within {MAX_READ_S:g} s") from None
         if len(body) <= LARGE_BYTES:
-            return _parse(body)
-        async with parsing:
-            await asyncio.sleep(0)
-            return _parse(body)
+            found = _parse(body)
+        else:
+            async with parsing:
+                await asyncio.sleep(0)
+                found = _parse(body)
+        self._given = {*found} if isinstance(found, dict) else ()
+        return found
 
     async def _read(self, max_bytes: int) -> bytes:
         length = self.headers.get("content-length", "")
@@ -169,7 +173,7 @@ class Exchange:
         shown = public(error)
         if shown is not error:
             log.error("request failed", path=self.path[:256], exc_info=error)
-        body = body_of(shown, self.path, is_event=self._started)
+        body = body_of(shown, self.path, self._given, is_event=self._started)
         if not self._started:
             status = status_of(shown)
             if status in (408, 413):  # the rest of the body is not read

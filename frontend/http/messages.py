@@ -11,16 +11,10 @@ import orjson
 
 from frontend.engines.token_stream import FinishReason
 from frontend.generation import Totals
-from frontend.http.answers import Answers
+from frontend.http.answers import Answers, named_event
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
-from frontend.http.formats.parser import (
-    CallArguments,
-    CallBegin,
-    Content,
-    Event,
-    Reasoning,
-)
+from frontend.http.formats.parser import CallArguments, CallBegin, Content, Event, Reasoning
 from frontend.http.parameters import (
     Body,
     Int32,
@@ -209,6 +203,8 @@ class _Message:
         self._generation = answers.generation
         self._blocks: list[Json] = []
         self._is_open = False  # whether the last block may grow
+        self._arguments = ""  # of the last block, if it is a call
+        self._events: list[bytes] = []  # that were not sent
         self._about: Json = {
             "id": f"msg_{self._generation.request.request_id}",
             "type": "message",
@@ -220,87 +216,75 @@ class _Message:
         }
 
     async def whole(self) -> bytes:
-        with closing(self._generation):
-            while not self._generation.ended:
-                for step in await self._answers.next():
-                    self._block_events(step.events)
-        for block in self._blocks:
-            if block["type"] == "tool_use":
-                block["input"] = _object("".join(block.pop("json")))
-            else:
-                key = "text" if block["type"] == "text" else "thinking"
-                block[key] = "".join(block[key])
+        async for _ in self.stream():
+            pass
         content = {"content": self._blocks, "usage": self._usage(self._generation.totals())}
-        return orjson.dumps(self._about | content | self._stop())
+        return orjson.dumps(self._about | self._stop() | content)
 
     async def stream(self) -> AsyncIterator[bytes]:
         generation = self._generation
         begun = False
         with closing(generation):
             while not generation.ended:
-                events: list[Json] = []
-                for step in await self._answers.next():
-                    if not begun:
-                        begun = True
-                        usage = self._usage(generation.totals()) | {"output_tokens": 0}
-                        events.append(
-                            {"type": "message_start", "message": self._about | {"usage": usage}}
-                        )
-                    events += self._block_events(step.events)
-                if events:
-                    yield b"".join(map(_event, events))
-            last = [
-                *self._close(),
-                {
-                    "type": "message_delta",
-                    "delta": self._stop(),
-                    "usage": self._usage(generation.totals()),
-                },
-                {"type": "message_stop"},
-            ]
-            yield b"".join(map(_event, last))
+                steps = await self._answers.next()
+                if steps and not begun:
+                    begun = True
+                    usage = self._usage(generation.totals()) | {"output_tokens": 0}
+                    self._emit("message_start", message=self._about | {"usage": usage})
+                for step in steps:
+                    self._add(step.events)
+                if self._events:
+                    yield self._take()
+            self._close()
+            usage = self._usage(generation.totals())
+            self._emit("message_delta", delta=self._stop(), usage=usage)
+            self._emit("message_stop")
+            yield self._take()
 
-    def _block_events(self, events: Sequence[Event]) -> list[Json]:
-        """Adds parts to the blocks. Returns the events that show them."""
-        found: list[Json] = []
+    def _add(self, events: Sequence[Event]) -> None:
+        """Adds parts to the blocks."""
         for event in events:
             match event:
                 case Content(text):
-                    found += self._grow("text", {"text": []}, text)
+                    self._grow("text", text)
                 case Reasoning(text):
-                    found += self._grow("thinking", {"thinking": [], "signature": ""}, text)
+                    self._grow("thinking", text)
                 case CallBegin(name):
-                    found += self._close()
                     call = {"id": f"toolu_{uuid.uuid4().hex[:24]}", "name": name, "input": {}}
-                    found += self._open({"type": "tool_use", **call, "json": []})
+                    self._open({"type": "tool_use", **call})
                 case CallArguments(text):
-                    self._blocks[-1]["json"].append(text)
-                    found.append(self._delta({"type": "input_json_delta", "partial_json": text}))
-        return found
+                    self._arguments += text
+                    self._delta({"type": "input_json_delta", "partial_json": text})
 
-    def _grow(self, kind: str, empty: Json, text: str) -> list[Json]:
-        found: list[Json] = []
+    def _grow(self, kind: str, text: str) -> None:
         if not (self._is_open and self._blocks[-1]["type"] == kind):
-            found += self._close()
-            found += self._open({"type": kind, **empty})
-        self._blocks[-1][kind].append(text)
-        return [*found, self._delta({"type": f"{kind}_delta", kind: text})]
+            signature = {"signature": ""} if kind == "thinking" else {}
+            self._open({"type": kind, kind: "", **signature})
+        self._blocks[-1][kind] += text
+        self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _open(self, block: Json) -> list[Json]:
+    def _open(self, block: Json) -> None:
+        self._close()
         self._blocks.append(block)
-        self._is_open = True
-        empty = {key: "" if value == [] else value for key, value in block.items() if key != "json"}
-        start = {"type": "content_block_start", "index": len(self._blocks) - 1}
-        return [start | {"content_block": empty}]
+        self._is_open, self._arguments = True, ""
+        self._emit("content_block_start", index=len(self._blocks) - 1, content_block=block)
 
-    def _delta(self, delta: Json) -> Json:
-        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+    def _delta(self, delta: Json) -> None:
+        self._emit("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
-    def _close(self) -> list[Json]:
-        if not self._is_open:
-            return []
-        self._is_open = False
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            if self._blocks[-1]["type"] == "tool_use":
+                self._blocks[-1]["input"] = _object(self._arguments)
+            self._emit("content_block_stop", index=len(self._blocks) - 1)
+
+    def _emit(self, kind: str, **values: Any) -> None:
+        self._events.append(named_event(kind, {"type": kind, **values}))
+
+    def _take(self) -> bytes:
+        events, self._events = b"".join(self._events), []
+        return events
 
     def _stop(self) -> Json:
         """Anthropic's reason for the end."""
@@ -333,7 +317,3 @@ def _object(text: str) -> Json:
     except orjson.JSONDecodeError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _event(event: Json) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), orjson.dumps(event))

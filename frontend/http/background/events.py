@@ -9,15 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
-from frontend.http.formats.parser import (
-    CallArguments,
-    CallBegin,
-    Content,
-    Event,
-    Reasoning,
-)
+from frontend.http.answers import named_event
+from frontend.http.formats.parser import CallArguments, CallBegin, Content, Event, Reasoning
 
 Json = dict[str, Any]
 
@@ -187,7 +180,7 @@ class ResponseEvents:
     def _emit(self, kind: str, **values: Any) -> None:
         event = {"type": kind, "sequence_number": self._number, **values}
         self._number += 1
-        self.events.append(b"event: %s\ndata: %s\n\n" % (kind.encode(), orjson.dumps(event)))
+        self.events.append(named_event(kind, event))
 
 
 # Status and last event, by the reason of the end.

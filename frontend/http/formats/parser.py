@@ -10,15 +10,7 @@ from functools import partial
 from itertools import groupby
 from typing import Literal
 
-from frontend.http.formats.reader import (
-    NEWLINES,
-    SCALAR,
-    SEPARATORS,
-    SPACE,
-    SPACES,
-    Reader,
-    Steps,
-)
+from frontend.http.formats.reader import NEWLINES, SCALAR, SEPARATORS, SPACE, SPACES, Reader, Steps
 from frontend.http.formats.tool_format import (
     CALL_BEGIN,
     CALL_END,

@@ -87,8 +87,6 @@ CONSTRAINTS: list[tuple[Json, tuple[int, str]]] = [
         (TAG, json.dumps(TAG_FORM)),
     ),
     ({"structured_outputs": {"regex": "a", "json": None}}, (REGEX, "a")),
-    ({"regex": "a+"}, (REGEX, "a+")),
-    ({"ebnf": 'root ::= "y"'}, (EBNF, 'root ::= "y"')),
 ]
 # Tested elsewhere: how many completions there are, and what answers show.
 ELSEWHERE = {
@@ -220,10 +218,8 @@ async def test_n_completions_are_one_submission(service: HttpService) -> None:
 @pytest.mark.parametrize(
     "two",
     [
-        {"regex": "a", "ebnf": 'root ::= "y"'},
-        {"regex": "a", "response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": "a", "json_object": True}},
-        {"structured_outputs": {"regex": "a"}, "regex": "a"},
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
     ],
 )
 async def test_two_constraints_are_an_error(service: HttpService, two: Json) -> None:
@@ -235,9 +231,9 @@ async def test_two_constraints_are_an_error(service: HttpService, two: Json) -> 
         assert "one constraint, not 2" in error["error"]["message"]
 
 
-@pytest.mark.parametrize("one", [{"regex": "a"}, {"structured_outputs": {"json_object": True}}])
-async def test_a_responses_text_has_one_constraint(service: HttpService, one: Json) -> None:
-    body = {"input": "hi", "text": {"format": {"type": "json_object"}}, **one}
-    status, error = await service.error("/v1/responses", body)
+async def test_a_responses_text_has_one_constraint(service: HttpService) -> None:
+    body = {"input": "hi", "text": {"format": {"type": "json_object"}}}
+    other = {"structured_outputs": {"json_object": True}}
+    status, error = await service.error("/v1/responses", body | other)
     assert status == 400
     assert "another constraint" in error["error"]["message"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from frontend.text.structured_output import MAX_GRAMMAR_BYTES
 from shared.pb import scheduler_pb2
 from tests.frontend.http.conftest import POSTS, HttpService, Json
 
@@ -74,7 +75,9 @@ SHARED: list[tuple[Json, str]] = [
     ({"structured_outputs": {"regex": "a", "choice": 1}}, "structured_outputs.choice"),
     ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice[1]"),
     ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
-    ({"regex": "a", "ignore_eos": True}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    ({"regex": "a"}, "regex"),
     ({"service_tier": "x"}, "service_tier"),
     ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ({"metadata": 1}, "metadata"),
@@ -108,6 +111,9 @@ def text(value: Any) -> Json:
     return {"type": "text", "text": value}
 
 
+LONG = {"description": "x" * MAX_GRAMMAR_BYTES}
+LONG_SCHEMA = {"type": "json_schema", "json_schema": {"schema": LONG}}
+TOOL: Json = {"type": "function", "function": {"name": "f"}}
 IMAGE_RESULT = {"type": "tool_result", "content": [{"type": "image"}]}
 OWN: dict[str, list[tuple[Json, str]]] = {
     CHAT: [
@@ -129,6 +135,10 @@ OWN: dict[str, list[tuple[Json, str]]] = {
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"max_completion_tokens": "1"}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "response_format"),
+        ({"response_format": LONG_SCHEMA}, "response_format.json_schema"),
+        ({"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "tool_choice"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
         ({"tools": [{"type": "x", "function": {"name": "f"}}]}, "tools[0].type"),
@@ -169,6 +179,8 @@ OWN: dict[str, list[tuple[Json, str]]] = {
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": 1}]}, "input[0].role"),
         ({"instructions": 1}, "instructions"),
+        ({"text": {"format": {"type": "json_schema", "schema": LONG}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}, "ignore_eos": True}, "text.format"),
         ({"max_output_tokens": "1"}, "max_output_tokens"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ],

@@ -163,7 +163,10 @@ async def test_without_tools_calls_are_text(service: HttpService, hf: Any) -> No
     [
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "required", "regex": "a"}, "tool_choice"),
+        (
+            {"tool_choice": "required", "structured_outputs": {"regex": "a"}},
+            "tool_choice",
+        ),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ],
