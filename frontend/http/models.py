@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -42,7 +43,8 @@ class DetokenizeBody(Body):
 
 
 async def list_models(service: Service, request: Request) -> Answer:
-    return orjson.dumps({"object": "list", "data": [_card(service)]})
+    page = {"has_more": False, "first_id": service.model, "last_id": service.model}
+    return orjson.dumps({"object": "list", "data": [_card(service)], **page})
 
 
 async def retrieve(service: Service, request: Request) -> Answer:
@@ -52,6 +54,7 @@ async def retrieve(service: Service, request: Request) -> Answer:
 
 
 def _card(service: Service) -> dict[str, Any]:
+    """The model, as OpenAI's and Anthropic's APIs describe one."""
     try:
         length = service.generations.engines.limits.max_model_len
     except UnavailableError:
@@ -59,7 +62,10 @@ def _card(service: Service) -> dict[str, Any]:
     return {
         "id": service.model,
         "object": "model",
+        "type": "model",
+        "display_name": service.model,
         "created": service.started_at,
+        "created_at": datetime.fromtimestamp(service.started_at, UTC).isoformat(),
         "owned_by": "nano-vllm-grpc",
         "root": service.model,
         "parent": None,

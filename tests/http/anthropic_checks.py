@@ -6,7 +6,7 @@ from typing import Any
 
 import anthropic
 from anthropic import Anthropic
-from checks import refusal_of
+from checks import refusal_of, valid
 
 MESSAGES: Any = [{"role": "user", "content": "Where does Anna live?"}]
 WEATHER: Any = {
@@ -62,6 +62,67 @@ def check_named_tool(given: Any) -> None:
     assert used.name == "get_weather"
     assert used.input["city"] in ("Rome", "Bern")
     assert message.stop_reason == "tool_use"
+
+
+def check_models(given: Any) -> None:
+    (model,) = client(given).models.list()
+    assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
+    assert client(given).models.retrieve("demo") == model
+
+
+def check_streamed_tool(given: Any) -> None:
+    asked = ASKED | {"messages": [{"role": "user", "content": "What is the weather in Rome?"}]}
+    with client(given).messages.stream(**asked, tools=[WEATHER]) as stream:
+        parts = [event.partial_json for event in stream if event.type == "input_json"]
+        final = stream.get_final_message()
+    assert len(parts) > 1
+    (used,) = valid(final).content
+    assert (used.name, used.input, final.stop_reason) == (
+        "get_weather",
+        {"city": "Rome"},
+        "tool_use",
+    )
+    whole = client(given).messages.create(**asked, tools=[WEATHER])
+    assert [(block.name, block.input) for block in whole.content] == [(used.name, used.input)]
+    # The answer to the tool's output.
+    asked["messages"] = [
+        *asked["messages"],
+        {"role": "assistant", "content": final.content},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": used.id, "content": "sunny"}],
+        },
+    ]
+    answer = valid(client(given).messages.create(**asked, tools=[WEATHER]))
+    assert answer.stop_reason == "end_turn"
+    assert "Rome" in answer.content[0].text
+
+
+def check_beginning_of_the_answer(given: Any) -> None:
+    begin = given["answer"].partition(" ")[0]
+    asked = ASKED | {"messages": [*MESSAGES, {"role": "assistant", "content": begin}]}
+    message = client(given).messages.create(**asked)
+    assert begin + message.content[0].text == given["answer"]
+
+
+def check_blocks_and_their_tokens(given: Any) -> None:
+    """System texts and messages in blocks are one prompt with those in strings."""
+    blocks = [{"type": "text", "text": MESSAGES[0]["content"]}]
+    system: Any = [
+        {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}},
+    ]
+    asked: Any = {"model": "demo", "messages": [{"role": "user", "content": blocks}]}
+    counted = client(given).messages.count_tokens(**asked, system=system)
+    plain = client(given).messages.count_tokens(model="demo", messages=MESSAGES, system="Be kind.")
+    assert counted == plain
+    message = client(given).messages.create(
+        **asked,
+        system=system,
+        max_tokens=2,
+        thinking={"type": "disabled"},
+        metadata={"user_id": "u"},
+    )
+    assert valid(message).usage.input_tokens == counted.input_tokens
 
 
 def check_refusal(given: Any) -> None:

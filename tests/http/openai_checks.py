@@ -196,6 +196,48 @@ def check_tools_not_called(given: Any) -> None:
     assert choice.finish_reason == "stop"
 
 
+def check_tools_of_a_stream(given: Any) -> None:
+    """OpenAI's own reader of streams joins the parts of calls."""
+    asked: Any = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
+        "tools": [WEATHER, SUM],
+        "temperature": 0,
+    }
+    with client(given).chat.completions.stream(**asked) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion().choices[0]
+    assert [(event.name, json.loads(event.arguments)) for event in done] == [
+        ("get_weather", {"city": "Rome"})
+    ]
+    assert final.finish_reason == "tool_calls"
+    (call,) = final.message.tool_calls
+    # The answer to the tool's output.
+    asked["messages"] += [
+        {"role": "assistant", "content": None, "tool_calls": [call.to_dict()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    answer = client(given).chat.completions.create(**asked)
+    assert "Rome" in answer.choices[0].message.content
+
+
+def check_further_parameters(given: Any) -> None:
+    """What OpenAI's API lacks, under vLLM's names."""
+    colors = {"structured_outputs": {"choice": ["red", "blue"]}}
+    assert chat(given, extra_body=colors).choices[0].message.content in ("red", "blue")
+    ids: Any = {"return_token_ids": True}
+    choice = complete(given, logprobs=0, extra_body=ids | {"prompt_logprobs": 1}).choices[0]
+    assert len(choice.prompt_logprobs) == given["prompt_tokens"]
+    rest = complete(
+        given, max_tokens=20, extra_body=ids | {"resume_token_ids": choice.token_ids[:8]}
+    ).choices[0]
+    assert choice.token_ids[8:] == rest.token_ids
+    assert choice.text.endswith(rest.text)
+    banned = complete(given, logprobs=0, extra_body={"bad_words": ["a", "."]}).choices[0]
+    assert not {"a", " a", ".", " ."} & {*banned.logprobs.tokens}
+    assert {" a", "."} & {*choice.logprobs.tokens}
+
+
 def check_responses(given: Any) -> None:
     user = client(given)
     response = user.responses.create(model="demo", input=MESSAGES[0]["content"], temperature=0)

@@ -80,7 +80,7 @@ def test_others_clients(given: dict[str, Any], module: str, name: str) -> None:
 
 
 # What the demo model was trained for; SmolLM2's chat template shows no tools.
-SKILLS = ("check_tools", "check_tools_not_called")
+SKILLS = ("check_tools", "check_tools_of_a_stream", "check_tools_not_called")
 
 
 @pytest.mark.parametrize("name", [n for n in names_of("openai_checks") if n not in SKILLS])
