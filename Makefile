@@ -216,6 +216,8 @@ lock:  ## lock packages that fit pyproject.toml, with the hashes of all their fi
 			--constraints requirements/dev.txt || exit; \
 	done
 	$(LOCK) requirements/test-clients.in --output-file requirements/test-clients.txt
+	$(LOCK) requirements/test-more-clients.in --output-file requirements/test-more-clients.txt \
+		--excludes requirements/unlocked.txt --no-emit-package torch
 	echo $(TRITON) | $(LOCK) --no-deps --output-file requirements/triton.txt -
 
 protoc = $(call stubs,$(1),nano_vllm_grpc/pb,frontend) && \

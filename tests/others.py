@@ -1,6 +1,7 @@
 """Packages and a model of others for tests. `python -m tests.others` installs them; tests do not.
 
 python = others_python()  # has requirements/test-clients.txt: what they need is not the project's
+folder = more_clients()  # has requirements/test-more-clients.txt but for torch, for PYTHONPATH
 folder = ray_packages()  # has requirements/ray.txt, for PYTHONPATH
 folder = node_modules()  # has what examples/typescript needs
 folder = node_clients()  # has what tests/http/node needs
@@ -26,6 +27,7 @@ from deploy.model import SMOLLM2, resolve_model, smollm2_file
 ROOT = Path(__file__).parents[1]
 _LOCKED = {
     "test-clients": ROOT / "requirements" / "test-clients.txt",
+    "test-more-clients": ROOT / "requirements" / "test-more-clients.txt",
     "ray": ROOT / "requirements" / "ray.txt",
     "node": ROOT / "examples" / "typescript" / "package-lock.json",
     "node-clients": ROOT / "tests" / "http" / "node" / "package-lock.json",
@@ -44,6 +46,11 @@ _INSTALL = [
 def others_python() -> Path:
     """The Python of an environment with others' clients."""
     return _installed("test-clients") / "bin" / "python"
+
+
+def more_clients() -> Path:
+    """A folder with clients that need other packages than `others_python` has."""
+    return _installed("test-more-clients")
 
 
 def ray_packages() -> Path:
@@ -115,7 +122,7 @@ def install() -> None:
             if name == "test-clients":
                 _run(sys.executable, "-m", "venv", folder)
                 _run(folder / "bin" / "python", *_INSTALL, "-r", locked)
-            elif name == "ray":
+            elif not is_npm:
                 _run(sys.executable, *_INSTALL, "--target", folder, "-r", locked)
             else:
                 folder.mkdir()

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 
 from deploy.model import resolve_model
 from nano_vllm_grpc import LLM, SamplingParams
-from tests.others import others_python, smollm2
+from tests.others import more_clients, others_python, smollm2
 from tests.stack import DEMO_MODEL, RealStack, running_stack
 
 HERE = Path(__file__).parent
-MODULES = ("openai_checks", "responses_checks", "anthropic_checks", "objects_checks")
+LLAMAINDEX = "llamaindex_checks"  # which needs another environment
+MODULES = ("openai_checks", "responses_checks", "anthropic_checks", "objects_checks", LLAMAINDEX)
 PROMPT = "Once upon a time"
 QUESTION = "Where does Anna live?"
 
@@ -33,6 +35,7 @@ def input_of_checks(stack: RealStack) -> dict[str, Any]:
         prompt_tokens = len(llm.tokenize(PROMPT))
     return {
         "url": stack.stack.url,
+        "question": QUESTION,
         "prompt": PROMPT,
         "prompt_tokens": prompt_tokens,
         "completion": completion["text"],
@@ -55,10 +58,21 @@ def given_smollm2() -> Iterator[dict[str, Any]]:
         yield input_of_checks(stack)
 
 
+def more_environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(more_clients()), "HF_HUB_OFFLINE": "1"}
+
+
 @cache
 def ends_of(module: str, given: str) -> dict[str, str]:
+    python, environment = others_python(), None
+    if module == LLAMAINDEX:
+        python, environment = Path(sys.executable), more_environment()
     run = subprocess.run(
-        [others_python(), "checks.py", module, given], cwd=HERE, capture_output=True, text=True
+        [python, "checks.py", module, given],
+        cwd=HERE,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     ends: dict[str, str] = json.loads(run.stdout)
@@ -88,7 +102,28 @@ def test_others_clients_of_smollm2(given_smollm2: dict[str, Any], name: str) -> 
     assert not (end := ends_of("openai_checks", json.dumps(given_smollm2))[name]), end
 
 
-def test_a_load_generator(given: dict[str, Any], tmp_path: Path) -> None:
+def test_guidellm(given: dict[str, Any], tmp_path: Path) -> None:
+    """vLLM's load generator."""
+    command = [sys.executable, "-m", "guidellm", "run", "--disable-console"]
+    command += ["--backend", f"kind=openai_http,target={given['url']},model=demo"]
+    command += ["--profile", "kind=concurrent,streams=4"]
+    command += ["--constraint", "kind=max_requests,count=20"]
+    command += ["--tokenizer", f"kind=huggingface_auto,model={DEMO_MODEL}"]
+    command += ["--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=24"]
+    command += ["--output", f"kind=json,path={tmp_path / 'report.json'}"]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=more_environment(), capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    (report,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    metrics = report["metrics"]
+    assert metrics["request_totals"]["successful"] == metrics["request_totals"]["total"] == 20
+    counts = metrics["output_token_count"]["successful"]
+    assert counts["min"] == counts["max"] == 24
+    assert metrics["time_to_first_token_ms"]["successful"]["mean"] > 0
+
+
+def test_aiperf(given: dict[str, Any], tmp_path: Path) -> None:
     """NVIDIA's AIPerf, whose figures are its own."""
     command = [others_python().with_name("aiperf"), "profile", "--model=demo"]
     command += [f"--url={given['url']}", "--endpoint-type=chat", "--streaming"]
