@@ -11,30 +11,20 @@ from frontend.http.chunks import ChunkedAnswer, Json
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
 from frontend.http.formats.parser import CallArguments, CallBegin, Content, Event, Reasoning
-from frontend.http.parameters import (
-    CompletionFields,
-    Int32,
-    Items,
-    Object,
-    generate_request,
-    read_body,
-)
+from frontend.http.parameters import CompletionFields, Int32, Items, read_body
 from frontend.http.prompts import (
+    ChatFields,
     Message,
     NamedTool,
-    Tool,
     ToolChoice,
     Tools,
-    chat_messages,
-    chat_of,
-    check_generation_prompt,
-    force_calls,
+    chat_with_fields,
     read_tools,
 )
 from frontend.http.service import Service
 
 
-class ChatBody(CompletionFields):
+class ChatBody(ChatFields, CompletionFields):
     """The parameters of a chat completion."""
 
     messages: Items[Message]
@@ -42,13 +32,9 @@ class ChatBody(CompletionFields):
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
-    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Object | None = None
     reasoning_effort: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     include_reasoning: bool | None = None
     # These parameters have no effect on the answer.
     store: bool | None = None
@@ -82,26 +68,15 @@ def _tools(body: ChatBody) -> Tools:
 
 
 async def _start(service: Service, request: Request, body: ChatBody, tools: Tools) -> Answers:
-    message = await generate_request(body, service.generations.tokenizer)
-    message.request_id = request.request_id
-    continues = bool(body.continue_final_message)
-    check_generation_prompt(body.add_generation_prompt, continues=continues)
-    template = service.template
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        kwargs |= service.effort("reasoning_effort", body.reasoning_effort)
-    message.chat.CopyFrom(
-        chat_of(chat_messages(body.messages), tools, template, kwargs, continues=continues)
-    )
-    sampling = message.sampling
+    effort = service.effort("reasoning_effort", body.reasoning_effort)
+    chat = chat_with_fields(body, body.messages, tools, service.template, effort)
     max_tokens = body.max_completion_tokens
-    if (max_tokens := body.max_tokens if max_tokens is None else max_tokens) is not None:
-        sampling.max_tokens = max_tokens
+    max_tokens = body.max_tokens if max_tokens is None else max_tokens
+    message = await service.chat_request(body, request, chat, max_tokens)
     if body.top_logprobs is not None and not body.logprobs:
         raise ParameterError("top_logprobs", "requires logprobs")
     if body.logprobs:
-        sampling.logprobs = body.top_logprobs or 0
-    force_calls(sampling, tools, template)
+        message.sampling.logprobs = body.top_logprobs or 0
     return await service.answers(message, tools, body.truncate_prompt_tokens)
 
 

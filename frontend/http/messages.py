@@ -15,23 +15,8 @@ from frontend.http.answers import Answers, named_event
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
 from frontend.http.formats.parser import CallArguments, CallBegin, Content, Event, Reasoning
-from frontend.http.parameters import (
-    Body,
-    Int32,
-    Items,
-    Object,
-    SamplingFields,
-    generate_request,
-    read_body,
-)
-from frontend.http.prompts import (
-    Function,
-    Tools,
-    chat_of,
-    force_calls,
-    read_tools,
-    tool_call,
-)
+from frontend.http.parameters import Body, Int32, Items, Object, SamplingFields, read_body
+from frontend.http.prompts import Function, Tools, chat_of, read_tools, tool_call
 from frontend.http.service import Service
 from frontend.validation import MAX_TOKENIZED
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -104,12 +89,9 @@ async def create(service: Service, request: Request) -> Answer:
     body = read_body(MessageBody, request.body)
     service.check_model(body.model)
     tools = _tools(body)
-    message = await generate_request(body, service.generations.tokenizer)
-    message.request_id = request.request_id
-    message.chat.CopyFrom(_chat(service, body, tools))
-    message.sampling.max_tokens = body.max_tokens
+    chat = _chat(service, body, tools)
+    message = await service.chat_request(body, request, chat, body.max_tokens)
     message.sampling.stop.extend(body.stop_sequences or ())
-    force_calls(message.sampling, tools, service.template)
     answers = await service.answers(message, tools, body.truncate_prompt_tokens)
     writer = _Message(service, answers)
     return writer.stream() if body.stream else await writer.whole()

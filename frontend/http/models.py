@@ -9,31 +9,20 @@ import orjson
 
 from frontend.http.errors import ParameterError, unknown_model
 from frontend.http.exchange import Answer, Request
-from frontend.http.parameters import Body, Items, Object, TokenId, read_body
-from frontend.http.prompts import (
-    Message,
-    Tool,
-    chat_messages,
-    chat_of,
-    check_generation_prompt,
-    read_tools,
-)
+from frontend.http.parameters import Body, Items, TokenId, read_body
+from frontend.http.prompts import ChatFields, Message, chat_with_fields, read_tools
 from frontend.http.service import Service
 from frontend.validation import MAX_TOKENIZED, check_token_ids
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import UnavailableError
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ChatFields):
     """A prompt or a chat to tokenize."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Items[Message] | None = None
-    tools: Items[Tool] | None = None
-    chat_template_kwargs: Object | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -84,15 +73,7 @@ async def tokenize(service: Service, request: Request) -> Answer:
         message.text = body.prompt
     else:
         tools = read_tools([tool.function for tool in body.tools or ()], "auto", "", parallel=True)
-        continues = bool(body.continue_final_message)
-        check_generation_prompt(body.add_generation_prompt, continues=continues)
-        chat = chat_of(
-            chat_messages(body.messages or ()),
-            tools,
-            service.template,
-            body.chat_template_kwargs,
-            continues=continues,
-        )
+        chat = chat_with_fields(body, body.messages or (), tools, service.template, {})
         message.chat.CopyFrom(chat)
     tokens = await service.generations.encode(message, MAX_TOKENIZED)
     texts = None

@@ -124,6 +124,33 @@ def read_tools(
     return Tools(tools, choice != "none", forced, parallel and not name)
 
 
+class ChatFields(Body):
+    """What a chat completion's prompt is made of, besides its messages."""
+
+    tools: Items[Tool] | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+def chat_with_fields(
+    fields: ChatFields, messages: Sequence[Message], tools: Tools, template: str, kwargs: Object
+) -> pb.Chat:
+    """A chat for the model's template, in the form of OpenAI's chat completions.
+
+    Raises:
+        ParameterError: a part of a message is not a text, or the fields contradict each other.
+    """
+    continues = bool(fields.continue_final_message)
+    if fields.add_generation_prompt is continues:
+        raise ParameterError(
+            "add_generation_prompt", "must be the opposite of continue_final_message"
+        )
+    read = [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    kwargs = {**(fields.chat_template_kwargs or {}), **kwargs}
+    return chat_of(read, tools, template, kwargs, continues=continues)
+
+
 def chat_of(
     messages: Sequence[pb.ChatMessage],
     tools: Tools,
@@ -154,17 +181,6 @@ def chat_of(
     )
 
 
-def check_generation_prompt(given: bool | None, *, continues: bool) -> None:
-    """
-    Raises:
-        ParameterError: `add_generation_prompt` contradicts `continue_final_message`.
-    """
-    if given is continues:
-        raise ParameterError(
-            "add_generation_prompt", "must be the opposite of continue_final_message"
-        )
-
-
 def force_calls(sampling: pb.SamplingParams, tools: Tools, template: str) -> None:
     """Has a grammar force a call, if one has to be made.
 
@@ -180,15 +196,6 @@ def force_calls(sampling: pb.SamplingParams, tools: Tools, template: str) -> Non
     functions = [(tool["name"], tool.get("parameters")) for tool in tools.forced]
     tag = forced_calls(tool_format(template), functions, parallel=tools.parallel)
     set_constraint(sampling, "structural_tag", tag)
-
-
-def chat_messages(messages: Sequence[Message]) -> list[pb.ChatMessage]:
-    """Reads the messages of a chat.
-
-    Raises:
-        ParameterError: a part of a message is not a text.
-    """
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
 def _message(field: str, message: Message) -> pb.ChatMessage:

@@ -21,11 +21,10 @@ from frontend.http.parameters import (
     Items,
     Object,
     SamplingFields,
-    generate_request,
     read_body,
     set_constraint,
 )
-from frontend.http.prompts import Item, Tools, chat_of, force_calls, item_messages, read_tools
+from frontend.http.prompts import Item, Tools, chat_of, item_messages, read_tools
 from frontend.http.service import Service, now
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import ServiceError
@@ -91,8 +90,7 @@ async def create(service: Service, request: Request) -> Answer:
     service.check_model(body.model)
     _check(body)
     tools = _tools(body)
-    message = await _message(service, body, tools)
-    message.request_id = request.request_id
+    message = await _message(service, request, body, tools)
     response = _response(service, body)
     if body.background:
         return await _create_background(service, body, message, tools, response)
@@ -181,21 +179,17 @@ def _tools(body: ResponseBody) -> Tools:
     return read_tools(definitions, choice, name, parallel=body.parallel_tool_calls is not False)
 
 
-async def _message(service: Service, body: ResponseBody, tools: Tools) -> pb.GenerateRequest:
-    message = await generate_request(body, service.generations.tokenizer)
-    template = service.template
-    kwargs = dict(body.chat_template_kwargs or {})
-    if body.reasoning and body.reasoning.effort is not None:
-        kwargs |= service.effort("reasoning.effort", body.reasoning.effort)
-    message.chat.CopyFrom(
-        chat_of(item_messages(body.instructions, body.input), tools, template, kwargs)
-    )
-    if body.max_output_tokens is not None:
-        message.sampling.max_tokens = body.max_output_tokens
+async def _message(
+    service: Service, request: Request, body: ResponseBody, tools: Tools
+) -> pb.GenerateRequest:
+    effort = service.effort("reasoning.effort", body.reasoning.effort if body.reasoning else None)
+    messages = item_messages(body.instructions, body.input)
+    kwargs = {**(body.chat_template_kwargs or {}), **effort}
+    chat = chat_of(messages, tools, service.template, kwargs)
+    message = await service.chat_request(body, request, chat, body.max_output_tokens)
     if _LOGPROBS in (body.include or ()):
         message.sampling.logprobs = body.top_logprobs or 0
     _set_format(message.sampling, body.text.format if body.text else None)
-    force_calls(message.sampling, tools, template)
     return message
 
 
@@ -270,7 +264,7 @@ async def _create_background(
     tools: Tools,
     response: Json,
 ) -> Answer:
-    tool_format = service.tool_format(message, tools)
+    tool_format = service.set_tools(message, tools)
     checked = await service.generations.check(message, None, body.truncate_prompt_tokens)
     form = answer_form(service.generations, checked, tool_format)
     stored = await service.background.create(checked, form, response, _items(body))

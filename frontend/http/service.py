@@ -10,8 +10,10 @@ from frontend.generations import Generations
 from frontend.http.answers import Answers, answer_form
 from frontend.http.background.responses import BackgroundResponses
 from frontend.http.errors import ParameterError, unknown_model
+from frontend.http.exchange import Request
 from frontend.http.formats.tool_format import ToolFormat
-from frontend.http.prompts import Tools
+from frontend.http.parameters import SamplingFields, generate_request
+from frontend.http.prompts import Tools, force_calls
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 
 
@@ -44,6 +46,20 @@ class Service:
         if name is not None and name != self.model:
             raise unknown_model(name)
 
+    async def chat_request(
+        self, fields: SamplingFields, request: Request, chat: pb.Chat, max_tokens: int | None
+    ) -> pb.GenerateRequest:
+        """
+        Raises:
+            ParameterError: a value is out of range, or two parameters contradict each other.
+        """
+        message = await generate_request(fields, self.generations.tokenizer)
+        message.request_id = request.request_id
+        message.chat.CopyFrom(chat)
+        if max_tokens is not None:
+            message.sampling.max_tokens = max_tokens
+        return message
+
     async def answers(
         self, message: pb.GenerateRequest, tools: Tools, truncate: int | None = None
     ) -> Answers:
@@ -52,23 +68,30 @@ class Service:
         Raises:
             ServiceError: a field is wrong, or no engine takes the request.
         """
-        form = self.tool_format(message, tools)
+        form = self.set_tools(message, tools)
         generation = await self.generations.start(message, truncate=truncate)
         return Answers(generation, answer_form(self.generations, generation.request, form))
 
-    def tool_format(self, message: pb.GenerateRequest, tools: Tools) -> ToolFormat | None:
-        """The format in which the answer calls tools. The answer's text will have its marks."""
+    def set_tools(self, message: pb.GenerateRequest, tools: Tools) -> ToolFormat | None:
+        """Has the answer call tools if it must, and show the marks of calls. Returns their format.
+
+        Raises:
+            ParameterError: a call is forced beside another grammar.
+        """
+        force_calls(message.sampling, tools, self.template)
         form = tools.format(self.template)
         if form and self.generations.tokenizer.is_special(form.mark):
             message.sampling.skip_special_tokens = False
         return form
 
-    def effort(self, field: str, effort: str) -> dict[str, Any]:
-        """The variable of the chat template that says how much to reason.
+    def effort(self, field: str, effort: str | None) -> dict[str, Any]:
+        """The variable of the chat template that says how much to reason, if that was given.
 
         Raises:
             ParameterError: the template has no such variable.
         """
+        if effort is None:
+            return {}
         if "reasoning_effort" in self.template:
             return {"reasoning_effort": effort}
         if effort == "none":
