@@ -6,6 +6,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 
@@ -111,6 +112,9 @@ class Generations:
         prompt_ids = await self._prompt_ids(message, info.max_model_len, info.vocab_size, keep)
         room = info.max_model_len - len(prompt_ids)
         sampling = check_sampling(message.sampling, self.facts, room, info.vocab_size)
+        if message.sampling.bad_words:
+            words = await self._token_ids_of(message.sampling.bad_words, info.vocab_size)
+            sampling = replace(sampling, bad_words=words)
         return GenerationRequest(
             request_id,
             prompt_ids,
@@ -122,6 +126,14 @@ class Generations:
             client,
             message.engine,
         )
+
+    async def _token_ids_of(
+        self, words: Sequence[str], vocab_size: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """The token ids of words at the beginning of a text, and of words after a space."""
+        texts = [space + word.lstrip() for word in words for space in ("", " ")]
+        found = {tuple(ids) for ids in await self.tokenizer.encode_words(texts)}
+        return tuple(sorted(ids for ids in found if ids and max(ids) < vocab_size))
 
     async def _prompt_ids(
         self, message: pb.GenerateRequest, max_model_len: int, vocab_size: int, keep: int | None

@@ -20,6 +20,7 @@ class Sampling(SamplingNumbers):
     stop: tuple[str, ...]
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()  # by token id
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1

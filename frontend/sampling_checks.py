@@ -32,7 +32,8 @@ MAX_LOGPROB_ENTRIES = 1 << 20
 def check_sampling(
     sampling: pb.SamplingParams, facts: ModelFacts, room: int, vocab_size: int
 ) -> Sampling:
-    """Checks a request's sampling and fills in defaults, including a random seed.
+    """Checks a request's sampling and fills in defaults, including a random seed. Leaves out the
+    bad words.
 
     Args:
         room: tokens that fit into the model after the prompt.
@@ -124,12 +125,13 @@ def _check_by_table(sampling: pb.SamplingParams) -> None:
         count = len(getattr(sampling, name))
         if count > limit:
             raise InvalidArgumentError(f"sampling.{name}", f"{count} given; the limit is {limit}")
-    for index, stop in enumerate(sampling.stop):
-        if not 0 < len(stop) <= MAX_STOP_LENGTH:
-            raise InvalidArgumentError(
-                f"sampling.stop[{index}]",
-                f"{len(stop)} characters; must be 1 to {MAX_STOP_LENGTH}",
-            )
+    for name in ("stop", "bad_words"):
+        for index, text in enumerate(getattr(sampling, name)):
+            if not 0 < len(text) <= MAX_STOP_LENGTH:
+                raise InvalidArgumentError(
+                    f"sampling.{name}[{index}]",
+                    f"{len(text)} characters; must be 1 to {MAX_STOP_LENGTH}",
+                )
 
 
 def _check_contradictions(
@@ -151,6 +153,7 @@ def _check_contradictions(
     excluded = {
         "structured_output": structured,
         "logit_bias": bool(logit_bias),
+        "bad_words": bool(sampling.bad_words),
         "stop": bool(sampling.stop),
         "seed": _is_set(sampling, "seed"),
     }

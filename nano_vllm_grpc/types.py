@@ -68,6 +68,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
     skip_special_tokens: bool | None = None
     beam_width: int | None = None  # 0: sample; else beam search, all beams returned, best first
     length_penalty: float | None = None  # for beam search

@@ -31,7 +31,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_STOP: "stop",
 }
-_REPEATED = ("stop", "stop_token_ids")
+_REPEATED = ("stop", "stop_token_ids", "bad_words")
 _NOT_PLAIN = (*_REPEATED, "logit_bias", "structured_output")
 
 
@@ -176,6 +176,7 @@ def _encode_sampling(params: SamplingParams) -> pb.SamplingParams:
     message = pb.SamplingParams(
         stop=[params.stop] if isinstance(params.stop, str) else params.stop,
         stop_token_ids=params.stop_token_ids,
+        bad_words=params.bad_words,
         logit_bias=params.logit_bias,
         structured_output=_encode_structured_output(params.structured_output),
     )

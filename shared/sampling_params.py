@@ -182,6 +182,12 @@ BOUNDS: Mapping[str, Bounds] = {
 WITH_BEAMS = ("max_tokens", "beam_width", "length_penalty")
 
 # The maximum number of items in parameters that are lists or maps.
-MAX_ITEMS: Mapping[str, int] = {"stop": 16, "stop_token_ids": 64, "logit_bias": 1024}
-MAX_STOP_LENGTH = 1024  # characters
+MAX_ITEMS: Mapping[str, int] = {
+    "stop": 16,
+    "stop_token_ids": 64,
+    "logit_bias": 1024,
+    "bad_words": 128,
+}
+MAX_STOP_LENGTH = 1024  # characters; also of bad words
 LOGIT_BIAS = Range(-100, 100)
+BANNED = -1e9  # the bias of a token that is sampled only if no other may be

@@ -58,18 +58,30 @@ def next_token(context: Seq[int]) -> int:
     return sample(states(context)[-1] if context else EMPTY)
 
 
+def completing(bad_words: Collection[tuple[int, ...]], generated: list[int]) -> set[int]:
+    """The tokens that would complete a bad word."""
+    return {
+        last
+        for *before, last in bad_words
+        if len(before) <= len(generated) and generated[len(generated) - len(before) :] == before
+    }
+
+
 def completion(
     prompt: Seq[int],
     num_tokens: int,
     seed: int = 0,
     min_tokens: int = 0,
     ends: Collection[int] = (),
+    bad_words: Collection[tuple[int, ...]] = (),
 ) -> list[int]:
     """The tokens that an engine generates if none of `ends`, which are banned before `min_tokens`,
     stops it."""
     state = states(prompt)[-1] if prompt else EMPTY
     tokens: list[int] = []
     for _ in range(num_tokens):
-        tokens.append(sample(state, seed, ends if len(tokens) < min_tokens else ()))
+        banned = {*ends} if len(tokens) < min_tokens else set()
+        banned |= completing(bad_words, tokens)
+        tokens.append(sample(state, seed, banned))
         state = extend(state, tokens[-1])
     return tokens

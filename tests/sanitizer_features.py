@@ -11,7 +11,8 @@ import numpy as np
 
 from scheduler_svc.core.sampling import SamplingParams
 from shared.pb import worker_pb2
-from tests.oracle import VOCAB_SIZE, logprobs, sample
+from shared.sampling_params import BANNED
+from tests.oracle import VOCAB_SIZE, completing, logprobs, sample
 from tests.step_columns import Ints, StepColumns
 from worker_svc.step.decode import StepArrays
 from worker_svc.step.features import FeatureArrays, PromptTargets
@@ -33,6 +34,7 @@ class Owner:
     params: SamplingParams
     prompt: Seq[int]
     states: Ints  # after each token it may ever compute; its last one needs no step
+    tokens: Seq[int] = ()  # the generated ones of these
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Asked:
 
     @property
     def banned(self) -> set[int]:
-        banned = {token for token, value in self.bias.items() if value == _NEVER}
+        banned = {token for token, value in self.bias.items() if value <= BANNED}
         if self.mask is not None:
             bits = np.unpackbits(np.frombuffer(self.mask, np.uint8), bitorder="little")
             banned.update(np.flatnonzero(bits[:VOCAB_SIZE] == 0).tolist())
@@ -153,6 +155,9 @@ def wanted(owner: Owner, context_len: int, masked: bool) -> Asked | None:
     if not masked and context_len - len(owner.prompt) < params.min_tokens:
         for token in params.eos_token_ids | params.stop_token_ids:
             bias[token] = _NEVER
+    num_generated = context_len - len(owner.prompt)
+    for token in completing(params.bad_words, list(owner.tokens[:num_generated])):
+        bias.setdefault(token, BANNED)
     numbers = (
         params.top_k,
         params.top_p,

@@ -20,7 +20,7 @@ from shared.errors import (
     ServiceError,
 )
 from shared.pb import scheduler_pb2 as pb
-from shared.sampling_params import NUMBERS, Grammar
+from shared.sampling_params import BANNED, NUMBERS, Grammar
 
 log = structlog.get_logger(__name__)
 
@@ -101,10 +101,15 @@ def _token_sampling(stream: TokenStream) -> pb.TokenSampling:
         grammar=_grammar(sampling.grammar),
         **{name: getattr(sampling, name) for name in NUMBERS},
     )
-    if sampling.logit_bias:
-        ids, values = zip(*sampling.logit_bias, strict=True)
-        message.bias_ids = np.array(ids, "<i4").tobytes()
-        message.bias_values = np.array(values, "<f4").tobytes()
+    bias = dict(sampling.logit_bias)
+    for word in sampling.bad_words:
+        if len(word) == 1:
+            bias[word[0]] = BANNED
+        else:
+            message.bad_words.append(np.array(word, "<i4").tobytes())
+    if bias:
+        message.bias_ids = np.array([*bias], "<i4").tobytes()
+        message.bias_values = np.array([*bias.values()], "<f4").tobytes()
     return message
 
 

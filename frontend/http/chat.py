@@ -72,7 +72,7 @@ async def _start(service: Service, request: Request, body: ChatBody, tools: Tool
     chat = chat_with_fields(body, body.messages, tools, service.template, effort)
     max_tokens = body.max_completion_tokens
     max_tokens = body.max_tokens if max_tokens is None else max_tokens
-    message = await service.chat_request(body, request, chat, max_tokens)
+    message = service.chat_request(body, request, chat, max_tokens)
     if body.top_logprobs is not None and not body.logprobs:
         raise ParameterError("top_logprobs", "requires logprobs")
     if body.logprobs:

@@ -48,7 +48,7 @@ async def create(service: Service, request: Request) -> Answer:
     body = read_body(CompletionBody, request.body)
     service.check_model(body.model)
     prompts = _prompts(body)
-    message = await generate_request(body, service.generations.tokenizer)
+    message = generate_request(body)
     sampling = message.sampling
     # The default of OpenAI's API is not what fits the model.
     max_tokens = 16 if body.max_tokens is None else body.max_tokens

@@ -90,7 +90,7 @@ async def create(service: Service, request: Request) -> Answer:
     service.check_model(body.model)
     tools = _tools(body)
     chat = _chat(service, body, tools)
-    message = await service.chat_request(body, request, chat, body.max_tokens)
+    message = service.chat_request(body, request, chat, body.max_tokens)
     message.sampling.stop.extend(body.stop_sequences or ())
     answers = await service.answers(message, tools, body.truncate_prompt_tokens)
     writer = _Message(service, answers)

@@ -9,9 +9,7 @@ import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from frontend.http.errors import ParameterError
-from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
-from shared.sampling_params import LOGIT_BIAS, MAX_ITEMS
 
 Item = TypeVar("Item")
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
@@ -172,7 +170,7 @@ def _path(loc: Sequence[int | str]) -> str:
     return path or "body"
 
 
-async def generate_request(fields: SamplingFields, tokenizer: Tokenizer) -> pb.GenerateRequest:
+def generate_request(fields: SamplingFields) -> pb.GenerateRequest:
     """A request without its id and its prompt.
 
     Raises:
@@ -186,13 +184,11 @@ async def generate_request(fields: SamplingFields, tokenizer: Tokenizer) -> pb.G
     )
     if isinstance(fields, CompletionFields):
         message.resume_token_ids.extend(fields.resume_token_ids or ())
-    for token_id in await _banned_tokens(fields.bad_words or [], tokenizer):
-        message.sampling.logit_bias[token_id] = LOGIT_BIAS.low
     return message
 
 
 # Parameters that gRPC has under the same name and with the same meaning.
-_OTHERWISE = ("logit_bias", "seed", "stop", "stop_token_ids", "top_k")
+_OTHERWISE = ("bad_words", "logit_bias", "seed", "stop", "stop_token_ids", "top_k")
 _SAME = [
     name
     for name in pb.SamplingParams.DESCRIPTOR.fields_by_name
@@ -213,6 +209,7 @@ def _sampling(fields: SamplingFields) -> pb.SamplingParams:
         sampling.include_stop_in_output = fields.include_stop_str_in_output
     sampling.stop.extend([fields.stop] if isinstance(fields.stop, str) else fields.stop or [])
     sampling.stop_token_ids.extend(fields.stop_token_ids or [])
+    sampling.bad_words.extend(fields.bad_words or [])
     for key, bias in (fields.logit_bias or {}).items():
         if not (key.isdecimal() and key.isascii() and len(key) < 11 and int(key) < 1 << 32):
             raise ParameterError("logit_bias", "a key is not a token id")
@@ -268,24 +265,3 @@ def _of_response_format(form: ResponseFormat) -> tuple[str, Any]:
     if form.json_schema is None or form.json_schema.json_schema is None:
         raise ParameterError("response_format.json_schema.schema", "missing")
     return "json_schema", form.json_schema.json_schema
-
-
-async def _banned_tokens(words: Sequence[str], tokenizer: Tokenizer) -> list[int]:
-    """The tokens of `bad_words`, with and without a space before them, as vLLM bans them.
-
-    Raises:
-        ParameterError: there are too many words, or one has several tokens.
-    """
-    if not words:
-        return []
-    if len(words) > (limit := MAX_ITEMS["logit_bias"] // 2):
-        raise ParameterError("bad_words", f"{len(words)} given; the limit is {limit}")
-    found = []
-    for index, word in enumerate(words):
-        plain, spaced = await tokenizer.encode_words([word, " " + word.lstrip()])
-        if len(plain) != 1:
-            raise ParameterError(
-                f"bad_words[{index}]", f"{len(plain)} tokens; only words of one token can be banned"
-            )
-        found += plain + (spaced if len(spaced) == 1 else [])
-    return found

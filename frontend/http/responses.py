@@ -90,7 +90,7 @@ async def create(service: Service, request: Request) -> Answer:
     service.check_model(body.model)
     _check(body)
     tools = _tools(body)
-    message = await _message(service, request, body, tools)
+    message = _message(service, request, body, tools)
     response = _response(service, body)
     if body.background:
         return await _create_background(service, body, message, tools, response)
@@ -179,14 +179,14 @@ def _tools(body: ResponseBody) -> Tools:
     return read_tools(definitions, choice, name, parallel=body.parallel_tool_calls is not False)
 
 
-async def _message(
+def _message(
     service: Service, request: Request, body: ResponseBody, tools: Tools
 ) -> pb.GenerateRequest:
     effort = service.effort("reasoning.effort", body.reasoning.effort if body.reasoning else None)
     messages = item_messages(body.instructions, body.input)
     kwargs = {**(body.chat_template_kwargs or {}), **effort}
     chat = chat_of(messages, tools, service.template, kwargs)
-    message = await service.chat_request(body, request, chat, body.max_output_tokens)
+    message = service.chat_request(body, request, chat, body.max_output_tokens)
     if _LOGPROBS in (body.include or ()):
         message.sampling.logprobs = body.top_logprobs or 0
     _set_format(message.sampling, body.text.format if body.text else None)

@@ -46,14 +46,14 @@ class Service:
         if name is not None and name != self.model:
             raise unknown_model(name)
 
-    async def chat_request(
+    def chat_request(
         self, fields: SamplingFields, request: Request, chat: pb.Chat, max_tokens: int | None
     ) -> pb.GenerateRequest:
         """
         Raises:
             ParameterError: a value is out of range, or two parameters contradict each other.
         """
-        message = await generate_request(fields, self.generations.tokenizer)
+        message = generate_request(fields)
         message.request_id = request.request_id
         message.chat.CopyFrom(chat)
         if max_tokens is not None:

@@ -11,7 +11,7 @@ from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import FinishCause, Sequence
 from scheduler_svc.core.step import End
 from scheduler_svc.core.waiting_queue import WaitingQueue
-from shared.sampling_params import BOUNDS, NUMBERS, GrammarKind, Range
+from shared.sampling_params import BOUNDS, MAX_ITEMS, NUMBERS, GrammarKind, Range
 
 _MAX_REQUEST = (1 << 64) - 1
 _RANGES = {name: BOUNDS[name].engine for name in (*NUMBERS, "beam_width", "length_penalty")}
@@ -19,6 +19,7 @@ _GRAMMAR_KINDS = frozenset(GrammarKind)
 # Limit on the tokens of all beams of a request. The step that ends the search outputs them all.
 MAX_BEAM_TOKENS = 1 << 17
 _MAX_LOGPROBS = BOUNDS["logprobs"].engine.high
+MAX_BAD_WORDS = 2 * MAX_ITEMS["bad_words"]  # at the beginning of a text, and after a space
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,11 @@ def _token_problem(params: SamplingParams, vocab_size: int) -> str:
         return "sampling.logit_bias: a token id occurs twice"
     if not all(map(isfinite, params.bias_values)):
         return "sampling.logit_bias: values must be finite numbers"
+    if len(params.bad_words) > MAX_BAD_WORDS or not all(params.bad_words):
+        return f"sampling.bad_words: must be at most {MAX_BAD_WORDS}, of one token or more"
     for name, ids in (
         ("logit_bias", params.bias_ids),
+        *(("bad_words", word) for word in params.bad_words),
         # The workers receive these only to ban them before min_tokens.
         ("eos_token_ids", params.eos_token_ids if params.min_tokens else ()),
         ("stop_token_ids", params.stop_token_ids if params.min_tokens else ()),

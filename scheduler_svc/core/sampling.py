@@ -22,6 +22,7 @@ class SamplingParams(SamplingNumbers):
     min_tokens: int = 0  # before that, no EOS or stop token can be sampled
     bias_ids: tuple[int, ...] = ()
     bias_values: tuple[float, ...] = ()  # added to the logits of `bias_ids`
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token never follows the others
     logprobs: int | None = None  # how many besides the sampled token's
     prompt_logprobs: int | None = None  # how many besides each prompt token's but the first's
     beam_width: int = 0  # 0: sample
@@ -50,6 +51,11 @@ class SamplingParams(SamplingNumbers):
     @property
     def stepwise(self) -> bool:
         """Whether the choice of the next token depends on more than the workers know."""
+        return self.pauses or bool(self.bad_words)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether each token waits for more than the last one."""
         return self.grammar is not None or self.beam_width > 0
 
 

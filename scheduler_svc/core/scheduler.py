@@ -222,6 +222,8 @@ class Scheduler:
             for output in outputs:
                 if output.seq.params.stepwise:
                     output.seq.pause()
+                    if not output.seq.params.pauses:
+                        output.seq.unpause()
         if step.num_drafts:
             self._settle(step)
         if self._forks.beams and answer.logprobs:

@@ -115,9 +115,9 @@ class Sequence:
 
     `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
 
-    A sequence whose parameters are `stepwise` is `paused` at the start, and again after each of its
-    tokens, until `unpause`. While it is paused, all its tokens but the last may be computed, and
-    nothing is sampled.
+    A sequence whose parameters are `stepwise` samples nothing before its last token is known. One
+    that `pauses` is `paused` at the start, and again after each of its tokens, until `unpause`.
+    While it is paused, all its tokens but the last may be computed, and nothing is sampled.
     """
 
     __slots__ = (
@@ -161,7 +161,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.tokens)
         self.tokens.extend(generated_ids)
         # How far it may be scheduled.
-        self.paused = params.stepwise
+        self.paused = params.pauses
         self.guess: Guess | None = None  # at its next tokens, once speculation makes one
         # Its state in the queue and after it.
         self.rank = _NOT_QUEUED  # until the waiting queue sets it and `usage`

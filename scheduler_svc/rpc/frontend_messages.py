@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from scheduler_svc.core.admission import MAX_BAD_WORDS
 from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence
@@ -53,6 +54,8 @@ def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
     grammar = sampling.grammar if sampling.HasField("grammar") else None
     bias_ids = _array("i", sampling.bias_ids, "submit.sampling.bias_ids")
     bias_values = _array("f", sampling.bias_values, "submit.sampling.bias_values")
+    words = sampling.bad_words[: MAX_BAD_WORDS + 1]  # more are refused anyway
+    bad_words = [tuple(_array("i", word, "submit.sampling.bad_words")) for word in words]
     numbers: dict[str, Any] = {name: getattr(sampling, name) or zero for name, zero in _ZEROS}
     return SamplingParams(
         max_tokens=sampling.max_tokens,
@@ -62,6 +65,7 @@ def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
         min_tokens=sampling.min_tokens,
         bias_ids=tuple(bias_ids),
         bias_values=tuple(bias_values),
+        bad_words=tuple(bad_words),
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         prompt_logprobs=(
             sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from scheduler_svc.core.sequence import Row
 from scheduler_svc.core.step import Logprobs
 from shared.pb import worker_pb2
-from shared.sampling_params import COLUMNS
+from shared.sampling_params import BANNED, COLUMNS
 
 _NEVER = float("-inf")
 # Name, type and value of each parameter that is a column.
@@ -83,13 +83,22 @@ def _has_features(row: Row) -> bool:
     return features.always or bool(features.masks) or bool(_banned(row))
 
 
-def _banned(row: Row) -> frozenset[int]:
-    """Tokens that would end the sequence too early. A mask excludes them by itself."""
+def _banned(row: Row) -> dict[int, float]:
+    """The bias of tokens that would end the sequence too early, which a mask excludes by itself,
+    and of those that would complete a bad word."""
     seq = row.seq
-    if seq.features is None or seq.features.masks:
-        return frozenset()
+    banned: dict[int, float] = {}
     index = row.start + row.num_tokens - seq.num_prompt_tokens  # of the sampled token
-    return seq.params.end_token_ids if index < seq.params.min_tokens else frozenset()
+    if index < seq.params.min_tokens and not (seq.features and seq.features.masks):
+        banned = dict.fromkeys(sorted(seq.params.end_token_ids), _NEVER)
+    for word in seq.params.bad_words:
+        if len(word) == 1 or (
+            len(word) <= index + 1
+            and seq.tokens[-1] == word[-2]
+            and tuple(seq.tokens[1 - len(word) :]) == word[:-1]
+        ):
+            banned.setdefault(word[-1], BANNED)
+    return banned
 
 
 def _mask(row: Row) -> bytes | None:
@@ -109,10 +118,10 @@ def _features(rows: dict[int, Row]) -> worker_pb2.SamplingFeatures:
         if p.bias_ids:
             bias_ids.extend(p.bias_ids)
             bias_values.extend(p.bias_values)
-        if p.min_tokens:
-            banned = sorted(_banned(row))
+        if p.min_tokens or p.bad_words:
+            banned = _banned(row)
             bias_ids.extend(banned)
-            bias_values.extend([_NEVER] * len(banned))
+            bias_values.extend(banned.values())
         bias_offsets.append(len(bias_ids))
     num_logprobs = [-1 if (k := p.num_logprobs) is None else k for p in params]
     masked = {i: mask for i, row in enumerate(rows.values()) if (mask := _mask(row))}

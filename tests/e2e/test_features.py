@@ -72,6 +72,7 @@ FEATURES: dict[str, SamplingParams] = {
         frequency_penalty=1.2,
     ),
     "bias": sampling(temperature=0.8, seed=8, logit_bias={300: 6.5, 301: -100.0}),
+    "bad words": sampling(temperature=0.8, seed=8, bad_words=["fox", "was", "a little"]),
     "min_tokens": sampling(
         temperature=1.0, seed=9, ignore_eos=False, min_tokens=20, stop_token_ids=[11, 12, 13, 14]
     ),
@@ -159,6 +160,29 @@ def test_no_configuration_changes_what_transformers_would_say(
     params = sampling(temperature=0, max_tokens=40)
     requests = [GenerateRequest(token_ids=TokenIds(ids=p), sampling=params) for p in prompts]
     assert [tokens_of(answer) for answer in run_all(configured, requests)] == expected
+
+
+def test_a_bad_word_gives_way_at_its_last_token(
+    stub: InferenceServiceStub, oracle: TransformersModel
+) -> None:
+    (before,) = stub.Generate(request_for(sampling(temperature=0)), timeout=TIMEOUT_S).completions
+    tokens, tried = list(before.token_ids), set()
+    for word in dict.fromkeys(before.text.split()):
+        ids = oracle.encode(" " + word)
+        if (place := place_of(ids, tokens)) is None:
+            continue
+        request = request_for(sampling(temperature=0, bad_words=[word]))
+        (answer,) = stub.Generate(request, timeout=TIMEOUT_S).completions
+        found, last = list(answer.token_ids), place + len(ids) - 1
+        assert found[:last] == tokens[:last], word
+        assert found[last] != tokens[last], word
+        assert place_of(ids, found) is place_of(oracle.encode(word), found) is None, word
+        tried.add(len(ids))
+    assert {1, 2} <= tried
+
+
+def place_of(part: list[int], tokens: list[int]) -> int | None:
+    return next((at for at in range(len(tokens)) if tokens[at : at + len(part)] == part), None)
 
 
 def test_a_chat_is_rendered_and_ends_by_itself(

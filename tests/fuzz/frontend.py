@@ -53,6 +53,7 @@ _GENERATE = [
             "presence_penalty": 0.5,
             "frequency_penalty": 0.5,
             "logit_bias": {3: 2.0, 4: -2.0},
+            "bad_words": ["the", "once upon"],
             "min_tokens": 2,
             "prompt_logprobs": 1,
             "skip_special_tokens": False,

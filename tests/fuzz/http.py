@@ -49,6 +49,7 @@ _SAMPLING = {
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,
     "logit_bias": {"3": 2.0},
+    "bad_words": ["the", "once upon"],
     "user": "me",
 }
 _TOOL = {"type": "function", "function": _FUNCTION}

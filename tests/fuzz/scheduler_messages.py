@@ -52,6 +52,7 @@ EXAMPLES = [
             "frequency_penalty": 0.1,
             "bias_ids": i4([1, 2]),
             "bias_values": f4([0.5, -1.0]),
+            "bad_words": [i4([3]), i4([4, 5])],
             "logprobs": 2,
             "prompt_logprobs": 1,
         }

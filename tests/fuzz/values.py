@@ -87,8 +87,12 @@ def _twist(message: Any, rng: Random) -> None:
         part.SetInParent()
         _twist(part, rng)
     elif field.type == _F.TYPE_BYTES and rng.random() < 0.5:
-        changed = mutations.change_entry(getattr(message, field.name), rng)
-        setattr(message, field.name, changed)
+        value = getattr(message, field.name)
+        if not field.is_repeated:
+            setattr(message, field.name, mutations.change_entry(value, rng))
+        elif value:
+            index = rng.randrange(len(value))
+            value[index] = mutations.change_entry(value[index], rng)
     else:
         _set(message, field, rng)
 

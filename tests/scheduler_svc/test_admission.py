@@ -29,6 +29,9 @@ NAN, INF = float("nan"), float("inf")
         ({"bias_ids": (-1,), "bias_values": (1.0,)}, "logit_bias: token ids must be below 1000"),
         ({"bias_ids": (1000,), "bias_values": (1.0,)}, "logit_bias: token ids must be below 1000"),
         ({"bias_ids": (1,), "bias_values": (-INF,)}, "logit_bias: values must be finite"),
+        ({"bad_words": ((1, 2), (3, 1000))}, "bad_words: token ids must be below 1000"),
+        ({"bad_words": ((1, 2), ())}, "bad_words: must be at most 256, of one token or more"),
+        ({"bad_words": ((1,),) * 257}, "bad_words: must be at most 256, of one token or more"),
         (
             {"min_tokens": 1, "stop_token_ids": frozenset([1000])},
             "stop_token_ids: token ids must be below 1000",
@@ -61,7 +64,7 @@ def test_every_range_is_checked(name: str) -> None:
         {},
         {"temperature": 0.0, "top_p": 1.0, "min_p": 1.0, "min_tokens": 9, "top_k": 2**31 - 1},
         {"logprobs": 0, "prompt_logprobs": 1000, "presence_penalty": -2.0},
-        {"bias_ids": (0, 999), "bias_values": (-100.0, 100.0)},
+        {"bias_ids": (0, 999), "bias_values": (-100.0, 100.0), "bad_words": ((0, 999),) * 256},
         {"stop_token_ids": frozenset([5000])},  # outside the vocabulary, so never sampled
     ],
 )

@@ -78,10 +78,12 @@ def test_lengths_of_runs(params: dict[str, Any], step_s: float, lengths: list[in
     assert not scheduler.num_running
 
 
-def test_no_runs_of_what_needs_the_scheduler_between_tokens() -> None:
+@pytest.mark.parametrize(
+    "needing", [{"grammar": Grammar(GrammarKind.REGEX, "a+")}, {"bad_words": ((8, 9),)}]
+)
+def test_no_runs_of_what_needs_the_scheduler_between_tokens(needing: dict[str, Any]) -> None:
     scheduler = make_scheduler()
-    grammar = Grammar(GrammarKind.REGEX, "a+")
-    params = SamplingParams(max_tokens=12, grammar=grammar)
+    params = SamplingParams(max_tokens=12, **needing)
     begin(scheduler, make(1, PROMPT, 12), Sequence((0, 2), PROMPT, params))
     assert len(scheduler.schedule_run(max_steps=4)) == 1
 

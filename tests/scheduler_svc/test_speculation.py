@@ -214,6 +214,15 @@ def test_a_draft_model_guesses_until_it_is_wrong() -> None:
         raise AssertionError("never stops drafting")
 
 
+def test_nothing_is_drafted_for_a_sequence_with_bad_words() -> None:
+    """Which tokens may follow depends on the draft before."""
+    speculation = taught(flat, 0.0)
+    for words, drafts in ((), True), (((5, 6),), False):
+        seq = Sequence((0, 1), CYCLE * 4, SamplingParams(100, bad_words=words))
+        seq.begin_at(15)
+        assert bool(speculation.choose([seq], 100)) == drafts
+
+
 @pytest.mark.parametrize("wait_s", [0.0, 10.0])
 def test_under_a_grammar_only_what_it_allows_is_drafted(wait_s: float) -> None:
     """Its steps wait for the last answer with and without drafts, so that the wait is no reason to

@@ -57,7 +57,8 @@ class Request:
         return Sequence(key, self.prompt, self.params, request, generated_ids=tokens)
 
     def owner(self, number: int, name: str) -> Owner:
-        return Owner(name, number, self.salt, self.params, self.prompt, self._states)
+        computed = self._computed
+        return Owner(name, number, self.salt, self.params, self.prompt, self._states, computed)
 
     def logprobs(self, first: int, count: int, k: int) -> tuple[list[list[int]], list[list[float]]]:
         """Ids and values of the log-probabilities at `count` positions of prompt and completion."""
@@ -67,9 +68,12 @@ class Request:
         return [ids for ids, _ in rows], [values for _, values in rows]
 
     @cached_property
+    def _computed(self) -> list[int]:
+        return _completion(self.prompt, self.params, self.params.max_tokens - 1)
+
+    @cached_property
     def _states(self) -> Ints:
-        computed = _completion(self.prompt, self.params, self.params.max_tokens - 1)
-        return np.array(states(self.prompt + computed))
+        return np.array(states(self.prompt + self._computed))
 
 
 def plan(knobs: Knobs, rng: Random) -> list[Request]:
@@ -122,7 +126,7 @@ def _served(
         min_tokens=maybe(knobs.min_tokens, lambda: rng.randint(1, max_tokens)) or 0,
         logprobs=maybe(knobs.logprobs, lambda: rng.randint(0, 3)),
         prompt_logprobs=maybe(knobs.logprobs, lambda: rng.randint(0, 3)),
-        **(maybe(knobs.filters, lambda: _filters(rng)) or {}),
+        **(maybe(knobs.filters, lambda: _filters(rng, tokens)) or {}),
     )
     tokens, cause = _end(params, prompt)
     lasts = knobs.longest_turn_s * len(tokens) + knobs.pause_s
@@ -166,7 +170,9 @@ def _sibling(first: Request, i: int) -> Request:
     )
 
 
-def _filters(rng: Random) -> dict[str, Any]:
+def _filters(rng: Random, tokens: list[int]) -> dict[str, Any]:
+    """Draws what changes logits. Bad words are parts of the completion without them."""
+    starts = [rng.randrange(len(tokens)) for _ in range(rng.randint(0, 2))]
     bias = rng.sample(range(VOCAB_SIZE), rng.randint(0, 3))
     return {
         "top_k": rng.choice([0, 1, 5]),
@@ -175,6 +181,7 @@ def _filters(rng: Random) -> dict[str, Any]:
         "repetition_penalty": rng.choice([1.0, 1.5]),
         "presence_penalty": rng.choice([0.0, 1.0]),
         "frequency_penalty": rng.choice([0.0, -0.5]),
+        "bad_words": tuple(tuple(tokens[at : at + rng.randint(1, 3)]) for at in starts),
         "bias_ids": tuple(bias),
         "bias_values": tuple(rng.choice([-100.0, 2.0]) for _ in bias),
     }
@@ -217,7 +224,7 @@ def _prompt(knobs: Knobs, rng: Random, earlier: list[Request]) -> list[int]:
 def _completion(prompt: list[int], params: SamplingParams, num_tokens: int) -> list[int]:
     """The completion, as if no token ended it."""
     ends = params.eos_token_ids | params.stop_token_ids
-    return completion(prompt, num_tokens, params.seed, params.min_tokens, ends)
+    return completion(prompt, num_tokens, params.seed, params.min_tokens, ends, params.bad_words)
 
 
 def _end(params: SamplingParams, prompt: list[int]) -> tuple[list[int], FinishCause]:

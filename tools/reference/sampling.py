@@ -31,6 +31,7 @@ _VALUES = {
     "stop_token_ids": "{} ids of the vocabulary",
     "logit_bias": f"{{}} ids of the vocabulary, with {LOGIT_BIAS.low} to {LOGIT_BIAS.high}",
     "structured_output": "one of its kinds",
+    "bad_words": f"{{}} texts of 1 to {number(MAX_STOP_LENGTH)} characters",
 }
 _DEFAULTS = {"seed": "random", "max_tokens": "what fits the model"}
 
@@ -61,7 +62,8 @@ def page() -> str:
         "filters have no effect.",
         "## Beam search",
         f"With `beam_width` above 0, requests must leave out {codes(excluded)}, `seed`, `stop`, "
-        "`logit_bias` and `structured_output`. These parameters may have one value only.",
+        "`logit_bias`, `bad_words` and `structured_output`. These parameters may have one value "
+        "only.",
         table(("Parameter", "Value"), neutral),
         "Without `beam_width`, `length_penalty` must be 1.",
     )

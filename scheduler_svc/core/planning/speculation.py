@@ -100,6 +100,8 @@ class Speculation:
 
     def _guess(self, seq: Sequence) -> Guess | None:
         """The guess at a sequence's next tokens, if any may be drafted."""
+        if seq.params.bad_words:  # which depend on every token before
+            return None
         if seq.params.stepwise:
             return seq.guess if seq.guess and seq.guess.is_current else None
         return self.guess(seq)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from frontend.http.parameters import CompletionFields
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
+from shared.sampling_params import BANNED
 from tests.frontend.http.conftest import POSTS, HttpService, Json
 
 JSON_SCHEMA, REGEX, EBNF, ANY_JSON, TAG = range(1, 6)
@@ -57,10 +60,9 @@ BIASES: list[tuple[Json, dict[int, float]]] = [
     ({"logit_bias": {"5": 1, "1535": -2.5}}, {5: 1.0, 1535: -2.5}),
     ({"logit_bias": {}}, {}),
     ({"logit_bias": {"7": 0}}, {}),
-    # "hi" has one token, and " hi" has several.
-    ({"bad_words": ["hi"]}, {1123: -100.0}),
-    ({"bad_words": ["b"]}, {65: -100.0, 300: -100.0}),
-    ({"bad_words": [" b"], "logit_bias": {"9": 1}}, {300: -100.0, 9: 1.0}),
+    ({"bad_words": ["b"]}, {65: BANNED, 300: BANNED}),
+    ({"bad_words": [" b"], "logit_bias": {"9": 1}}, {65: BANNED, 300: BANNED, 9: 1.0}),
+    ({"bad_words": ["b"], "logit_bias": {"65": 1}}, {65: BANNED, 300: BANNED}),
 ]
 CONSTRAINTS: list[tuple[Json, tuple[int, str]]] = [
     ({"response_format": {"type": "text"}}, (0, "")),
@@ -150,6 +152,21 @@ async def test_numbers_reach_the_scheduler(service: HttpService, path: str) -> N
     for parameters, routed in ROUTED:
         submit = await submitted(service, parameters, path)
         assert values(submit, routed) == routed, parameters
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_bad_words_of_several_tokens_reach_the_scheduler(
+    service: HttpService, path: str
+) -> None:
+    submit = await submitted(service, {"bad_words": [" user", "fox den"]}, path)
+    encode = service.stub.Tokenize
+    expected = set()
+    for text in ("user", " user", "fox den", " fox den"):
+        ids = tuple((await encode(pb.TokenizeRequest(text=text))).token_ids)
+        expected |= {ids} if len(ids) > 1 else set()
+    found = [tuple(array("i", word)) for word in submit.sampling.bad_words]
+    assert expected
+    assert sorted(found) == sorted(expected)
 
 
 @pytest.mark.parametrize("path", POSTS)

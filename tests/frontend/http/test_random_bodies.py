@@ -27,6 +27,7 @@ VALID: dict[str, Json] = {
     "/v1/completions": {
         "prompt": ["hi", "a"],
         "logit_bias": {"5": 1},
+        "bad_words": ["hi", "two words"],
         "structured_outputs": {"choice": ["a"]},
         "max_tokens": 2,
     },

@@ -13,6 +13,7 @@ from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import Answer, Logprobs, Step
 from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
 from shared.pb import worker_pb2
+from shared.sampling_params import BANNED
 from tests.oracle import completion, logprobs, next_token, states
 from tests.scheduler_svc.schedulers import make_scheduler, planned
 
@@ -101,6 +102,25 @@ def test_end_tokens_are_banned_up_to_min_tokens(num_generated: int, ahead: bool)
     banned = num_generated < 3
     assert ints(features.bias_ids) == [20, *([20, 30] if banned else [])]
     assert floats(features.bias_values) == [2.0, *([-math.inf] * 2 if banned else [])]
+
+
+@pytest.mark.parametrize(
+    ("generated", "banned"),
+    [((), [7]), ((5,), [6, 7]), ((9, 5), [6, 7]), ((5, 6), [4, 7]), ((6,), [7]), ((5, 5), [6, 7])],
+)
+def test_tokens_that_complete_a_bad_word_are_banned(
+    generated: tuple[int, ...], banned: list[int]
+) -> None:
+    """Tokens of the prompt do not count."""
+    seq = sequence([1, 5], generated, bad_words=((7,), (5, 6), (5, 6, 4)))
+    features = encode(Row(seq, 1 + len(generated), 1, True)).features
+    assert sorted(ints(features.bias_ids)) == banned
+    assert floats(features.bias_values) == [BANNED] * len(banned)
+
+
+def test_a_row_without_a_bad_word_to_complete_is_plain() -> None:
+    seq = sequence([1, 5], bad_words=((5, 6),))
+    assert not encode(Row(seq, 1, 1, True)).HasField("features")
 
 
 @pytest.mark.parametrize(
