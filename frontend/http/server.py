@@ -126,6 +126,7 @@ class _Connection(HttpToolsProtocol):
 
     _timer: asyncio.TimerHandle | None = None  # while a head is expected or unfinished
     _head_bytes = 0  # of an unfinished head, without its first piece
+    _refused = False  # whether what still arrives is dropped
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -142,6 +143,8 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         began = self._timer
         if began or self.cycle is None or self.cycle.response_complete:
             # Clients in Java offer HTTP/2 so. The parser would take the body for another protocol.
@@ -152,7 +155,10 @@ class _Connection(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.transport.write(_TOO_LARGE)
-                self.transport.close()
+                if self.transport.can_write_eof():  # not with TLS
+                    self.transport.write_eof()
+                # The timer closes it. If it were closed now, unread data would reset it.
+                self._refused = True
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
