@@ -23,31 +23,25 @@ class ResponseEvents:
     """
 
     def __init__(self, response: Json) -> None:
-        self._response = response | {"output": []}
+        self.response = response | {"output": []}
         self._id = str(response["id"]).partition("_")[2]
         self._number = 0  # of the next event
-        self._item: Json | None = None  # the last item, while it is open
+        self._item: Json = {}  # the last item, while it is open
         self._num_reasoning_tokens = 0
         self._logprobs: list[Json] = []  # of tokens whose text has not arrived
-        self.events: list[bytes] = []  # since the last `take`
+        self._events: list[bytes] = []  # since the last `take`
 
-    @property
-    def response(self) -> Json:
-        return self._response
-
-    @property
-    def next_number(self) -> int:
-        return self._number
-
-    def take(self) -> list[bytes]:
-        """Returns the events since the last call, as server-sent events."""
-        events, self.events = self.events, []
-        return events
+    def take(self, after: int = -1) -> list[bytes]:
+        """Returns the events since the last call whose numbers are above `after`, as server-sent
+        events."""
+        events, self._events = self._events, []
+        first = self._number - len(events)
+        return events[max(0, after + 1 - first) :]
 
     def start(self) -> None:
-        self._emit("response.created", response=self._response)
-        self._response |= {"status": "in_progress"}
-        self._emit("response.in_progress", response=self._response)
+        self._emit("response.created", response=self.response)
+        self.response |= {"status": "in_progress"}
+        self._emit("response.in_progress", response=self.response)
 
     def feed(self, events: Sequence[Event], num_tokens: int, logprobs: Sequence[Json] = ()) -> None:
         """Adds what tokens show.
@@ -70,31 +64,26 @@ class ResponseEvents:
                     self._logprobs.clear()
                     self._open("function_call", name=name)
                 case CallArguments(text):
-                    assert self._item is not None
                     self._item["arguments"] += text
                     self._emit_of_item("response.function_call_arguments.delta", delta=text)
-        if self._logprobs and self._item and self._item["type"] == "message":
+        if self._logprobs and self._item.get("type") == "message":
             self._add_text("message", "")
 
     def _add_text(self, kind: str, text: str) -> None:
-        if self._item is None or self._item["type"] != kind:
+        if self._item.get("type") != kind:
             self._open(kind)
-        assert self._item is not None
         part = self._item["content"][0]
         part["text"] += text
-        if kind == "reasoning":
-            self._emit_of_item("response.reasoning_text.delta", content_index=0, delta=text)
-            return
-        logprobs, self._logprobs = self._logprobs, []
-        part["logprobs"] += logprobs
-        self._emit_of_item(
-            "response.output_text.delta", content_index=0, delta=text, logprobs=logprobs
-        )
+        news: Json = {"delta": text}
+        if kind == "message":
+            part["logprobs"] += self._logprobs
+            news["logprobs"], self._logprobs = self._logprobs, []
+        self._emit_of_item(f"response.{part['type']}.delta", content_index=0, **news)
 
     def _open(self, kind: str, name: str = "") -> None:
         """Begins an item of the output."""
         self._close("completed")
-        number = len(self._response["output"])
+        number = len(self.response["output"])
         item: Json = {"type": kind, "status": "in_progress"}
         part: Json = {}
         if kind == "reasoning":
@@ -110,7 +99,7 @@ class ResponseEvents:
                 "name": name,
                 "arguments": "",
             }
-        self._response["output"].append(item)
+        self.response["output"].append(item)
         self._item = item
         self._emit("response.output_item.added", output_index=number, item=item)
         if part:
@@ -120,7 +109,7 @@ class ResponseEvents:
     def _close(self, status: str) -> None:
         """Ends the open item, if there is one."""
         item = self._item
-        if item is None:
+        if not item:
             return
         item["status"] = status
         if item["type"] == "function_call":
@@ -131,36 +120,32 @@ class ResponseEvents:
             )
         else:
             part = item["content"][0]
-            done = {"content_index": 0, "text": part["text"]}
-            if item["type"] == "reasoning":
-                self._emit_of_item("response.reasoning_text.done", **done)
-            else:
-                done["logprobs"] = part["logprobs"]
-                self._emit_of_item("response.output_text.done", **done)
+            text = {key: part[key] for key in ("text", "logprobs") if key in part}
+            self._emit_of_item(f"response.{part['type']}.done", content_index=0, **text)
             self._emit_of_item("response.content_part.done", content_index=0, part=part)
         self._emit(
             "response.output_item.done",
-            output_index=len(self._response["output"]) - 1,
+            output_index=len(self.response["output"]) - 1,
             item=item,
         )
-        self._item = None
+        self._item = {}
 
     def end(self, reason: str, usage: Json | None, error: Json | None = None) -> None:
         """Ends the response.
 
         Args:
-            reason: stop, length, cancelled or failed.
+            reason: stop, length, abort, cancelled or failed.
             usage: OpenAI's usage of a chat.
             error: of a response that failed.
         """
-        status, event = _ENDS.get(reason, _ENDS["failed"])
+        status, event = _ENDS[reason]
         self._close("completed" if status == "completed" else "incomplete")
-        self._response |= {"status": status, "error": error}
+        self.response |= {"status": status, "error": error}
         if reason == "length":
-            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         if usage is not None:
-            self._response["usage"] = self.usage(usage)
-        self._emit(event, response=self._response)
+            self.response["usage"] = self.usage(usage)
+        self._emit(event, response=self.response)
 
     def usage(self, usage: Json) -> Json:
         details = usage["prompt_tokens_details"] or {"cached_tokens": 0}
@@ -173,14 +158,13 @@ class ResponseEvents:
         }
 
     def _emit_of_item(self, kind: str, **values: Any) -> None:
-        assert self._item is not None
-        number = len(self._response["output"]) - 1
+        number = len(self.response["output"]) - 1
         self._emit(kind, item_id=self._item["id"], output_index=number, **values)
 
     def _emit(self, kind: str, **values: Any) -> None:
         event = {"type": kind, "sequence_number": self._number, **values}
         self._number += 1
-        self.events.append(named_event(kind, event))
+        self._events.append(named_event(kind, event))
 
 
 # Status and last event, by the reason of the end.

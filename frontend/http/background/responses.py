@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 import structlog
@@ -81,9 +82,16 @@ class BackgroundResponses:
             items: of its input.
 
         Raises:
+            HttpError: there is no directory.
             ServiceError: there is no room for it, or no engine takes it.
         """
-        store, call = self._files(), CALL.get()
+        if self._store is None:
+            raise HttpError(
+                400,
+                "background: not served; responses_directory (NANO_RESPONSES_DIRECTORY) is empty",
+                param="background",
+            )
+        call = CALL.get()
         header = {
             "response": response,
             "input": items,
@@ -94,7 +102,7 @@ class BackgroundResponses:
             "tools": form.tools.name if form.tools else "",
         }
         owner = request.client.name if request.client else ""
-        stored = store.create(owner, response["id"], header)
+        stored = self._store.create(owner, response["id"], header)
         started = asyncio.get_running_loop().create_future()
         if call:
             self._admission.release(call)  # for the generation
@@ -135,27 +143,56 @@ class BackgroundResponses:
 
     async def events(self, stored: StoredResponse, after: int) -> AsyncIterator[bytes]:
         """Yields a response's events with a number above `after`, until its end."""
-        replay = _Replay(self._generations, stored)
-        while True:
-            news = self._news.get(stored.id)
-            stored.refresh()
-            for _ in replay.steps():
-                if events := replay.take(after):
-                    yield b"".join(events)
-                await asyncio.sleep(0)
-            if replay.has_ended:
-                return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_S):
-                    await (news or asyncio.Event()).wait()
+        events = ResponseEvents(stored.header["response"])
+        for news in self._replay(stored, events):
+            if made := events.take(after):
+                yield b"".join(made)
+            await asyncio.sleep(0)
+            if news:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_S):
+                        await news.wait()
 
     async def response(self, stored: StoredResponse) -> Json:
         """A response so far."""
-        replay = _Replay(self._generations, stored)
-        for _ in replay.steps():
-            replay.take(-1)
+        events = ResponseEvents(stored.header["response"])
+        for news in self._replay(stored, events):
+            if news:
+                break
+            events.take()
             await asyncio.sleep(0)
-        return replay.response
+        return events.response
+
+    def _replay(
+        self, stored: StoredResponse, events: ResponseEvents
+    ) -> Iterator[asyncio.Event | None]:
+        """Makes events of a response's tokens, always the same, until its end.
+
+        Yields at intervals. When all stored tokens were fed, it yields an event that is set when
+        this process stores the next ones.
+        """
+        header = stored.header
+        request = _request(header["request"], (), None)
+        builder = CompletionBuilder(self._generations.vocabulary_of(request), request.sampling)
+        tools = ToolFormat[header["tools"]] if header["tools"] else None
+        parser = AnswerForm(header["reasoning"], tools).parser()
+        events.start()
+        num_tokens = 0
+        while True:
+            news = self._news.get(stored.id) or asyncio.Event()
+            stored.refresh()
+            while num_tokens < len(stored.tokens) and builder.stop_string is None:
+                text = builder.feed([stored.tokens[num_tokens]]).text
+                num_tokens += 1
+                events.feed(parser.feed(text), 1)
+                if num_tokens % _TOKENS_AT_ONCE == 0:
+                    yield None
+            if (end := stored.end) is not None:
+                events.feed([*parser.feed(builder.finish()), *parser.finish()], 0)
+                events.end(end["end"], end.get("usage"), end.get("error"))
+                yield None
+                return
+            yield news
 
     async def sweep(self) -> None:
         """Continues responses whose frontends are gone, and deletes old ones, until cancelled."""
@@ -178,19 +215,6 @@ class BackgroundResponses:
         self._stopping = True
         for task in self._tasks:
             task.cancel()
-
-    def _files(self) -> ResponseStore:
-        """
-        Raises:
-            HttpError: there is no directory.
-        """
-        if self._store is None:
-            raise HttpError(
-                400,
-                "background: not served; responses_directory (NANO_RESPONSES_DIRECTORY) is empty",
-                param="background",
-            )
-        return self._store
 
     def _begin(self, stored: StoredResponse, started: asyncio.Future[None] | None = None) -> None:
         task = asyncio.create_task(self._generate(stored, started))
@@ -264,69 +288,19 @@ class BackgroundResponses:
             event.set()
 
 
-class _Replay:
-    """Makes events of stored tokens, always the same."""
-
-    def __init__(self, generations: Generations, stored: StoredResponse) -> None:
-        header = stored.header
-        request = _request(header["request"], (), None)
-        self._stored = stored
-        self._builder = CompletionBuilder(generations.vocabulary_of(request), request.sampling)
-        tools = ToolFormat[header["tools"]] if header["tools"] else None
-        self._parser = AnswerForm(header["reasoning"], tools).parser()
-        self._events = ResponseEvents(header["response"])
-        self._events.start()
-        self._num_tokens = 0
-        self.has_ended = False
-
-    @property
-    def response(self) -> Json:
-        return self._events.response
-
-    def steps(self) -> Iterator[None]:
-        """Feeds what is stored, and yields at intervals."""
-        stored, builder, parser, events = self._stored, self._builder, self._parser, self._events
-        while self._num_tokens < len(stored.tokens) and builder.stop_string is None:
-            text = builder.feed([stored.tokens[self._num_tokens]]).text
-            self._num_tokens += 1
-            events.feed(parser.feed(text), 1)
-            if self._num_tokens % _TOKENS_AT_ONCE == 0:
-                yield
-        if stored.end is not None and not self.has_ended:
-            self.has_ended = True
-            events.feed([*parser.feed(builder.finish()), *parser.finish()], 0)
-            end = stored.end
-            events.end(end["end"], end.get("usage"), end.get("error"))
-        yield
-
-    def take(self, after: int) -> list[bytes]:
-        """The events since the last call whose numbers are above `after`."""
-        events = self._events.take()
-        first = self._events.next_number - len(events)
-        return events[max(0, after + 1 - first) :]
-
-
 def _request_json(request: GenerationRequest) -> Json:
-    return {
-        "request_id": request.request_id,
+    return asdict(request) | {
         "prompt_ids": list(request.prompt_ids),
-        "sampling": request.sampling,
-        "priority": request.priority,
-        "cache_salt": request.cache_salt,
         "client": request.client.name if request.client else "",
-        "engine": request.engine,
     }
 
 
 def _request(given: Json, tokens: Sequence[int], client: Tenant | None) -> GenerationRequest:
-    return GenerationRequest(
-        given["request_id"],
-        array("I", given["prompt_ids"]),
-        _SAMPLING.validate_python(given["sampling"]),
-        None,
-        given["priority"],
-        given["cache_salt"],
-        list(tokens),
-        client,
-        given["engine"],
-    )
+    read = {
+        "prompt_ids": array("I", given["prompt_ids"]),
+        "sampling": _SAMPLING.validate_python(given["sampling"]),
+        "deadline": None,
+        "resume_token_ids": list(tokens),
+        "client": client,
+    }
+    return GenerationRequest(**(given | read))
