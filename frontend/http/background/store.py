@@ -30,7 +30,6 @@ MAX_RESPONSES_BYTES = 1 << 30  # of a directory
 MAX_AGE_S = 24 * 3600.0  # since the last token
 _ID = re.compile("resp_[0-9a-f]{32}")
 _NAME = re.compile(rf"\.?[0-9a-f]{{16}}-{_ID.pattern}")  # with a dot until it is complete
-_CHUNK = 1 << 20
 
 
 class StoredResponse:
@@ -39,8 +38,7 @@ class StoredResponse:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor = descriptor
-        self._read_to = 0  # bytes
-        self._rest = b""  # of a line that is not complete
+        self._read_to = 0  # bytes; a line that is not complete is read again
         self.header: dict[str, Any] = {}
         self.tokens: list[int] = []
         self.end: dict[str, Any] | None = None
@@ -51,15 +49,15 @@ class StoredResponse:
 
     def refresh(self) -> None:
         """Reads the lines that were appended since the last call. A deleted response has ended."""
-        is_deleted = os.fstat(self._descriptor).st_nlink == 0
-        while self.end is None and (piece := os.pread(self._descriptor, _CHUNK, self._read_to)):
-            self._read_to += len(piece)
-            *lines, self._rest = (self._rest + piece).split(b"\n")
-            for line in lines:
-                self._take(line)
-            if self._take(self._rest):
-                self._rest = b""
-        if is_deleted and self.end is None:
+        if self.end is not None:
+            return
+        status = os.fstat(self._descriptor)
+        piece = os.pread(self._descriptor, status.st_size - self._read_to, self._read_to)
+        *lines, last = piece.split(b"\n")
+        for line in lines:
+            self._take(line)
+        self._read_to += len(piece) if self._take(last) else len(piece) - len(last)
+        if status.st_nlink == 0 and self.end is None:
             self.end = {"end": "cancelled"}
 
     def _take(self, line: bytes) -> bool:
@@ -95,7 +93,7 @@ class StoredResponse:
         """
         self.refresh()
         if self.end is None:
-            self._write(list(token_ids))
+            self.write_line(orjson.dumps(list(token_ids)))
 
     def finish(self, end: dict[str, Any]) -> None:
         """Ends the response, unless it has ended.
@@ -105,15 +103,18 @@ class StoredResponse:
         """
         self.refresh()
         if self.end is None:
-            self._write(end)
+            self.write_line(orjson.dumps(end))
         self.mark_ended()
 
     def mark_ended(self) -> None:
         os.fchmod(self._descriptor, stat.S_IRUSR)
 
-    def _write(self, value: object) -> None:
-        line = b"\n" + orjson.dumps(value)
-        if os.write(self._descriptor, line) < len(line):
+    def write_line(self, value: bytes) -> None:
+        """
+        Raises:
+            OSError: the disk is full.
+        """
+        if os.write(self._descriptor, b"\n" + value) <= len(value):
             raise OSError("no space left for a response")
         self.refresh()
 
@@ -150,9 +151,8 @@ class ResponseStore:
             draft = path.with_name(f".{path.name}")
             found = StoredResponse(path, os.open(draft, flags, 0o600))
             try:
-                fcntl.flock(found._descriptor, fcntl.LOCK_EX)
-                if os.write(found._descriptor, text) < len(text):
-                    raise OSError("no space left")
+                found.lock()
+                found.write_line(text)
                 os.rename(draft, path)
             except OSError:
                 draft.unlink(missing_ok=True)
@@ -161,7 +161,6 @@ class ResponseStore:
         except OSError as error:
             reason = error.strerror or str(error)
             raise UnavailableError(f"background: cannot store the response: {reason}") from error
-        found.refresh()
         return found
 
     def open(self, owner: str, response_id: str) -> StoredResponse | None:
