@@ -11,6 +11,7 @@ from urllib.parse import parse_qsl
 
 import orjson
 import structlog
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from frontend.callers.admission import bearer_token
@@ -19,7 +20,6 @@ from shared.rpc.reading import LARGE_BYTES, MAX_READ_S
 
 log = structlog.get_logger(__name__)
 
-_JSON = (b"content-type", b"application/json")
 _EVENTS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -102,19 +102,19 @@ class Exchange:
 
     async def _read(self, max_bytes: int) -> bytes:
         length = self.headers.get("content-length", "")
-        more, parts = not (length.isdecimal() and int(length) > max_bytes), []
-        size = 0 if more else max_bytes + 1
-        while more:
+        size = int(length) if length.isdecimal() else 0  # that is announced, or has arrived
+        body, more = bytearray(), True
+        while more and size <= max_bytes:
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 self.is_gone = True
                 raise asyncio.CancelledError
-            parts.append(message["body"])
-            size += len(message["body"])
-            more = message["more_body"] and size <= max_bytes
+            body += message["body"]
+            size = max(size, len(body))
+            more = message["more_body"]
         if size > max_bytes:
             raise HttpError(413, f"body: more than {max_bytes} bytes")
-        return b"".join(parts)
+        return bytes(body)
 
     async def run(self, answer: Awaitable[Answer], headers: list[tuple[bytes, bytes]]) -> None:
         """Sends an answer, unless the client disconnects, which cancels it.
@@ -143,16 +143,10 @@ class Exchange:
     async def _send_json(
         self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
     ) -> None:
-        length = (b"content-length", str(len(body)).encode())
+        response = Response(body, status, media_type="application/json")
+        response.raw_headers += headers
         self._started = True
-        await self.send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [_JSON, length, *headers],
-            }
-        )
-        await self.send({"type": "http.response.body", "body": body})
+        await response(self.scope, self.receive, self.send)
 
     async def _send_events(
         self, events: AsyncIterator[bytes], headers: list[tuple[bytes, bytes]]
