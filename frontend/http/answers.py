@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
 from frontend.engines.token_stream import FinishReason
 from frontend.generation import CompletionReader, Generation, Totals
 from frontend.generations import Generations
-from frontend.http.formats.parser import AnswerParser, Event
+from frontend.http.formats.parser import AnswerParser, Event, ReasoningStart
 from frontend.http.formats.tool_format import ToolFormat, reasons
 from frontend.logprobs import LogprobRow
 from frontend.request import GenerationRequest
@@ -23,14 +23,13 @@ from shared.vocabulary import Vocabulary
 _TAIL = 16  # tokens of a prompt in which a template may open a thought
 _ROWS_AT_ONCE = 32
 _MIN_LOGPROB = -9999.0  # as vLLM writes minus infinity, which JSON lacks
-Reasoning = Literal["none", "may_begin", "begun"]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
     """How the text of an answer is read."""
 
-    reasoning: Reasoning = "none"
+    reasoning: ReasoningStart = "none"
     tools: ToolFormat | None = None
 
     def parser(self) -> AnswerParser:
@@ -154,7 +153,7 @@ class TokenTexts:
         shown = b"" if token_id in self._ends else self._shown.get(token_id, b"")
         return {
             "token": self.text(token_id),
-            "logprob": max(logprob, _MIN_LOGPROB),
+            "logprob": _finite(logprob),
             "bytes": list(shown),
         }
 

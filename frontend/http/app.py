@@ -134,11 +134,9 @@ class App:
         except ServiceError:
             with self._admission.recorded(call):
                 raise
-        traceparent = exchange.headers.get("traceparent", "")
         async with self._calls.span(method):
-            with self._admission.placed(call, traceparent):
-                limit = self._settings.max_message_bytes
-                body = await exchange.read_json(limit, self._parsing)
+            with self._admission.placed(call, exchange.headers.get("traceparent", "")):
+                body = await exchange.read_json(self._settings.max_message_bytes, self._parsing)
                 request_id = _request_id(exchange, body)
                 headers.append((b"x-request-id", request_id.encode()))
                 if method.startswith("/v1/messages"):

@@ -51,6 +51,7 @@ class CallArguments:
 
 
 Event = Content | Reasoning | CallBegin | CallArguments
+ReasoningStart = Literal["none", "may_begin", "begun"]
 
 _NAME = re.compile(r"[^\n<]*")  # of a function, in DeepSeek's format
 
@@ -105,9 +106,7 @@ class AnswerParser:
     written. Later than that, the call remains as far as it was written.
     """
 
-    def __init__(
-        self, *, reasoning: Literal["none", "may_begin", "begun"], tools: ToolFormat | None
-    ) -> None:
+    def __init__(self, *, reasoning: ReasoningStart, tools: ToolFormat | None) -> None:
         """
         Args:
             reasoning: begun: the prompt ends with <think>; may_begin: the answer may begin with it.
@@ -158,9 +157,7 @@ class AnswerParser:
         self._hold()
         return (yield from self._reader.skip(mark))
 
-    def _answer(
-        self, reasoning: Literal["none", "may_begin", "begun"], tools: ToolFormat | None
-    ) -> Steps[None]:
+    def _answer(self, reasoning: ReasoningStart, tools: ToolFormat | None) -> Steps[None]:
         if reasoning != "none":
             yield from self._reason(begun=reasoning == "begun")
         match tools:
