@@ -11,7 +11,7 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 
 import structlog
@@ -296,6 +296,10 @@ def _request_json(request: GenerationRequest) -> Json:
 
 
 def _request(given: Json, tokens: Sequence[int], client: Tenant | None) -> GenerationRequest:
+    """Reads a stored request, even of a frontend of another version on this host."""
+    known = {
+        each.name: given[each.name] for each in fields(GenerationRequest) if each.name in given
+    }
     read = {
         "prompt_ids": array("I", given["prompt_ids"]),
         "sampling": _SAMPLING.validate_python(given["sampling"]),
@@ -303,4 +307,4 @@ def _request(given: Json, tokens: Sequence[int], client: Tenant | None) -> Gener
         "resume_token_ids": list(tokens),
         "client": client,
     }
-    return GenerationRequest(**(given | read))
+    return GenerationRequest(**(known | read))

@@ -184,6 +184,16 @@ async def test_a_cut_at_any_byte_changes_no_event_before_it(
         assert parsed(after)[-1]["type"] == "response.completed"
 
 
+async def test_a_file_of_another_version_is_read(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    stored = Stored(str(tmp_path), tokenizer)
+    header = orjson.loads(stored.owner.path.read_bytes())
+    header["request"] |= {"later": 1}
+    header["request"]["sampling"] |= {"later": 1}
+    del header["request"]["priority"]
+    stored.owner.path.write_bytes(orjson.dumps(header))
+    assert (await stored.response())["output"] == []
+
+
 async def test_after_the_end_there_is_nothing(tokenizer: Tokenizer, tmp_path: Path) -> None:
     stored = Stored(str(tmp_path), tokenizer)
     stored.owner.append(GREETING)
