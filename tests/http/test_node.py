@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.http.test_clients import QUESTION, input_of_checks
+from tests.http.test_clients import input_of_checks
 from tests.others import node_clients
 from tests.stack import running_stack
 
@@ -27,7 +27,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "node_modules").symlink_to(node_clients())
     script = shutil.copy(CHECKS, folder)
     with running_stack(http_port="auto", frontends=2) as stack:
-        given = json.dumps(input_of_checks(stack) | {"question": QUESTION})
+        given = json.dumps(input_of_checks(stack))
         run = subprocess.run(["node", script, given], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])

@@ -322,14 +322,6 @@ async def test_an_output_of_a_response_can_be_the_next_input(service: HttpServic
     await check(service, "/v1/responses", body, expected)
 
 
-async def test_tokenize_leaves_the_beginning_of_an_answer_out(service: HttpService) -> None:
-    body = {"messages": [USER], "add_generation_prompt": False}
-    response = await service.http.post("/tokenize", json=body)
-    if response.status_code != 400:
-        text = (await service.post("/detokenize", {"tokens": response.json()["tokens"]}))["prompt"]
-        assert not text.endswith("assistant\n")
-
-
 async def test_texts_are_tokenized_and_back(service: HttpService) -> None:
     tokens = await service.post("/v1/tokenize", {"prompt": "hi é", "return_token_strs": True})
     expected = await service.stub.Tokenize(pb.TokenizeRequest(text="hi é"))
