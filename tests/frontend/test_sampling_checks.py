@@ -106,6 +106,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x"] * 17}, "sampling.stop: 17 given; the limit is 16"),
     ({"stop": ["x", ""]}, r"sampling.stop\[1\]: 0 characters"),
     ({"stop": ["x" * 1025]}, r"sampling.stop\[0\]: 1025 characters; must be 1 to 1024"),
+    ({"bad_words": ["x"] * 129}, "sampling.bad_words: 129 given; the limit is 128"),
+    ({"bad_words": ["x", ""]}, r"sampling.bad_words\[1\]: 0 characters"),
     ({"stop_token_ids": [0] * 65}, "sampling.stop_token_ids: 65 given; the limit is 64"),
     ({"stop_token_ids": [1, 1000]}, r"sampling.stop_token_ids\[1\]: 1000 .* 1000"),
     ({"logit_bias": dict.fromkeys(range(1000), 1) | {1000: 1}}, "sampling.logit_bias: 1000 is not"),
@@ -173,6 +175,7 @@ OF_SAMPLING = {
     **{"n": 2, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.5},
     **{"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     **{"logit_bias": {3: 1}, "seed": 0, "logprobs": 0, "prompt_logprobs": 0, "stop": ["x"]},
+    "bad_words": ["x"],
     "structured_output": REGEX,
 }
 
