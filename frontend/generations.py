@@ -131,7 +131,7 @@ class Generations:
         self, words: Sequence[str], vocab_size: int
     ) -> tuple[tuple[int, ...], ...]:
         """The token ids of words at the beginning of a text, and of words after a space."""
-        texts = [space + word.lstrip() for word in words for space in ("", " ")]
+        texts = [space + (word.lstrip() or word) for word in words for space in ("", " ")]
         found = {tuple(ids) for ids in await self.tokenizer.encode_words(texts)}
         return tuple(sorted(ids for ids in found if ids and max(ids) < vocab_size))
 

@@ -158,10 +158,10 @@ async def test_numbers_reach_the_scheduler(service: HttpService, path: str) -> N
 async def test_bad_words_of_several_tokens_reach_the_scheduler(
     service: HttpService, path: str
 ) -> None:
-    submit = await submitted(service, {"bad_words": [" user", "fox den"]}, path)
+    submit = await submitted(service, {"bad_words": [" user", "fox den", "\n\n\n"]}, path)
     encode = service.stub.Tokenize
     expected = set()
-    for text in ("user", " user", "fox den", " fox den"):
+    for text in ("user", " user", "fox den", " fox den", "\n\n\n", " \n\n\n"):
         ids = tuple((await encode(pb.TokenizeRequest(text=text))).token_ids)
         expected |= {ids} if len(ids) > 1 else set()
     found = [tuple(array("i", word)) for word in submit.sampling.bad_words]
