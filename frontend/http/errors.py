@@ -62,6 +62,8 @@ _NAMES: dict[str, Sequence[tuple[str, str]]] = {
         ("structured_output.choice.options", "structured_outputs.choice"),
         ("structured_output.json_schema", "structured_outputs.json"),
         ("structured_output", "structured_outputs"),
+        ("structured_output.regex", "regex"),
+        ("structured_output.grammar", "ebnf"),
         ("structured_output", "response_format"),
         ("structured_output.structural_tag", "tools"),
         ("structured_output", "tool_choice"),

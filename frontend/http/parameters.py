@@ -100,6 +100,8 @@ class SamplingFields(Body):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Int32 | None = None
     structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     priority: Int32 | None = None
     cache_salt: str | None = None
     request_id: str | None = None
@@ -238,6 +240,9 @@ def _set_constraint(fields: SamplingFields, sampling: pb.SamplingParams) -> None
             given[f"structured_outputs.{name}"] = name, value
         if not found:
             raise ParameterError("structured_outputs", "empty; must have one constraint")
+    for name, kind in (("regex", "regex"), ("ebnf", "grammar")):
+        if (text := getattr(fields, name)) is not None:
+            given[name] = kind, text
     if len(given) > 1:
         raise ParameterError(
             "structured_outputs", f"give one constraint, not {len(given)}: {', '.join(given)}"

@@ -150,7 +150,7 @@ class BackgroundStack:
                     *events, rest = (rest + piece).split(b"\n\n")
                     for event in events:
                         found = parsed(event)
-                        if "error" in found and "type" not in found:
+                        if found.get("type") == "error":
                             raise RefusedError(None, str(found))  # the frontend stops
                         yield found["sequence_number"], event
         except httpx2.TransportError as error:

@@ -89,6 +89,8 @@ CONSTRAINTS: list[tuple[Json, tuple[int, str]]] = [
         (TAG, json.dumps(TAG_FORM)),
     ),
     ({"structured_outputs": {"regex": "a", "json": None}}, (REGEX, "a")),
+    ({"regex": "a+"}, (REGEX, "a+")),
+    ({"ebnf": 'root ::= "y"'}, (EBNF, 'root ::= "y"')),
 ]
 # Tested elsewhere: how many completions there are, and what answers show.
 ELSEWHERE = {
@@ -235,6 +237,7 @@ async def test_n_completions_are_one_submission(service: HttpService) -> None:
 @pytest.mark.parametrize(
     "two",
     [
+        {"regex": "a", "ebnf": 'root ::= "y"'},
         {"structured_outputs": {"regex": "a", "json_object": True}},
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
     ],
