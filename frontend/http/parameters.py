@@ -240,9 +240,10 @@ def _set_constraint(fields: SamplingFields, sampling: pb.SamplingParams) -> None
             given[f"structured_outputs.{name}"] = name, value
         if not found:
             raise ParameterError("structured_outputs", "empty; must have one constraint")
-    for name, kind in (("regex", "regex"), ("ebnf", "grammar")):
-        if (text := getattr(fields, name)) is not None:
-            given[name] = kind, text
+    if fields.regex is not None:
+        given["regex"] = "regex", fields.regex
+    if fields.ebnf is not None:
+        given["ebnf"] = "grammar", fields.ebnf
     if len(given) > 1:
         raise ParameterError(
             "structured_outputs", f"give one constraint, not {len(given)}: {', '.join(given)}"

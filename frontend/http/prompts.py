@@ -125,7 +125,7 @@ def read_tools(
 
 
 class ChatFields(Body):
-    """What a chat completion's prompt is made of, besides its messages."""
+    """The parameters of a chat completion that make its prompt, besides the messages."""
 
     tools: Items[Tool] | None = None
     chat_template_kwargs: Object | None = None

@@ -49,7 +49,8 @@ class Service:
     def chat_request(
         self, fields: SamplingFields, request: Request, chat: pb.Chat, max_tokens: int | None
     ) -> pb.GenerateRequest:
-        """
+        """A request for the answer to a chat.
+
         Raises:
             ParameterError: a value is out of range, or two parameters contradict each other.
         """

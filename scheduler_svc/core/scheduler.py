@@ -222,7 +222,7 @@ class Scheduler:
             for output in outputs:
                 if output.seq.params.stepwise:
                     output.seq.pause()
-                    if not output.seq.params.pauses:
+                    if not output.seq.params.pauses:  # it only had to know this token
                         output.seq.unpause()
         if step.num_drafts:
             self._settle(step)

@@ -34,9 +34,10 @@ def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
         for i, row in enumerate(rows)
         if row.seq.features is not None and row.start < row.seq.features.end
     }
-    sampling = {i: row for i, row in asking.items() if row.samples and _has_features(row)}
+    banned = {i: _banned(row) for i, row in asking.items() if row.samples}
+    sampling = {i: asking[i] for i, biases in banned.items() if biases or _has_features(asking[i])}
     if sampling:
-        request.features.CopyFrom(_features(sampling))
+        request.features.CopyFrom(_features(sampling, banned))
     scored = {i: row for i, row in asking.items() if _targets(row)}
     if scored:
         request.prompt_logprobs.CopyFrom(_prompt_logprobs(scored))
@@ -80,7 +81,7 @@ def _split(
 def _has_features(row: Row) -> bool:
     features = row.seq.features
     assert features is not None
-    return features.always or bool(features.masks) or bool(_banned(row))
+    return features.always or bool(features.masks)
 
 
 def _banned(row: Row) -> dict[int, float]:
@@ -92,11 +93,8 @@ def _banned(row: Row) -> dict[int, float]:
     if index < seq.params.min_tokens and not (seq.features and seq.features.masks):
         banned = dict.fromkeys(sorted(seq.params.end_token_ids), _NEVER)
     for word in seq.params.bad_words:
-        if len(word) == 1 or (
-            len(word) <= index + 1
-            and seq.tokens[-1] == word[-2]
-            and tuple(seq.tokens[1 - len(word) :]) == word[:-1]
-        ):
+        start = seq.num_tokens + 1 - len(word)
+        if start >= seq.num_prompt_tokens and tuple(seq.tokens[start:]) == word[:-1]:
             banned.setdefault(word[-1], BANNED)
     return banned
 
@@ -109,19 +107,20 @@ def _mask(row: Row) -> bytes | None:
     return seq.features.masks[row.start + row.num_tokens - seq.num_tokens]
 
 
-def _features(rows: dict[int, Row]) -> worker_pb2.SamplingFeatures:
-    """The columns of these rows, which are given with their index in the step."""
+def _features(
+    rows: dict[int, Row], banned: dict[int, dict[int, float]]
+) -> worker_pb2.SamplingFeatures:
+    """The columns of these rows, which are given with their index in the step, and of what is
+    `banned` in each."""
     seqs = [row.seq for row in rows.values()]
     params = [seq.params for seq in seqs]
     bias_ids, bias_values, bias_offsets = array("i"), array("f"), array("i", [0])
-    for row, p in zip(rows.values(), params, strict=True):
+    for i, p in zip(rows, params, strict=True):
         if p.bias_ids:
             bias_ids.extend(p.bias_ids)
             bias_values.extend(p.bias_values)
-        if p.min_tokens or p.bad_words:
-            banned = _banned(row)
-            bias_ids.extend(banned)
-            bias_values.extend(banned.values())
+        bias_ids.extend(banned[i])
+        bias_values.extend(banned[i].values())
         bias_offsets.append(len(bias_ids))
     num_logprobs = [-1 if (k := p.num_logprobs) is None else k for p in params]
     masked = {i: mask for i, row in enumerate(rows.values()) if (mask := _mask(row))}

@@ -222,7 +222,7 @@ def check_tools_of_a_stream(given: Any) -> None:
 
 
 def check_further_parameters(given: Any) -> None:
-    """What OpenAI's API lacks, under vLLM's names."""
+    """vLLM's parameters, which OpenAI's API lacks."""
     colors = {"structured_outputs": {"choice": ["red", "blue"]}}
     assert chat(given, extra_body=colors).choices[0].message.content in ("red", "blue")
     ids: Any = {"return_token_ids": True}
