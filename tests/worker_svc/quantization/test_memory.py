@@ -21,8 +21,9 @@ LARGE = {
 }
 LARGEST = 16384 * 512 * 4
 SLACK = 16 << 20  # what malloc keeps of what was freed; all codes of the layers are more
-# Else malloc keeps tensors of up to 32 MiB that were freed, in some runs and not in others.
-FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+# Else malloc keeps tensors of up to 32 MiB that were freed, in some runs and not in others. With
+# 1 MiB, quantizing to int4 still left holes of 1 to 2 MB.
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 
 MEASURE = """
 import sys

@@ -85,8 +85,9 @@ def test_processes_that_build_at_once_compile_once(tmp_path: Path) -> None:
 
 def test_a_build_that_is_cut_off_leaves_no_library(tmp_path: Path, compiler: Path) -> None:
     works = compiler.read_text()
-    # The first that it is asked to link has been compiled.
-    compiler.write_text(works.replace("exec", 'case "$*" in -shared*) kill -9 $PPID;; esac\nexec'))
+    # The first that it is asked to link has been compiled. Nothing writes after the kill.
+    cut_off = 'case "$*" in -shared*) kill -9 $PPID; exit;; esac\nexec'
+    compiler.write_text(works.replace("exec", cut_off))
     process = start(tmp_path)
     process.communicate()
     assert process.returncode == -9
