@@ -87,6 +87,7 @@ def record(model: Path) -> dict[str, Any]:
                     killed_s = datetime.now(UTC).timestamp()  # by the clock of spans
                 check_whole(streams)
     low, high = _SHOWN_S
+    low = max(low, min(stream.sent for stream in streams) - killed)  # not those of the first kill
     spans = [
         {**span, "start_s": span["start_s"] - killed_s, "end_s": span["end_s"] - killed_s}
         for span in collector.spans
