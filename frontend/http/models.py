@@ -44,6 +44,7 @@ async def retrieve(service: Service, request: Request) -> Answer:
 
 def _card(service: Service) -> dict[str, Any]:
     """The model, as OpenAI's and Anthropic's APIs describe one."""
+    created = service.generations.facts.created  # the same on all frontends
     try:
         length = service.generations.engines.limits.max_model_len
     except UnavailableError:
@@ -53,8 +54,8 @@ def _card(service: Service) -> dict[str, Any]:
         "object": "model",
         "type": "model",
         "display_name": service.model,
-        "created": service.started_at,
-        "created_at": datetime.fromtimestamp(service.started_at, UTC).isoformat(),
+        "created": created,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
         "owned_by": "nano-vllm-grpc",
         "root": service.model,
         "parent": None,

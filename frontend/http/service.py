@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -28,7 +28,6 @@ class Service:
     generations: Generations
     reports_cached: bool
     background: BackgroundResponses
-    started_at: int = field(default_factory=lambda: now())
 
     @property
     def model(self) -> str:

@@ -24,12 +24,14 @@ class ModelFilesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model's name, vocabulary size, end-of-sequence tokens and sampling defaults."""
+    """A model's name, vocabulary size, end-of-sequence tokens and sampling defaults, and when its
+    files were made, in seconds since 1970."""
 
     name: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     defaults: SamplingNumbers = DEFAULTS  # for parameters that a request leaves unset
+    created: int = 0
 
     def ending_with(self, token_ids: Iterable[int]) -> ModelFacts:
         """These facts with further end-of-sequence tokens. Ids outside of the vocabulary are left
@@ -62,6 +64,7 @@ def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
         vocab_size=vocab_size,
         eos_token_ids=(),
         defaults=_sampling_defaults(generation, generation_path, vocab_size),
+        created=int(config_path.stat().st_mtime),
     )
     return facts.ending_with(
         [*_end_tokens(generation, generation_path), *_end_tokens(config, config_path)]

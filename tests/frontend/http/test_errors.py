@@ -13,6 +13,7 @@ from frontend.settings import FrontendSettings
 from shared.pb import scheduler_pb2 as scheduler
 from tests.frontend.fake_scheduler import FakeScheduler
 from tests.frontend.http.conftest import POSTS, HttpService, Json, parse_events, served
+from tests.stack import DEMO_MODEL
 
 CHAT, TEXT, RESPONSES, ANTHROPIC = POSTS
 FULL = scheduler.Finished(
@@ -48,6 +49,8 @@ async def test_another_model_is_not_found(service: HttpService, path: str) -> No
 async def test_the_model_is_listed(service: HttpService) -> None:
     (card,) = (await service.http.get("/v1/models")).json()["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("demo", "model", 128)
+    # The same on all frontends, so not the time of a process.
+    assert card["created"] == int((DEMO_MODEL / "config.json").stat().st_mtime)
     assert (await service.http.get("/v1/models/demo")).json() == card
     response = await service.http.get("/v1/models/a/b")
     assert response.status_code == 404
