@@ -71,7 +71,7 @@ class PerPhase(PagedBackend[PhaseMetadata]):
         if step.decodes_only:
             return step.num_seqs
         count = int(np.argmax(step.query_lens > 1))
-        return count if count and self._decodes.splits(count) == 1 else 0
+        return count if count and self._decodes.fills_gpu(count) else 0
 
 
 def _sequences(step: StepArrays, which: slice) -> StepArrays:

@@ -9,14 +9,13 @@ import torch
 
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend, PagedMetadata
-from worker_svc.kernels.triton import decode_attention as decoding
 from worker_svc.kernels.triton import prompt_attention as prompting
 from worker_svc.kernels.triton.decode_attention import (
     choose_splits,
     decode_attention,
     decode_workspace,
 )
-from worker_svc.kernels.triton.paged_attention import converts_e4m3
+from worker_svc.kernels.triton.paged_attention import Tiling, converts_e4m3
 from worker_svc.kernels.triton.prompt_attention import prompt_attention, query_tiles, tile_tokens
 from worker_svc.step.decode import StepArrays
 from worker_svc.step.tensors import StepTensors
@@ -28,6 +27,7 @@ class TritonMetadata(PagedMetadata):
     decodes: torch.Tensor  # [N] int32, the sequences with one token in the step, longest first
     tiles: torch.Tensor  # [n, 2] int32, the queries of the other sequences, see `query_tiles`
     splits: int
+    tiling: Tiling  # of the decodes
     workspace: torch.Tensor
 
 
@@ -40,7 +40,6 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         super().__init__(shape, block_size)
         self._num_sms = num_sms
         self._reads_e4m3 = shape.kv_dtype == "fp8" and converts_e4m3()
-        self._decode_tiling = decoding.choose_tiling(shape.head_dim, shape.dtype)
         in_8_bits = shape.kv_dtype != "auto"
         self._prompt_tiling = prompting.choose_tiling(
             shape.head_dim, shape.dtype, in_8_bits=in_8_bits
@@ -59,19 +58,22 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         tiles = query_tiles(step.query_lens, chunks, self._tile_tokens, step.context_lens)
         return np.concatenate((decodes, tiles.ravel()))
 
-    def splits(self, num_decodes: int) -> int:
-        """The number of parts into which each of `num_decodes` sequences is split."""
-        return choose_splits(num_decodes, self.shape.num_kv_heads, self._num_sms)
+    def fills_gpu(self, num_decodes: int) -> bool:
+        """Whether so many decodes keep the GPU busy."""
+        return num_decodes * self.shape.num_kv_heads >= 4 * self._num_sms
 
     def plan(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> TritonMetadata:
         shape = self.shape
         num_decodes = int(np.count_nonzero(step.query_lens == 1))
-        splits = self.splits(num_decodes) if num_decodes else 1
+        splits, tiling = choose_splits(
+            max(num_decodes, 1), shape.num_kv_heads, self._num_sms, shape.head_dim, shape.dtype
+        )
         return TritonMetadata(
             tensors,
             decodes=tensors.plan_column[:num_decodes],
             tiles=tensors.plan_column[num_decodes:].view(-1, 2),
             splits=splits,
+            tiling=tiling,
             workspace=decode_workspace(
                 num_decodes, shape.num_heads, shape.head_dim, splits, shape.device
             ),
@@ -108,6 +110,6 @@ class TritonBackend(PagedBackend[TritonMetadata]):
                 metadata.splits,
                 metadata.workspace,
                 out,
-                self._decode_tiling,
+                metadata.tiling,
             )
         return out.flatten(1)

@@ -154,10 +154,12 @@ def test_caches_beyond_32_bit_offsets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_seqs", "kv_heads", "splits"), [(1, 8, 32), (1, 1, 32), (64, 8, 2), (256, 8, 1)]
+    ("num_seqs", "kv_heads", "splits", "num_stages"),
+    [(1, 8, 32, 3), (1, 1, 32, 3), (8, 8, 9, 3), (16, 8, 1, 3), (64, 8, 1, 2), (256, 8, 1, 3)],
 )
-def test_splits_fill_an_h200(num_seqs: int, kv_heads: int, splits: int) -> None:
-    assert choose_splits(num_seqs, kv_heads, num_sms=132) == splits
+def test_splits_fill_an_h200(num_seqs: int, kv_heads: int, splits: int, num_stages: int) -> None:
+    found, tiling = choose_splits(num_seqs, kv_heads, 132, 128, torch.bfloat16)
+    assert (found, tiling.num_stages) == (splits, num_stages)
 
 
 def test_tiles_cover_every_query_once() -> None:
