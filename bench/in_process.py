@@ -27,6 +27,7 @@ from worker_svc.kept_memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import decode as worker_step
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step_result import PendingStep
 
 _EPOCH = 1
@@ -38,7 +39,7 @@ class InProcessExecutor:
     def __init__(self, runner: ModelRunner, limits: worker_step.StepLimits) -> None:
         self._runner = runner
         self._limits = limits
-        self._last: worker_step.StepArrays | None = None
+        self._last: StepArrays | None = None
         self._pending: deque[PendingStep] = deque()
         self._step_id = 0
 

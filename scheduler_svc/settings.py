@@ -53,7 +53,7 @@ class SchedulerSettings(ServiceSettings):
     )
     speculation: str = Field(
         "auto",
-        description="source of drafts: none, ngram (auto), or on a CPU a draft model's directory",
+        description="source of drafts: none, ngram (auto), or a draft model's directory",
     )
     sync: bool = Field(False, description="plan a step only after the previous step's answer")
 

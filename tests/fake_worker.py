@@ -95,7 +95,10 @@ class FakeWorker(WorkerServiceServicer):
             self.sanitizer.keep(request.epoch, self._answered, self._random)
         else:
             limits = Limits(
-                request.max_num_seqs, request.max_num_batched_tokens, self.info.max_model_len
+                request.max_num_seqs,
+                request.max_num_batched_tokens,
+                self.info.max_model_len,
+                request.graph_tokens,
             )
             size = self.info.block_size
             self.sanitizer = Sanitizer(limits, request.num_blocks, size, request.epoch)

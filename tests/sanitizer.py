@@ -22,7 +22,8 @@ from shared.pb import worker_pb2
 from tests.oracle import EMPTY, VOCAB_SIZE, draft, extend
 from tests.sanitizer_features import Features, Owner, SanitizerError, fail
 from tests.step_columns import Ints, StepColumns, describe, ints, steps_of
-from worker_svc.step.decode import DRAFTED, StepArrays, StepLimits, decode_step
+from worker_svc.step.arrays import DRAFTED, StepArrays
+from worker_svc.step.decode import StepLimits, decode_step
 
 __all__ = ["Beside", "Limits", "Owner", "Sanitizer", "SanitizerError"]
 
@@ -45,6 +46,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    graph_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Sanitizer:
             limits.max_num_batched_tokens,
             limits.max_model_len,
             drafts=True,
+            graph_tokens=limits.graph_tokens,
         )
         self._block_size = block_size
         self._epoch = epoch

@@ -14,7 +14,7 @@ from shared.pb import worker_pb2
 from shared.sampling_params import BANNED
 from tests.oracle import VOCAB_SIZE, completing, logprobs, sample
 from tests.step_columns import Ints, StepColumns
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.features import FeatureArrays, PromptTargets
 
 _NEVER = -math.inf

@@ -15,13 +15,14 @@ import structlog
 
 from shared.errors import FailedPreconditionError, InternalError
 from worker_svc.distributed import COLLECTIVE_TIMEOUT
-from worker_svc.errors import RanksLostError, is_device_lost
+from worker_svc.errors import CaptureError, RanksLostError, is_device_lost
 from worker_svc.hang_watch import HangWatch
 from worker_svc.kept_memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
 from worker_svc.profiling.profiler import Profiler
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import StepArrays, StepLimits
+from worker_svc.step.arrays import StepArrays
+from worker_svc.step.decode import StepLimits
 from worker_svc.step_result import PendingStep, StepResult
 
 log = structlog.get_logger(__name__)
@@ -105,11 +106,12 @@ class Execution:
         num_blocks: int,
         superseded: Callable[[], bool],
         keep: str,
+        graph_tokens: int,
     ) -> None:
         """Runs `ModelRunner.configure` after the steps submitted so far."""
 
         await self._between_steps(
-            lambda: runner.configure(epoch, num_blocks, superseded, keep),
+            lambda: runner.configure(epoch, num_blocks, superseded, keep, graph_tokens),
             f"configuring epoch {epoch}",
             _MAX_CONFIGURE_S,
         )
@@ -174,7 +176,7 @@ class Execution:
                 raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
             started = time.monotonic()
             with self._watch.running(step, self._min_step_s), self._profiler.named(step):
-                pending = runner.launch(step)
+                pending = runner.launch(step, lambda: epoch.ended)
             if pending.ready():
                 self._watch.record(step, time.monotonic() - started)
                 _set_result(result, pending.wait())
@@ -215,8 +217,9 @@ class Execution:
 
 
 def end_if_device_lost(error: Exception) -> None:
-    """Ends the process if `error` means that its device is lost."""
-    if is_device_lost(error):
+    """Ends the process if `error` means that its device is lost, or that a capture failed: torch's
+    allocator does not recover from that."""
+    if is_device_lost(error) or isinstance(error, CaptureError):
         log.error("the device is lost; ending this process", reason=str(error))
         os._exit(EXIT_DEVICE_LOST)  # a clean exit would wait for the device
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 
 log = structlog.get_logger(__name__)
 

@@ -13,10 +13,16 @@ import numpy as np
 import torch
 
 from shared.errors import FailedPreconditionError
+from shared.graph_sizes import NUM_PROMPTS, GraphSize
 from worker_svc.devices.base import Platform, Stopwatch
 from worker_svc.devices.choice import choose_platform
-from worker_svc.devices.cuda_graph import DecodeGraphs, graph_sizes
-from worker_svc.devices.warm_up import half_drafted, plain_decodes, warm_up_steps
+from worker_svc.devices.cuda_graph import graph_sizes
+from worker_svc.devices.warm_up import (
+    half_drafted,
+    plain_decodes,
+    tokens_in_a_launch,
+    warm_up_steps,
+)
 from worker_svc.distributed import TensorParallel
 from worker_svc.kept_memory import CacheMemory, KeptMemory
 from worker_svc.kv_cache import (
@@ -33,12 +39,10 @@ from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors, upload
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import PendingStep
-
-_READING = 8  # multiply-adds that a CPU does in the time that it takes to read one weight
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class RunnerInfo:
     max_model_len: int  # tokens
     max_num_batched_tokens: int  # in a step
     vocab_size: int
+    graph_tokens: int  # the maximum of prompt tokens in a step that runs from a CUDA graph
 
 
 class ModelRunner:
@@ -85,9 +90,16 @@ class ModelRunner:
         self.config, self._backend = self._model.config, self._model.backend
         self._max_model_len = choose_max_model_len(settings, self.config.max_model_len)
         self._max_num_batched_tokens = _max_num_batched_tokens(settings, platform)
+        # The token that each row of the last step sampled, and from max_num_seqs on the tokens that
+        # a draft model drafted. Input ids -1-i refer to both.
+        self._last_tokens = torch.zeros(
+            settings.max_num_seqs * (2 if settings.draft_model else 1),
+            dtype=torch.int32,
+            device=platform.device,
+        )
         self._draft: DraftModel | None = None
         if settings.draft_model:
-            self._draft = DraftModel(settings, platform, self._tp, self._model)
+            self._draft = DraftModel(settings, platform, self._tp, self._model, self._last_tokens)
         self._models = [self._model, *([self._draft] if self._draft else [])]
         key = repr(([each.config for each in self._models], settings, platform.ops.layout))
         notes = self._memory.weights.notes(key) if self._memory else None
@@ -98,17 +110,12 @@ class ModelRunner:
         self._features = FeatureRunner(
             vocab, self._tp, platform.ops, self._model.decoder.lm_head, self._upload
         )
-        # The token that each row of the last step sampled, and from max_num_seqs on the tokens that
-        # a draft model drafted. Input ids -1-i refer to both.
-        self._last_tokens = torch.zeros(
-            settings.max_num_seqs * len(self._models), dtype=torch.int32, device=platform.device
-        )
         self._logits: torch.Tensor | None = None
         if platform.captures:  # all graphs share one buffer
-            shape = settings.max_num_seqs, vocab.shard_size
+            shape = settings.max_num_seqs + NUM_PROMPTS, vocab.shard_size
             self._logits = torch.empty(shape, dtype=self.config.dtype, device=platform.device)
-        self._graphs: DecodeGraphs | None = None
-        self._allocated_blocks = self._configured_blocks = 0
+        self._allocated_blocks = 0
+        self._configured = (0, 0)  # blocks, and prompt tokens in a graph
         self.cache_id = self._memory.cache.id if self._memory else ""
         self.info = RunnerInfo(**notes) if notes else self._measure(fingerprint)
         if self._memory and not notes:
@@ -136,7 +143,8 @@ class ModelRunner:
     def _measure(self, fingerprint: str) -> RunnerInfo:
         """Warms up, and computes how many blocks fit into the memory that a step leaves."""
         settings, platform, backend = self._settings, self._platform, self._backend
-        cache_bytes = platform.cache_bytes(settings, self._warm_up())
+        activations, graph_tokens = self._warm_up()
+        cache_bytes = platform.cache_bytes(settings, activations)
         size = backend.block_size
         token_bytes = sum(each.backend.shape.cache_bytes_per_token for each in self._models)
         block_bytes = (token_bytes + TOKEN_ID_BYTES) * size
@@ -155,6 +163,7 @@ class ModelRunner:
             max_model_len=self._max_model_len,
             max_num_batched_tokens=self._max_num_batched_tokens,
             vocab_size=self.config.vocab_size,
+            graph_tokens=graph_tokens,
         )
 
     def configure(
@@ -163,27 +172,30 @@ class ModelRunner:
         num_blocks: int,
         superseded: Callable[[], bool] = lambda: False,
         keep: str = "",
+        graph_tokens: int = 0,
     ) -> None:
         """Joins the other ranks, allocates a KV cache or keeps the one that there is, and captures
         graphs that use it. Sets `cache_id`.
 
         Args:
+            graph_tokens: the maximum of prompt tokens in a step that runs from a CUDA graph.
             superseded: whether to stop waiting for the other ranks because there is a newer epoch.
             keep: the id of the cache to keep. Without one, the contents are unknown.
 
         Raises:
             FailedPreconditionError: there is no such cache.
             RuntimeError: the other ranks did not join, or there is not enough memory.
-            CaptureError: decodes cannot run from CUDA graphs.
+            CaptureError: steps cannot run from CUDA graphs.
         """
         if keep and not self._has_cache(keep, num_blocks):
             raise FailedPreconditionError("keep_cache_id: this worker has no such cache")
         if not keep:
             self.forget_cache()
         alone = self._tp.size == 1
-        if not alone or num_blocks != self._configured_blocks:
-            self._configured_blocks = 0  # until everything below has succeeded
-            self._graphs = None
+        if not alone or (num_blocks, graph_tokens) != self._configured:
+            self._configured = (0, 0)  # until everything below has succeeded
+            for each in self._models:
+                each.graphs = None
             if not keep:
                 self._allocate(0)  # frees the old cache before the new cache is allocated
             settings = self._settings
@@ -192,8 +204,8 @@ class ModelRunner:
             if num_blocks != self._allocated_blocks:
                 self._allocate(num_blocks, self._memory.cache if self._memory else None)
             if self._platform.captures:
-                self._graphs = self._capture(superseded)
-            self._configured_blocks = num_blocks
+                self._capture(graph_tokens, superseded)
+            self._configured = (num_blocks, graph_tokens)
         if not keep:
             self.cache_id = self._new_cache_id(num_blocks)
 
@@ -217,32 +229,39 @@ class ModelRunner:
             return ""  # graphs are captured again in each epoch, which may write to the cache
         return uuid.uuid4().hex
 
-    def _capture(self, superseded: Callable[[], bool]) -> DecodeGraphs:
+    def _capture(self, graph_tokens: int, superseded: Callable[[], bool]) -> None:
+        largest = GraphSize(self._settings.max_num_seqs, NUM_PROMPTS, graph_tokens)
+        tokens, pool = self._last_tokens, self._platform.graph_pool()
         with torch.inference_mode():
-            return DecodeGraphs(
-                self._platform,
-                self._backend,
-                lambda step, tensors: self._run(step, tensors, self._max_model_len),
-                self._settings.max_num_seqs,
-                -(-self._max_model_len // self._backend.block_size),
-                superseded,
-            )
+            self._model.capture(self._run, tokens, largest, pool, superseded)
+            if self._draft:
+                self._draft.capture(self._draft.run_padded, tokens, largest, pool, superseded)
 
-    def launch(self, step: StepArrays) -> PendingStep:
+    def launch(
+        self, step: StepArrays, superseded: Callable[[], bool] = lambda: False
+    ) -> PendingStep:
         """Starts `step`, which `worker_svc.step.decode.decode_step` has checked. On a GPU, it
-        returns before the step is done, and maybe before the previous step is done."""
+        returns before the step is done, and maybe before the previous step is done.
+
+        Args:
+            superseded: whether a newer epoch waits, so that other ranks may be gone.
+
+        Raises:
+            CaptureError, SupersededError: as `configure`.
+        """
         with torch.inference_mode():
-            stopwatch = self._platform.start(self._work(step))
+            stopwatch = self._platform.start(self._model.multiply_adds(step))
             if len(step.copies):
                 sources, destinations = self._upload(list(np.ascontiguousarray(step.copies.T)))
                 caches = [cache for each in self._models for cache in each.caches]
                 copy_blocks(caches, self._tokens, sources, destinations)
             num_drafted = 0
             if self._draft:
-                step, num_drafted = self._draft.draft(step, self._last_tokens)
+                step, num_drafted = self._draft.draft(step, superseded)
             of_prompts: list[Logprobs] = []
-            if self._graphs and step.decodes_only and step.prompt_targets is None:
-                tensors, logits = self._graphs.replay(step)
+            graphs = self._model.graphs
+            if graphs and (step.graph or step.decodes_only) and not step.prompt_targets:
+                tensors, logits = graphs.replay(step, superseded)
             else:
                 tensors = self._model.to_device(step)
                 logits, of_prompts = self._run_eagerly(step, tensors)
@@ -275,14 +294,6 @@ class ModelRunner:
     def compiling(self) -> bool:
         """Whether a step may be waiting for a compiler right now."""
         return self._platform.compiling
-
-    def _work(self, step: StepArrays) -> int:
-        """This rank's multiply-adds in a step, with `_READING` more for each weight to read."""
-        config = self.config
-        attended = int(np.dot(step.query_lens.astype(np.int64), step.context_lens))
-        attention = 2 * attended * config.num_layers * config.num_heads * config.head_dim
-        products = (len(step.input_ids) + _READING) * config.num_weights
-        return (products + attention) // self._tp.size
 
     def _allocate(self, num_blocks: int, memory: CacheMemory | None = None) -> None:
         """Allocates the caches, the model's in `memory` if there is one. Leaves what that holds.
@@ -330,7 +341,12 @@ class ModelRunner:
     def _sample(self, hidden: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
         logits = self._model.decoder.lm_head(hidden, self._logits)
         tokens = self._sampler(logits, tensors.temperatures, tensors.uniforms)
-        self._last_tokens[: len(tokens)] = tokens
+        if len(tensors.places):
+            self._platform.ops.store_tokens(
+                self._last_tokens, tensors.places, tokens, self._last_tokens
+            )
+        else:
+            self._last_tokens[: len(tokens)] = tokens
         return logits
 
     def _fetch(
@@ -345,37 +361,37 @@ class ModelRunner:
         counts = [each.counts for each in logprobs]
         return PendingStep(step.samples, counts, stopwatch.fetch(results))
 
-    def _warm_up(self) -> int:
+    def _warm_up(self) -> tuple[int, int]:
         """Runs the largest possible prompts and decodes -> the bytes of device memory that a step
-        needs besides the weights and the cache.
+        needs besides the weights and the cache, and the maximum of prompt tokens in a graph.
 
         So kernels are compiled and memory is allocated before the first request.
         """
-        platform = self._platform
+        platform, max_num_seqs = self._platform, self._settings.max_num_seqs
         prompts, decodes = warm_up_steps(
-            self._settings.max_num_seqs,
+            max_num_seqs,
             self._max_num_batched_tokens,
             platform.device.type == "cpu",
             self._max_model_len,
             self._backend.block_size,
             self._vocab.vocab_size,
         )
-        if self._draft:
-            decodes = half_drafted(decodes)
+        decodes = half_drafted(decodes) if self._draft else decodes
         self._allocate(1)
         prompts_bytes = platform.measure_peak_bytes(partial(self.run, prompts))
         decodes_bytes = platform.measure_peak_bytes(partial(self.run, decodes))
-        if platform.compiles and (self._draft or not platform.captures):
-            # Each number of sequences has its own kernels. Capturing graphs would compile them too,
-            # but those of a draft model are not in graphs.
-            for size in graph_sizes(self._settings.max_num_seqs):
+        graph_tokens = tokens_in_a_launch(self.launch, prompts) if platform.captures else 0
+        if platform.compiles and not platform.captures:
+            # Each number of sequences has its own kernels. Capturing graphs would compile them too.
+            for size in graph_sizes(max_num_seqs):
                 step = plain_decodes(size, self._max_model_len, self._backend.block_size)
                 self.run(half_drafted(step) if self._draft else step)
         self._allocate(0)
+        if not platform.captures:
+            return max(prompts_bytes, decodes_bytes), 0
         # Graphs have a memory pool of their own.
-        if platform.captures:
-            return prompts_bytes + decodes_bytes
-        return max(prompts_bytes, decodes_bytes)
+        largest = prompts_bytes * (max_num_seqs + graph_tokens) // prompts.num_tokens
+        return prompts_bytes + max(largest, decodes_bytes), graph_tokens
 
 
 def _max_num_batched_tokens(settings: WorkerSettings, platform: Platform) -> int:

@@ -125,6 +125,7 @@ class WorkerService(WorkerServiceServicer):
             max_num_batched_tokens=info.max_num_batched_tokens,
             cache_id=runner.cache_id,
             drafts=runner.drafts,
+            graph_tokens=info.graph_tokens,
         )
 
     async def Configure(self, request: ConfigureRequest, context: Context) -> ConfigureResponse:
@@ -147,6 +148,7 @@ class WorkerService(WorkerServiceServicer):
                 request.num_blocks,
                 superseded=lambda: self._newest_epoch > request.epoch,
                 keep=request.keep_cache_id,
+                graph_tokens=request.graph_tokens,
             )
         except StartError as error:
             if request.epoch > 1:  # epoch 1 was configured, so a new process may succeed
@@ -266,6 +268,10 @@ class WorkerService(WorkerServiceServicer):
             value = getattr(request, field)
             if not 1 <= value <= limit:
                 raise InvalidArgumentError(field, f"{value} is not in 1..{limit}")
+        if not 0 <= request.graph_tokens <= (limit := runner.info.graph_tokens):
+            raise InvalidArgumentError(
+                "graph_tokens", f"{request.graph_tokens} is not in 0..{limit}"
+            )
         return StepLimits(
             vocab_size=runner.info.vocab_size,
             num_blocks=request.num_blocks,
@@ -274,6 +280,7 @@ class WorkerService(WorkerServiceServicer):
             max_num_batched_tokens=request.max_num_batched_tokens,
             max_model_len=runner.info.max_model_len,
             drafts=runner.drafts,
+            graph_tokens=request.graph_tokens,
         )
 
 

@@ -16,11 +16,6 @@ from shared.config import (
 )
 
 NO_DRAFT_MODEL = ("auto", "none", "ngram")  # values of `speculation` that name no directory
-# The model itself decodes from graphs, so its steps are shorter than the draft model's passes.
-NO_DRAFTS_ON_GPU = (
-    "a draft model makes a GPU slower, because its passes do not run from CUDA graphs yet; "
-    "use SPECULATION=auto or none, or DEVICE=cpu"
-)
 
 
 class WorkerSettings(ServiceSettings):
@@ -49,7 +44,7 @@ class WorkerSettings(ServiceSettings):
     )
     speculation: str = Field(
         "auto",
-        description="source of drafts: none, ngram (auto), or on a CPU a draft model's directory",
+        description="source of drafts: none, ngram (auto), or a draft model's directory",
     )
     draft_quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         "auto", description="format of the draft model's weights (auto: its checkpoint's)"
@@ -95,7 +90,7 @@ class WorkerSettings(ServiceSettings):
     attention: Literal["auto", "fa3", "flash_attn", "triton", "torch"] = Field(
         "auto", description="attention backend of prompts; on a GPU, Triton's kernel decodes"
     )
-    enforce_eager: bool = Field(False, description="run decodes without CUDA graphs")
+    enforce_eager: bool = Field(False, description="run steps without CUDA graphs")
     threads: AutoInt = Field(
         "auto", description="CPU threads of a step (auto: a rank's share of the cores)"
     )
@@ -114,8 +109,6 @@ class WorkerSettings(ServiceSettings):
         if share != "auto" and not 0 < share <= 1:
             raise ValueError(f"memory_utilization: {share} is not in (0, 1]")
         check_step_limits(self.max_num_seqs, self.max_num_batched_tokens)
-        if self.device == "cuda" and self.draft_model:
-            raise ValueError(f"speculation: {NO_DRAFTS_ON_GPU}")
         self._check_listening("worker_addresses", self.worker_addresses[self.rank])
         return self
 

@@ -4,6 +4,8 @@ The first tests help to understand why a later one fails."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from statistics import median
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from bench.gpu.step_speed import Loaded
 from bench.gpu.steps import Sequences
-from worker_svc.step.decode import StepArrays
+from shared.graph_sizes import graph_size
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.wire import Int32s
 
 PROMPTS = 8
@@ -58,7 +61,7 @@ def measure_load(setup: Setup, report: Report, loaded: Loaded) -> None:
     info = loaded.runner.info
     if setup.rehearse:
         report.note("no graphs on a CPU: the same padded steps, launched kernel by kernel")
-    assert loaded.runner._graphs
+    assert loaded.runner._model.graphs
     report.note(f"{info.attention_backend}, {info.dtype}, {info.num_blocks} blocks fit")
 
 
@@ -67,6 +70,19 @@ def measure_graphs_against_eager(setup: Setup, report: Report, loaded: Loaded) -
     texts, tokens = greedy(setup, loaded)
     logits = [loaded.runner.logits(step) for step in steps(loaded, texts, iter(tokens))]
     compare(report, "graphs against eager", torch.stack(logits, 1), tokens)
+
+
+def measure_prompts_from_a_graph(setup: Setup, report: Report, loaded: Loaded) -> None:
+    """Runs a step of prompts kernel by kernel, then from a graph."""
+    runner, (num_prompts, tokens) = loaded.runner, setup.sizes.prompt_steps[0]
+    step = loaded.step(f"{num_prompts} x {tokens} tokens")
+    step = replace(step, temperatures=np.zeros_like(step.temperatures))
+    size = graph_size(0, num_prompts, num_prompts * tokens, PROMPTS, loaded.graph_tokens)
+    for way, each in (("kernel by kernel", step), ("from a graph", replace(step, graph=size))):
+        sampled = runner.run(each)  # captures
+        seconds = [runner.launch(each).wait().seconds for _ in range(setup.sizes.repeats)]
+        report.figure(f"{num_prompts} x {tokens} tokens {way}", 1e3 * median(seconds), "ms")
+    compare(report, "prompts from a graph", runner.logits(step)[:, None], [sampled])
 
 
 def measure_against_transformers(setup: Setup, report: Report, loaded: Loaded) -> None:

@@ -18,8 +18,9 @@ from bench.gpu.ceilings_speed import bandwidth, matmul_rate, model_size
 from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from bench.gpu.steps import blocks_needed, make_step, snapshot
+from shared.graph_sizes import NUM_PROMPTS
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 
 TOP_KERNELS = 12
 # The maximum share of the GPU's blocks to use; the workload may need fewer.
@@ -48,7 +49,8 @@ class Loaded:
         info = self.runner.info
         served = min(sizes.cache_tokens // size, int(info.num_blocks * CACHE_SHARE))
         self.num_blocks = max(*needed, served)
-        self.runner.configure(1, self.num_blocks)
+        self.graph_tokens = max(info.max_num_batched_tokens, NUM_PROMPTS + 1)
+        self.runner.configure(1, self.num_blocks, graph_tokens=self.graph_tokens)
         for cache in self.runner._model.caches:  # products of zeros take less power and are faster
             cache.normal_(generator=setup.generator("caches"))
 

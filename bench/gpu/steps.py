@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.workload import Shape, reference_workload
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.wire import Int32s
 
 

@@ -22,6 +22,7 @@ from scheduler_svc.core.step import DROPPED, Answer, Step
 from scheduler_svc.engine import WorkersLostError
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.rpc.execute_stream import ExecuteStream
+from scheduler_svc.rpc.prompt_graphs import PromptGraphs
 from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
 from scheduler_svc.rpc.worker_group import WorkerGroup, WorkerMismatchError, agree
 from scheduler_svc.settings import SchedulerSettings
@@ -75,6 +76,7 @@ class WorkerClient:
         self._opened = time.monotonic()
         self._streams: list[ExecuteStream] = []
         self._group: WorkerGroup | None = None  # as configured last
+        self._graphs = PromptGraphs()
         self._epoch = self._step_id = 0
         self._num_answers = 0
         # The ids of the steps that are not answered yet, and the messages that had them.
@@ -152,6 +154,8 @@ class WorkerClient:
         first = self._step_id + 1
         size = self._group.block_size
         request = encode_step(run[0], size, self._epoch, first, len(run))
+        if not (request.HasField("features") or request.HasField("prompt_logprobs")):
+            request.graph = self._graphs.has(run[0], first)
         await _together([stream.write(request) for stream in self._streams])
         self._step_id += len(run)
         self._sent.extend((step_id, request) for step_id in range(first, self._step_id + 1))
@@ -167,6 +171,7 @@ class WorkerClient:
             if answer.step_id != step_id:
                 raise WorkersLostError(f"answer to step {answer.step_id}, not {step_id}")
         self._num_answers += 1
+        self._graphs.answered(step_id)
         if answers[0].dropped:
             return DROPPED
         try:
@@ -249,6 +254,7 @@ class WorkerClient:
         self._epoch = max(self._epoch, group.epoch) + 1
         self._step_id = 0
         self._sent.clear()
+        self._graphs.begin(settings.max_num_seqs, group.graph_tokens)
         requests = [
             worker_pb2.ConfigureRequest(
                 epoch=self._epoch,
@@ -256,6 +262,7 @@ class WorkerClient:
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=num_tokens,
                 keep_cache_id=cache_id if cache else "",
+                graph_tokens=group.graph_tokens,
             )
             for cache_id in ids
         ]

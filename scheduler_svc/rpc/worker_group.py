@@ -24,6 +24,7 @@ class WorkerGroup:
     epoch: int  # the highest that any rank has seen
     model_fingerprint: str
     drafts: bool  # whether they have a draft model
+    graph_tokens: int  # the maximum of prompt tokens in a step that runs from a CUDA graph
 
 
 def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
@@ -53,4 +54,5 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
         epoch=max(info.epoch for info in infos),
         model_fingerprint=infos[0].model_fingerprint,
         drafts=infos[0].drafts,
+        graph_tokens=min(info.graph_tokens for info in infos),
     )

@@ -52,6 +52,7 @@ class GetInfoResponse(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_ID_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    GRAPH_TOKENS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     world_size: _builtins.int
     device: _builtins.str
@@ -76,6 +77,8 @@ class GetInfoResponse(_message.Message):
     """of the cache that Configure may keep; empty: there is none"""
     drafts: _builtins.bool
     """whether there is a draft model, so that steps may have DRAFTED ids"""
+    graph_tokens: _builtins.int
+    """the maximum of prompt tokens in a step with `graph`; 0: no step"""
     def __init__(
         self,
         *,
@@ -94,10 +97,11 @@ class GetInfoResponse(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         cache_id: _builtins.str = ...,
         drafts: _builtins.bool = ...,
+        graph_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "cache_id", b"cache_id", "device", b"device", "drafts", b"drafts", "dtype", b"dtype", "epoch", b"epoch", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "cache_id", b"cache_id", "device", b"device", "drafts", b"drafts", "dtype", b"dtype", "epoch", b"epoch", "graph_tokens", b"graph_tokens", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -112,6 +116,7 @@ class ConfigureRequest(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     KEEP_CACHE_ID_FIELD_NUMBER: _builtins.int
+    GRAPH_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     num_blocks: _builtins.int
     """the minimum over ranks"""
@@ -119,6 +124,8 @@ class ConfigureRequest(_message.Message):
     max_num_batched_tokens: _builtins.int
     keep_cache_id: _builtins.str
     """The cache that holds what answered steps wrote. Empty: the cache may be new."""
+    graph_tokens: _builtins.int
+    """the minimum over ranks"""
     def __init__(
         self,
         *,
@@ -127,10 +134,11 @@ class ConfigureRequest(_message.Message):
         max_num_seqs: _builtins.int = ...,
         max_num_batched_tokens: _builtins.int = ...,
         keep_cache_id: _builtins.str = ...,
+        graph_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keep_cache_id", b"keep_cache_id", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "graph_tokens", b"graph_tokens", "keep_cache_id", b"keep_cache_id", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -196,6 +204,7 @@ class StepRequest(_message.Message):
     TRACEPARENTS_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
+    GRAPH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
     """1, 2, 3, ... within an epoch"""
@@ -224,6 +233,10 @@ class StepRequest(_message.Message):
     num_steps: _builtins.int
     """of the run; 0 means 1"""
     cut: _builtins.bool
+    graph: _builtins.bool
+    """All ranks run the step from a CUDA graph, and capture that first if none has its padded size
+    yet (shared/graph_sizes.py). The step has prompts, and neither features nor prompt_logprobs.
+    """
     @_builtins.property
     def features(self) -> Global___SamplingFeatures:
         """absent if no row has features"""
@@ -255,10 +268,11 @@ class StepRequest(_message.Message):
         traceparents: _abc.Iterable[_builtins.str] | None = ...,
         num_steps: _builtins.int = ...,
         cut: _builtins.bool = ...,
+        graph: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_offsets", b"block_table_offsets", "context_lens", b"context_lens", "copies", b"copies", "cut", b"cut", "epoch", b"epoch", "features", b"features", "input_ids", b"input_ids", "num_steps", b"num_steps", "positions", b"positions", "prompt_logprobs", b"prompt_logprobs", "query_lens", b"query_lens", "samples", b"samples", "seeds", b"seeds", "slot_mapping", b"slot_mapping", "step_id", b"step_id", "temperatures", b"temperatures", "traceparents", b"traceparents"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_offsets", b"block_table_offsets", "context_lens", b"context_lens", "copies", b"copies", "cut", b"cut", "epoch", b"epoch", "features", b"features", "graph", b"graph", "input_ids", b"input_ids", "num_steps", b"num_steps", "positions", b"positions", "prompt_logprobs", b"prompt_logprobs", "query_lens", b"query_lens", "samples", b"samples", "seeds", b"seeds", "slot_mapping", b"slot_mapping", "step_id", b"step_id", "temperatures", b"temperatures", "traceparents", b"traceparents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

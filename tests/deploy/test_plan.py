@@ -269,8 +269,6 @@ def test_a_draft_model_is_found_as_a_model_is(monkeypatch: pytest.MonkeyPatch) -
     assert "NANO_SPECULATION" not in plan()[1]
     with pytest.raises(LaunchError, match=r"SPECULATION: no/such/directory is not a directory$"):
         plan(SPECULATION="no/such/directory")
-    with pytest.raises(SettingsError, match=r"speculation: a draft model makes a GPU slower"):
-        plan(SPECULATION=DEMO, DEVICE="cuda")
 
 
 def test_weights_in_two_files_are_refused_where_workers_start(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.worker_svc.device import DEVICE, ON_GPU
 from worker_svc.__main__ import main
 from worker_svc.errors import CaptureError
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step_result import PendingStep
 
 if ON_GPU:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.worker_svc.harness import Batch, batch_for, worker_settings
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import DRAFTED
+from worker_svc.step.arrays import DRAFTED
 
 NUM_BLOCKS = 96
 

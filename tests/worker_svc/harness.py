@@ -20,7 +20,8 @@ from worker_svc.distributed import TensorParallel
 from worker_svc.model_runner import ModelRunner
 from worker_svc.rank_models.rank_model import RankModel
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import StepArrays, StepLimits, decode_step
+from worker_svc.step.arrays import StepArrays
+from worker_svc.step.decode import StepLimits, decode_step
 
 TINY: dict[str, Any] = {
     "vocab_size": 301,
@@ -155,6 +156,7 @@ class Batch:
         features: Mapping[int, Asked] | None = None,
         targets: Mapping[int, Sequence[int]] | None = None,
         num_prompt_logprobs: int = 0,
+        graph: bool = False,
     ) -> StepRequest:
         """Makes a step that appends `chunks` (sequence, token ids); the sequences in `silent`
         sample nothing. Features and prompt targets are by row. Several chunks may be of one
@@ -197,6 +199,7 @@ class Batch:
             copies=i4([block for pair in copies for block in pair]),
             features=sampling_features(features, self.limits.vocab_size) if features else None,
             prompt_logprobs=prompt_logprobs(targets, num_prompt_logprobs) if targets else None,
+            graph=graph,
         )
 
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> StepArrays:
@@ -233,5 +236,6 @@ def batch_for(runner: ModelRunner, num_blocks: int) -> Batch:
             max_num_batched_tokens=2**20,
             max_model_len=info.max_model_len,
             drafts=runner.drafts,
+            graph_tokens=runner._configured[1],
         )
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from tests.worker_svc.kernels.triton.precision import poisoned_memory
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
 from worker_svc.devices.cpu import CpuPlatform
@@ -14,12 +15,12 @@ from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.settings import WorkerSettings
 
-NUM_SMS = 1  # splits small batches, but into few parts: each is slow here
+NUM_SMS = 2  # splits lone sequences, but into few parts: each is slow here
 
 
 class InterpretedPlatform(CpuPlatform):
-    """Pads steps that decode and runs them on static buffers, as in a CUDA graph; a replay calls
-    the function that would have been captured."""
+    """Pads steps and runs them on static buffers, as in a CUDA graph; a replay calls the function
+    that would have been captured. The rows of tokens that no sequence has are NaN."""
 
     ops: Ops = triton_ops
     captures = True
@@ -46,5 +47,6 @@ class InterpretedPlatform(CpuPlatform):
         return hidden_states
 
     def capture(self, run: Callable[[], None], *_: object) -> Callable[[], None]:
-        run()  # as the warm-ups before a capture do
-        return run
+        replay = poisoned_memory()(run)
+        replay()  # as the warm-ups before a capture do
+        return replay

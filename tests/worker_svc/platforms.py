@@ -12,6 +12,7 @@ import torch
 from bench.gpu.steps import Heads
 from tests.worker_svc.device import DEVICE, ON_GPU
 from tests.worker_svc.harness import worker_settings
+from tests.worker_svc.kernels.triton.precision import poisoned_memory
 from worker_svc.attention.base import AttentionShape, KvDtype
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import StartError
@@ -26,7 +27,7 @@ class Uncaptured(GpuPlatform):
     """Pads steps to static buffers as for graphs, and launches them kernel by kernel."""
 
     def capture(self, run: Callable[[], None], *_: object) -> Callable[[], None]:
-        return run
+        return run if ON_GPU else poisoned_memory()(run)
 
 
 def make_backend(

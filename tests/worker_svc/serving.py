@@ -24,7 +24,7 @@ from shared.rpc.server import Server
 from tests.worker_svc.harness import Batch, limits, worker_settings
 from worker_svc.model_runner import ModelRunner
 from worker_svc.server import WorkerService
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import PendingStep
 
@@ -93,11 +93,11 @@ class Gate:
         self.step_ids: list[int] = []
         launch = ModelRunner.launch
 
-        def held(runner: ModelRunner, step: StepArrays) -> PendingStep:
+        def held(runner: ModelRunner, step: StepArrays, *args: Any) -> PendingStep:
             self.step_ids.append(step.step_id)
             self.begun.set()
             assert self.open.wait(30)
-            return launch(runner, step)
+            return launch(runner, step, *args)
 
         monkeypatch.setattr(ModelRunner, "launch", held)
 
@@ -131,8 +131,8 @@ class Device:
         self.steps: queue.Queue[DeviceArrays] = queue.Queue()
         launch = ModelRunner.launch
 
-        def launched(runner: ModelRunner, step: StepArrays) -> PendingStep:
-            pending = launch(runner, step)
+        def launched(runner: ModelRunner, *args: Any) -> PendingStep:
+            pending = launch(runner, *args)
             arrays = DeviceArrays(pending.wait().token_ids)
             self.steps.put(arrays)
             return PendingStep(pending.samples, [], arrays)

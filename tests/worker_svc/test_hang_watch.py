@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from worker_svc.hang_watch import FIRST_STEP_S, HangWatch, StepTimeLimits, size_of
-from worker_svc.step.decode import DRAFTED, StepArrays
+from worker_svc.step.arrays import DRAFTED, StepArrays
 
 from .harness import Batch, limits
 

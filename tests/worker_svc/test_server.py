@@ -35,7 +35,7 @@ from worker_svc import server as worker_server
 from worker_svc.errors import CaptureError, StartError
 from worker_svc.execution import Launch
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import DRAFTED
+from worker_svc.step.arrays import DRAFTED
 
 
 @pytest.fixture
@@ -266,10 +266,14 @@ async def test_a_capture_that_fails_later_is_left_to_a_successor(
     worker: Worker, exits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other processes may have taken the memory for a while."""
-    await worker.configure(1)
+    batch = await worker.configure(1)
+    with monkeypatch.context() as patched:
+        fail_at(patched, "launch", CAPTURE_ERROR)
+        await rejected(end_of(await worker.execute(batch.request([(0, [1])]))), INTERNAL)
+    assert exits == [worker_server.EXIT_DEVICE_LOST]
     fail_at(monkeypatch, "configure", CAPTURE_ERROR)
     await rejected(worker.configure(2), UNAVAILABLE)
-    assert exits == [worker_server.EXIT_DEVICE_LOST]
+    assert exits == [worker_server.EXIT_DEVICE_LOST] * 2
     worker.service.check()
 
 
@@ -284,6 +288,7 @@ async def test_a_capture_that_fails_later_is_left_to_a_successor(
             INVALID,
             "features.top_p: 1.5 is not in (0, 1]",
         ),
+        ({"graph": True}, INVALID, "graph: no graph holds 1 decodes and 0 prompts"),
         ({"epoch": 6}, PRECONDITION, "epoch: 6"),
         ({"epoch": 8}, PRECONDITION, "epoch: 8"),
         ({"step_id": 1}, PRECONDITION, "step_id: 1"),

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from shared.config import SettingsError, load_settings
-from worker_svc.devices.choice import choose_platform
 from worker_svc.devices.cpu import CACHE_SHARE, CpuPlatform
 from worker_svc.devices.cuda import MEMORY_SHARE, CudaPlatform
-from worker_svc.errors import StartError
 from worker_svc.settings import WorkerSettings
 
 
@@ -39,18 +36,11 @@ def test_where_ranks_meet_is_known_from_the_usual_variables(
         (["--memory-utilization", "1.5"], r"memory_utilization: 1.5 is not in \(0, 1\]"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], r"max_num_seqs: 64 .*32"),
         (["--kv-blocks", "many"], r"kv_blocks: .*'many'"),
-        (["--device", "cuda", "--speculation", "demo"], r"speculation: a draft model .* graphs"),
     ],
 )
 def test_impossible_values_are_named(args: list[str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_settings(WorkerSettings, args)
-
-
-def test_a_gpu_that_is_found_has_no_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(StartError, match=r"speculation: a draft model .* graphs"):
-        choose_platform(WorkerSettings(device="auto", speculation="demo"))
 
 
 def test_addresses_are_split_at_commas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import torch
 
 from worker_svc.kv_cache import NewTensor
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
 

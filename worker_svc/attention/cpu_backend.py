@@ -11,7 +11,7 @@ from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.errors import StartError
 from worker_svc.kernels.cpu.program import rope_store_args, run_phase, step_of, tracing
 from worker_svc.kernels.cpu.structs import LANES, AttendArgs, Cache, Phase
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors
 
 _CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}

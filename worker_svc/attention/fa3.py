@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.attention.paged import PagedBackend, PagedMetadata, dense_block_table
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn_interface"

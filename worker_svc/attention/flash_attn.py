@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend, PagedMetadata, dense_block_table
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors
 
 MODULE = "flash_attn"

@@ -10,7 +10,7 @@ import torch
 
 from worker_svc.attention.paged import PagedBackend, PagedMetadata
 from worker_svc.attention.triton_backend import TritonBackend, TritonMetadata
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
 

@@ -14,7 +14,7 @@ import torch
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import is_device_lost
 from worker_svc.kernels.triton.paged_attention import attention_reference
-from worker_svc.step.decode import StepArrays, made_up_step
+from worker_svc.step.arrays import StepArrays, made_up_step
 from worker_svc.step.tensors import upload_step
 
 CONTEXTS = (3, 2)  # cached tokens of the two test sequences, one block each

@@ -17,7 +17,7 @@ from worker_svc.kernels.triton.decode_attention import (
 )
 from worker_svc.kernels.triton.paged_attention import Tiling, converts_e4m3
 from worker_svc.kernels.triton.prompt_attention import prompt_attention, query_tiles, tile_tokens
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
 
@@ -56,7 +56,13 @@ class TritonBackend(PagedBackend[TritonMetadata]):
             return decodes
         chunks = np.flatnonzero(step.query_lens > 1).astype(np.int32)
         tiles = query_tiles(step.query_lens, chunks, self._tile_tokens, step.context_lens)
-        return np.concatenate((decodes, tiles.ravel()))
+        column = np.concatenate((decodes, tiles.ravel()))
+        if step.query_lens[-1]:
+            return column
+        # A padded step has the tiles of the worst case, the others of its last row, without tokens.
+        rows, tokens = step.num_seqs - len(decodes), step.num_tokens - len(decodes)
+        missing = tokens // self._tile_tokens + rows - len(tiles)
+        return np.concatenate((column, np.array([step.num_seqs - 1, 0] * missing, np.int32)))
 
     def fills_gpu(self, num_decodes: int) -> bool:
         """Whether so many decodes keep the GPU busy."""

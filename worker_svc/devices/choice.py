@@ -9,8 +9,7 @@ import structlog
 import torch
 
 from worker_svc.devices.base import Platform
-from worker_svc.errors import StartError
-from worker_svc.settings import NO_DRAFTS_ON_GPU, WorkerSettings
+from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
 
@@ -19,14 +18,11 @@ def choose_platform(settings: WorkerSettings) -> Platform:
     """Sets up the device that the settings ask for.
 
     Raises:
-        StartError: the device that the settings ask for does not exist, or is a GPU and there is a
-            draft model. Benchmarks and tests of a draft model on a GPU pass their own platform.
+        StartError: the device that the settings ask for does not exist.
     """
     choose_vector_math()
     # Imports one module only: there is no Triton without a GPU.
     if settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available()):
-        if settings.draft_model:
-            raise StartError(f"speculation: {NO_DRAFTS_ON_GPU}")
         from worker_svc.devices.cuda import CudaPlatform
 
         return CudaPlatform(settings)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from shared.sampling_params import COLUMNS
 from worker_svc.sampling.logprobs import PIECE
-from worker_svc.step.decode import DRAFTED, StepArrays, made_up_step
+from worker_svc.step.arrays import DRAFTED, StepArrays, made_up_step
 from worker_svc.step.features import FeatureArrays, PromptTargets
 from worker_svc.step.wire import Int32s
 
@@ -43,6 +46,18 @@ def warm_up_steps(
         )
     )
     return replace(prompts, prompt_targets=scored), decodes
+
+
+def tokens_in_a_launch(launch: Callable[[StepArrays], Any], prompts: StepArrays) -> int:
+    """How many prompt tokens the device computes while a step is launched kernel by kernel. A step
+    of more tokens would gain nothing from a graph, and lose by its padding."""
+    plain = replace(prompts, features=None, prompt_targets=None)
+    launch(plain).wait()  # allocates memory
+    started = time.monotonic()
+    pending = launch(plain)
+    launch_s = time.monotonic() - started
+    share = launch_s / max(pending.wait().seconds, 1e-9)
+    return int(plain.num_tokens * min(share, 1))
 
 
 def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> StepArrays:

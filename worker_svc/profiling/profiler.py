@@ -17,7 +17,7 @@ import structlog
 from torch.autograd.profiler import profile, record_function
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 
 log = structlog.get_logger(__name__)
 

@@ -8,9 +8,8 @@ sample with the same random numbers, so equal models draft equal tokens at any t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,12 +20,12 @@ from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kept_memory import WeightMemory
 from worker_svc.layers.embedding import VocabPartition
-from worker_svc.rank_models.draft_passes import Pass, passes, with_places
+from worker_svc.rank_models.draft_passes import passes, with_places
 from worker_svc.rank_models.rank_model import RankModel
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import StepArrays
-from worker_svc.step.tensors import upload
+from worker_svc.step.arrays import StepArrays
+from worker_svc.step.tensors import StepTensors
 
 
 class DraftModel(RankModel):
@@ -38,13 +37,20 @@ class DraftModel(RankModel):
     Args:
         settings: the worker's.
         target: the model whose tokens are drafted.
+        last_tokens: int32 [2 * max_num_seqs], the tokens that the target sampled in the previous
+            step. The second half gets the drafted tokens of a step, in order.
 
     Raises:
         StartError: the setting `speculation` names no model that can draft for the target.
     """
 
     def __init__(
-        self, settings: WorkerSettings, platform: Platform, tp: TensorParallel, target: RankModel
+        self,
+        settings: WorkerSettings,
+        platform: Platform,
+        tp: TensorParallel,
+        target: RankModel,
+        last_tokens: torch.Tensor,
     ) -> None:
         updates = {
             "model": settings.draft_model,
@@ -57,7 +63,7 @@ class DraftModel(RankModel):
             if size != expected:
                 raise ModelError(f"vocab_size: {size}, but the model's is {expected}")
         self._sampler = Sampler(VocabPartition(size, tp.rank, tp.size), tp, platform.ops)
-        self._upload = partial(upload, device=platform.device, pinned=platform.pinned)
+        self._last_tokens = last_tokens
         self._first_place = settings.max_num_seqs
         self._target_dir = Path(settings.model)
 
@@ -66,32 +72,42 @@ class DraftModel(RankModel):
             _check_tokenizers(Path(self._settings.model), self._target_dir)
             return super().load(max_model_len, memory)
 
-    def draft(self, step: StepArrays, last_tokens: torch.Tensor) -> tuple[StepArrays, int]:
+    def draft(self, step: StepArrays, superseded: Callable[[], bool]) -> tuple[StepArrays, int]:
         """Runs all tokens of a step, and drafts those whose ids are DRAFTED -> the step, with
         references to the drafted tokens in place of these ids, and the number of drafted tokens.
         It never waits for the device.
 
         Args:
-            last_tokens: int32 [2 * max_num_seqs], the tokens that the target sampled in the
-                previous step. The second half gets the drafted tokens, in order.
+            superseded: see `StepGraphs.replay`.
         """
         drafted = step.drafted_rows
         step = with_places(step, self._first_place)
         for each in passes(step, drafted, self._first_place):
-            self._run(each, last_tokens)
+            if self.graphs and (each.graph or each.decodes_only):
+                self.graphs.replay(each, superseded)
+            else:
+                self._run(each)
         return step, len(drafted)
 
-    def _run(self, each: Pass, last_tokens: torch.Tensor) -> None:
-        tensors = self.to_device(each.step)
-        longest = int(each.step.context_lens.max())
-        hidden = self.hidden_states(each.step, tensors, last_tokens, longest)
-        if not len(each.rows):
-            return
-        rows, places = self._upload([each.rows, each.places])
-        logits = self.decoder.lm_head(hidden.index_select(0, rows))
-        temperatures = tensors.temperatures.index_select(0, rows)
-        tokens = self._sampler(logits, temperatures, tensors.uniforms.index_select(0, rows))
-        last_tokens.index_copy_(0, places.long(), tokens)
+    def run_padded(
+        self, step: StepArrays, tensors: StepTensors, max_context_len: int
+    ) -> torch.Tensor:
+        """Runs a padded pass whose columns on the device are `tensors` -> the token of each row."""
+        hidden = self.hidden_states(step, tensors, self._last_tokens, max_context_len)
+        return self._sample(hidden, tensors)
+
+    def _run(self, step: StepArrays) -> None:
+        tensors, longest = self.to_device(step), int(step.context_lens.max())
+        hidden = self.hidden_states(step, tensors, self._last_tokens, longest)
+        if (step.places >= 0).any():
+            self._sample(hidden, tensors)
+
+    def _sample(self, hidden: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
+        logits = self.decoder.lm_head(hidden)
+        tokens = self._sampler(logits, tensors.temperatures, tensors.uniforms)
+        last_tokens = self._last_tokens
+        self._platform.ops.store_tokens(last_tokens, tensors.places, tokens, last_tokens)
+        return tokens
 
 
 @contextmanager

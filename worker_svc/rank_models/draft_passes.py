@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.step.decode import StepArrays, ranges
-from worker_svc.step.wire import Int32s
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A step of the draft model, without features."""
-
-    step: StepArrays
-    rows: Int32s  # [N] of `step`, after each of which a token is drafted
-    places: Int32s  # [N], where these tokens go in `last_tokens`
+from worker_svc.step.arrays import StepArrays, rows_of
 
 
 def with_places(step: StepArrays, first_place: int) -> StepArrays:
@@ -28,15 +18,16 @@ def with_places(step: StepArrays, first_place: int) -> StepArrays:
     if not len(drafted):
         return step
     ids = step.input_ids.copy()
-    ids[_first_tokens(step)[drafted]] = -1 - first_place - np.arange(len(drafted), dtype=np.int32)
+    ids[step.first_tokens[drafted]] = -1 - first_place - np.arange(len(drafted), dtype=np.int32)
     return replace(step, input_ids=ids)
 
 
-def passes(step: StepArrays, drafted: NDArray[np.intp], first_place: int) -> Iterator[Pass]:
-    """Yields the passes that run all tokens of a step, in order.
+def passes(step: StepArrays, drafted: NDArray[np.intp], first_place: int) -> Iterator[StepArrays]:
+    """Yields the passes that run all tokens of a step, in order, as steps without features. Their
+    `places` are those of the tokens to draft.
 
-    The first pass has the rows whose tokens are known. Each later pass has the rows whose tokens
-    the pass before has drafted: at most one row of each sequence.
+    The first pass has the rows whose tokens are known, and the step's graph. Each later pass has
+    the rows whose tokens the pass before has drafted: at most one row of each sequence.
 
     Args:
         step: a result of `with_places`.
@@ -49,32 +40,5 @@ def passes(step: StepArrays, drafted: NDArray[np.intp], first_place: int) -> Ite
     depths = numbers - last_known
     for depth in range(depths.max() + 1):
         rows = np.flatnonzero(depths == depth)
-        following = places[rows + 1]
-        proposing = np.flatnonzero(following >= 0).astype(np.int32)
-        yield Pass(rows_of(step, rows), proposing, following[proposing])
-
-
-def rows_of(step: StepArrays, rows: NDArray[np.intp]) -> StepArrays:
-    """The step of some rows of `step`, without copies, features and prompt targets."""
-    lens, starts = step.query_lens[rows], step.block_table_offsets[rows]
-    tokens = ranges(_first_tokens(step)[rows], lens)
-    num_blocks = step.block_table_offsets[rows + 1] - starts
-    return StepArrays(
-        step_id=step.step_id,
-        input_ids=step.input_ids[tokens],
-        positions=step.positions[tokens],
-        slot_mapping=step.slot_mapping[tokens],
-        query_lens=lens,
-        context_lens=step.context_lens[rows],
-        block_table=step.block_table[ranges(starts, num_blocks)],
-        block_table_offsets=np.concatenate(([0], np.cumsum(num_blocks))).astype(np.int32),
-        samples=step.samples[rows],
-        temperatures=step.temperatures[rows],
-        seeds=step.seeds[rows],
-    )
-
-
-def _first_tokens(step: StepArrays) -> Int32s:
-    """The index [S] of each row's first token."""
-    starts: Int32s = np.cumsum(step.query_lens, dtype=np.int32) - step.query_lens
-    return starts
+        graph = None if depth else step.graph
+        yield replace(rows_of(step, rows), graph=graph, places=places[rows + 1])

@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
+from shared.graph_sizes import GraphSize
 from worker_svc.devices.base import Platform
+from worker_svc.devices.cuda_graph import StepGraphs
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
 from worker_svc.kept_memory import State, WeightMemory
@@ -19,13 +22,14 @@ from worker_svc.models.config import load_model_config
 from worker_svc.models.decoder import Decoder, attention_shape
 from worker_svc.models.registry import load_model
 from worker_svc.settings import WorkerSettings
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors, upload_step
 from worker_svc.weights.files import WeightReader
 from worker_svc.weights.fingerprint import ModelFiles
 from worker_svc.weights.packed_cache import open_cache
 from worker_svc.weights.quantization.choice import choose_quantization
 
+_READING = 8  # multiply-adds that a CPU does in the time that it takes to read one weight
 _BITS = {"int8": 8, "int4": 4, "fp8": 8}  # of a weight, by format
 
 
@@ -47,6 +51,7 @@ class RankModel:
         shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
         self.backend = platform.attention_backend(settings, shape)
         self.caches: Sequence[torch.Tensor] = []  # one per layer
+        self.graphs: StepGraphs | None = None
         self._settings = settings
         self._platform = platform
         self._tp = tp
@@ -105,6 +110,7 @@ class RankModel:
 
     def _make(self, loader: WeightLoader, max_model_len: int) -> None:
         platform, tp, backend = self._platform, self._tp, self.backend
+        self._max_model_len = max_model_len
         self.decoder: Decoder = load_model(
             loader, self.config, max_model_len, platform.ops, tp, backend
         )
@@ -112,9 +118,39 @@ class RankModel:
             self.decoder.hidden_states, backend, tp
         )
 
+    def multiply_adds(self, step: StepArrays) -> int:
+        """This rank's multiply-adds in a step, with `_READING` more for each weight to read."""
+        config = self.config
+        attended = int(np.dot(step.query_lens.astype(np.int64), step.context_lens))
+        attention = 2 * attended * config.num_layers * config.num_heads * config.head_dim
+        products = (len(step.input_ids) + _READING) * config.num_weights
+        return (products + attention) // self._settings.tp
+
     def allocate(self, num_blocks: int, new: NewTensor | None = None) -> None:
         """Allocates a cache of `num_blocks` blocks, by `new` if it is given. 0 frees the cache."""
         self.caches = self.backend.allocate(num_blocks, new) if num_blocks else []
+
+    def capture(
+        self,
+        run: Callable[[StepArrays, StepTensors, int], torch.Tensor],
+        last_tokens: torch.Tensor,
+        largest: GraphSize,
+        pool: object,
+        superseded: Callable[[], bool],
+    ) -> None:
+        """Captures graphs of `run`, which gets a padded step, its columns on the device, and the
+        maximum of tokens in a sequence. See `StepGraphs`."""
+        max_model_len = self._max_model_len
+        self.graphs = StepGraphs(
+            self._platform,
+            self.backend,
+            lambda step, tensors: run(step, tensors, max_model_len),
+            last_tokens,
+            largest,
+            max_model_len,
+            pool,
+            superseded,
+        )
 
     def to_device(self, step: StepArrays) -> StepTensors:
         plan_column, platform = self.backend.plan_column(step), self._platform

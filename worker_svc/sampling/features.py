@@ -22,7 +22,7 @@ from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
 from worker_svc.sampling.filters import Limit, keep_likely
 from worker_svc.sampling.logprobs import Logprobs, LogprobScorer
 from worker_svc.sampling.sampler import Sampler
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.features import FeatureArrays, PromptTargets
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Float32s

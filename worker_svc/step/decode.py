@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
+from shared.graph_sizes import GraphSize, graph_size
 from shared.pb.worker_pb2 import StepRequest
+from worker_svc.step.arrays import DRAFTED, StepArrays, places, ranges
 from worker_svc.step.features import (
-    FeatureArrays,
-    PromptTargets,
     decode_features,
     decode_prompt_targets,
 )
@@ -28,7 +27,6 @@ from worker_svc.step.wire import (
 )
 
 MAX_RUN = 8  # steps of one message
-DRAFTED = -(2**31)  # an input id: the token that the draft model proposes after the row before
 
 
 @dataclass(frozen=True)
@@ -42,47 +40,7 @@ class StepLimits:
     max_num_batched_tokens: int
     max_model_len: int
     drafts: bool = False  # whether there is a draft model
-
-
-@dataclass(frozen=True)
-class StepArrays:
-    """A step of T tokens of S sequences. It has the columns of `StepRequest` as host arrays."""
-
-    step_id: int
-    input_ids: Int32s  # [T]; -1-r: the token sampled at row r of the previous step; or DRAFTED
-    positions: Int32s  # [T]
-    slot_mapping: Int32s  # [T]
-    query_lens: Int32s  # [S]
-    context_lens: Int32s  # [S]
-    block_table: Int32s  # ragged
-    block_table_offsets: Int32s  # [S+1]
-    samples: NDArray[np.bool_]  # [S]
-    temperatures: NDArray[np.float32]  # [S]
-    seeds: NDArray[np.uint64]  # [S]
-    copies: Int32s = field(default_factory=lambda: np.zeros((0, 2), np.int32))  # [C, 2] from, to
-    features: FeatureArrays | None = None
-    prompt_targets: PromptTargets | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.input_ids)
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.query_lens)
-
-    @property
-    def drafted_rows(self) -> NDArray[np.intp]:
-        """The rows whose token is DRAFTED, ascending."""
-        tokens = np.flatnonzero(self.input_ids == DRAFTED)
-        if not len(tokens):
-            return tokens
-        return np.searchsorted(np.cumsum(self.query_lens), tokens, side="right")
-
-    @property
-    def decodes_only(self) -> bool:
-        """Whether every sequence has one token."""
-        return len(self.input_ids) == len(self.query_lens)
+    graph_tokens: int = 0  # the maximum of prompt tokens in a step that runs from a CUDA graph
 
 
 def decode_step(
@@ -122,7 +80,8 @@ def decode_step(
     _check_tokens(step, limits)
     _check_input_ids(step, limits, previous)
     _check_drafted(step, limits)
-    return _with_features(step, request, limits)
+    step = _with_features(step, request, limits)
+    return replace(step, graph=_graph_size(step, limits)) if request.graph else step
 
 
 def decode_run(
@@ -164,7 +123,7 @@ def _following(step: StepArrays, block_size: int) -> StepArrays:
     """The next step of a run."""
     context_lens = step.context_lens + np.int32(1)
     columns = step.query_lens, context_lens, step.block_table, step.block_table_offsets
-    positions, slots = _places(*columns, block_size)
+    positions, slots = places(*columns, block_size)
     return replace(
         step,
         step_id=step.step_id + 1,
@@ -187,6 +146,22 @@ def _with_features(step: StepArrays, request: StepRequest, limits: StepLimits) -
     if features is None and targets is None:
         return step
     return replace(step, features=features, prompt_targets=targets)
+
+
+def _graph_size(step: StepArrays, limits: StepLimits) -> GraphSize:
+    """The size of the graph from which a step is to run."""
+    if step.features is not None or step.prompt_targets is not None:
+        raise InvalidArgumentError("graph", "the step has features or prompt targets")
+    prompts = step.query_lens[step.query_lens > 1]
+    decodes, tokens = step.num_seqs - len(prompts), int(prompts.sum())
+    size = graph_size(decodes, len(prompts), tokens, limits.max_num_seqs, limits.graph_tokens)
+    if size is None:
+        raise InvalidArgumentError(
+            "graph",
+            f"no graph holds {decodes} decodes and {len(prompts)} prompts of {tokens} tokens; the "
+            f"limit is {limits.graph_tokens} tokens",
+        )
+    return size
 
 
 def _decode_copies(data: bytes, limits: StepLimits) -> Int32s:
@@ -262,7 +237,7 @@ def _check_block_table(step: StepArrays, limits: StepLimits) -> None:
 def _check_tokens(step: StepArrays, limits: StepLimits) -> None:
     """Checks positions and slots. They follow from the other columns, so a difference shows that
     the sender has miscounted."""
-    positions, slots = _places(
+    positions, slots = places(
         step.query_lens,
         step.context_lens,
         step.block_table,
@@ -275,48 +250,6 @@ def _check_tokens(step: StepArrays, limits: StepLimits) -> None:
         raise InvalidArgumentError(
             "slot_mapping", "not the slots of these positions in the sequence's block_table"
         )
-
-
-def _places(
-    query_lens: Int32s,
-    context_lens: Int32s,
-    block_table: Int32s,
-    block_table_offsets: Int32s,
-    block_size: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The positions and slots [T] of a step's tokens."""
-    if len(query_lens) == (num_tokens := query_lens.sum()):  # decodes
-        positions, first_block = context_lens.astype(np.int64) - 1, block_table_offsets[:-1]
-    else:
-        shift = context_lens - np.cumsum(query_lens)
-        positions = np.arange(num_tokens) + np.repeat(shift, query_lens)
-        first_block = np.repeat(block_table_offsets[:-1], query_lens)
-    index, offset = np.divmod(positions, block_size)
-    blocks = block_table[first_block + index].astype(np.int64)
-    return positions, blocks * block_size + offset
-
-
-def made_up_step(
-    query_lens: Int32s,
-    context_lens: Int32s,
-    block_table: Int32s,
-    block_table_offsets: Int32s,
-    block_size: int,
-) -> StepArrays:
-    """Makes a step of tokens 0, of which every sequence samples greedily."""
-    columns = query_lens, context_lens, block_table, block_table_offsets
-    positions, slots = _places(*columns, block_size)
-    num_seqs = len(query_lens)
-    return StepArrays(
-        0,
-        np.zeros(len(positions), np.int32),
-        positions.astype(np.int32),
-        slots.astype(np.int32),
-        *columns,
-        samples=np.ones(num_seqs, np.bool_),
-        temperatures=np.zeros(num_seqs, np.float32),
-        seeds=np.zeros(num_seqs, np.uint64),
-    )
 
 
 def _check_input_ids(step: StepArrays, limits: StepLimits, previous: StepArrays | None) -> None:
@@ -358,12 +291,3 @@ def _check_drafted(step: StepArrays, limits: StepLimits) -> None:
         != step.block_table[ranges(offsets[rows], num_blocks)]
     ).any():
         raise InvalidArgumentError("input_ids", "a drafted token in blocks of another sequence")
-
-
-def ranges(starts: Int32s, lengths: Int32s) -> NDArray[np.int64]:
-    """The concatenated ranges [start, start + length), for starts and lengths [N]."""
-    ends = np.cumsum(lengths, dtype=np.int64)
-    numbers: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(
-        starts + lengths - ends, lengths
-    )
-    return numbers

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.uniforms import uniforms
 from worker_svc.step.wire import Int32s
 
@@ -30,6 +30,7 @@ class StepTensors:
     query_starts: torch.Tensor  # [S+1]
     context_lens: torch.Tensor  # [S]
     plan_column: torch.Tensor  # the result of `AttentionBackend.plan_column`
+    places: torch.Tensor  # [S], or empty: see `StepArrays`
     table_offsets: torch.Tensor  # [S+1]
     block_table: torch.Tensor  # ragged; the last column, so that no other moves with its length
 
@@ -47,6 +48,7 @@ def host_columns(step: StepArrays, plan_column: Int32s) -> list[NDArray[Any]]:
         query_starts,
         step.context_lens,
         plan_column,
+        step.places,
         step.block_table_offsets,
         step.block_table,
     ]
@@ -99,31 +101,6 @@ def upload_step(
 ) -> StepTensors:
     """Uploads a step's columns to the device, with the attention backend's `plan_column`."""
     return StepTensors(*upload(host_columns(step, plan_column), device, pinned=pinned))
-
-
-def padded(step: StepArrays, size: int) -> StepArrays:
-    """Pads `step`, which only decodes, to `size` sequences. An added sequence has no context and
-    writes to no slot."""
-    missing = size - step.num_seqs
-    if not missing:
-        return step
-
-    def pad(column: NDArray[Any], value: int) -> NDArray[Any]:
-        return np.concatenate((column, np.full(missing, value, column.dtype)))
-
-    return StepArrays(
-        step_id=step.step_id,
-        input_ids=pad(step.input_ids, 0),
-        positions=pad(step.positions, 0),
-        slot_mapping=pad(step.slot_mapping, -1),
-        query_lens=pad(step.query_lens, 1),
-        context_lens=pad(step.context_lens, 0),
-        block_table=step.block_table,
-        block_table_offsets=pad(step.block_table_offsets, len(step.block_table)),
-        samples=pad(step.samples, 0),
-        temperatures=pad(step.temperatures, 0),
-        seeds=pad(step.seeds, 0),
-    )
 
 
 _TORCH_DTYPES = {

@@ -60,11 +60,11 @@ def _die() -> None:
 def _patch_worker(module: Any) -> None:
     launch = module.ModelRunner.launch
 
-    def faulty(self: Any, step: Any) -> Any:
+    def faulty(self: Any, step: Any, *args: Any) -> Any:
         ids = step.input_ids.tolist()
         if any(tuple(ids[i : i + len(TRIGGER)]) == TRIGGER for i in range(len(ids))):
             _fail_worker()
-        return launch(self, step)
+        return launch(self, step, *args)
 
     module.ModelRunner.launch = faulty
 

@@ -65,7 +65,7 @@ def make_runner(
     settings = worker_settings(path, **{**values, **overrides})
     runner = ModelRunner(settings, platform(settings))
     runner.configure(1, num_blocks)
-    assert bool(runner._graphs) == captures
+    assert bool(runner._model.graphs) == captures
     return runner, batch_for(runner, num_blocks)
 
 

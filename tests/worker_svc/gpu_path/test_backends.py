@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench.gpu.steps import QWEN_0_6B, QWEN_8B, Heads
+from shared.graph_sizes import GraphSize
 from tests.worker_svc.device import DEVICE, ODD, ON_GPU, by_device, generator, gpu_only
 from tests.worker_svc.harness import Batch, limits, worker_settings
 from tests.worker_svc.kernels.triton.caches import dequantized, store_reference
@@ -20,8 +21,9 @@ from worker_svc.attention import fa3, flash_attn
 from worker_svc.attention.base import AttentionShape, KvDtype
 from worker_svc.attention.choice import BACKENDS, HOPPER
 from worker_svc.kernels.triton.paged_attention import attention_reference
-from worker_svc.step.decode import StepArrays
-from worker_svc.step.tensors import padded, upload_step
+from worker_svc.step.arrays import StepArrays
+from worker_svc.step.padding import padded
+from worker_svc.step.tensors import upload_step
 
 # The first test of each backend compiles its kernels.
 pytestmark = pytest.mark.timeout(240)
@@ -88,7 +90,7 @@ def make_step(case: Case, block_size: int) -> tuple[StepArrays, np.ndarray, int]
     slots = np.concatenate([step.slot_mapping for step in steps])
     step = steps[-1]
     if case.num_padding:
-        step = padded(step, step.num_seqs + case.num_padding)
+        step = padded(step, GraphSize(step.num_seqs + case.num_padding, 0, 0))
     return step, slots, num_blocks
 
 

@@ -28,8 +28,11 @@ def start(runner: ModelRunner) -> Speculation:
 
 @pytest.fixture(scope="module")
 def runner(small_dir: Path) -> ModelRunner:
-    """A runner with graphs of 1, 2, 4 and 6 rows, whose model drafts for itself."""
-    return make_runner(small_dir, block_size=16, max_num_seqs=6, speculation=str(small_dir))[0]
+    """A runner with graphs of 1, 2, 4 and 6 rows, and of prompts of up to 20 tokens, whose model
+    drafts for itself."""
+    runner, _ = make_runner(small_dir, block_size=16, max_num_seqs=6, speculation=str(small_dir))
+    runner.configure(2, NUM_BLOCKS, graph_tokens=20)
+    return runner
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +64,11 @@ def test_drafted_rows(runner: ModelRunner, plain: list[list[int]]) -> None:
     assert started.num_accepted == started.num_drafted
 
 
-def test_drafted_rows_beside_a_prompt(runner: ModelRunner, plain: list[list[int]]) -> None:
-    """The step does not run from a graph."""
+@pytest.mark.parametrize("graph", [False, True])
+def test_drafted_rows_beside_a_prompt(
+    runner: ModelRunner, plain: list[list[int]], graph: bool
+) -> None:
     started = start(runner)
-    started.step({1: 2, 0: 1}, [(7, TEXTS[0])])
+    started.step({1: 2, 0: 1}, [(7, TEXTS[0])], graph=graph)
     assert started.tokens[1] == plain[1][: len(started.tokens[1])]
     assert started.num_accepted == started.num_drafted

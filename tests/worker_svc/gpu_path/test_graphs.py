@@ -30,7 +30,7 @@ from worker_svc.attention.choice import BACKENDS
 from worker_svc.devices.cuda_graph import graph_sizes
 from worker_svc.errors import CaptureError, DeviceLostError, SupersededError
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 
 # The first test of a model on a GPU compiles its kernels.
 pytestmark = pytest.mark.timeout(240)
@@ -138,12 +138,12 @@ def test_features_are_the_same_beside_graphs(pair: Pair) -> None:
 def test_graphs_leave_their_logits_in_one_buffer(small_dir: Path) -> None:
     """Kept in each graph's own memory, they would take as much many times over."""
     runner, batch = make_runner(small_dir, block_size=16)
-    assert runner._graphs
+    assert runner._model.graphs
     addresses = set()
     for rows in (1, 2, 4):
         step = batch.step([(seq, [seq]) for seq in range(rows)])
         with torch.inference_mode():
-            _, logits = runner._graphs.replay(step)
+            _, logits = runner._model.graphs.replay(step)
         assert logits.shape[0] == rows
         addresses.add(logits.data_ptr())
     assert len(addresses) == 1
@@ -153,12 +153,12 @@ def test_a_new_epoch_keeps_the_graphs_of_a_cache_of_the_same_size(
     small_dir: Path, tokens: list[list[int]]
 ) -> None:
     runner, _ = make_runner(small_dir, block_size=16)
-    graphs = runner._graphs
+    graphs = runner._model.graphs
     runner.configure(2, NUM_BLOCKS)
-    assert runner._graphs is graphs
+    assert runner._model.graphs is graphs
     for epoch, num_blocks in ((3, NUM_BLOCKS + 1), (4, NUM_BLOCKS)):
         runner.configure(epoch, num_blocks)
-        assert runner._graphs is not graphs
+        assert runner._model.graphs is not graphs
         assert decode(runner, batch_for(runner, NUM_BLOCKS)) == tokens
 
 
@@ -189,10 +189,10 @@ def test_a_failed_capture_is_reported_and_nothing_counts_as_configured(
     runner = unconfigured(small_dir)
     with monkeypatch.context() as patched:
         patched.setattr(GpuPlatform, "capture", failing(RuntimeError("not permitted")))
-        with pytest.raises(CaptureError, match=r"a step of 4 sequences cannot be captured"):
+        with pytest.raises(CaptureError, match=r"a step of 4 decodes and 0 tokens"):
             runner.configure(1, NUM_BLOCKS)
     runner.configure(2, NUM_BLOCKS)
-    assert runner._graphs
+    assert runner._model.graphs
     assert decode(runner, batch_for(runner, NUM_BLOCKS)) == tokens
 
 

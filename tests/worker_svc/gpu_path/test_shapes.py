@@ -30,7 +30,7 @@ from worker_svc.models.registry import load_model
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import PIECE
 from worker_svc.sampling.sampler import Sampler
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors, host_columns
 
 GPU = torch.device("meta")

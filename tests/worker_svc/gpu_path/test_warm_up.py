@@ -10,7 +10,7 @@ from tests.worker_svc.harness import worker_settings
 from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.devices.cuda_graph import graph_sizes
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step_result import PendingStep
 
 
@@ -45,20 +45,6 @@ def test_without_graphs_decodes_of_every_size_have_run(
     launched.clear()
     ModelRunner(settings)  # nothing is compiled on a CPU
     assert not [step for step in launched if step.decodes_only and step.features is None]
-
-
-def test_with_a_draft_model_both_have_run_every_size(
-    tiny_dir: Path, launched: list[StepArrays]
-) -> None:
-    """Also beside graphs, in which the draft model is not."""
-    settings = worker_settings(tiny_dir, max_num_seqs=20, max_model_len=40)
-    settings = settings.model_copy(update={"speculation": str(tiny_dir)})
-    platform = CompilingPlatform(settings)
-    platform.captures = True
-    ModelRunner(settings, platform)
-    plain = [step for step in launched if step.decodes_only and step.features is None]
-    assert [step.num_seqs for step in plain] == graph_sizes(20)
-    assert [len(step.drafted_rows) for step in plain] == [size // 2 for size in graph_sizes(20)]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kv_cache import TokenCache
 from worker_svc.sampling.features import FeatureSampler, feature_tensors
 from worker_svc.sampling.sampler import Sampler
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors, upload, upload_step
 
 VOCAB = 301

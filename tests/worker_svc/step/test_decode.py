@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
+from shared.graph_sizes import graph_size
 from shared.pb.worker_pb2 import StepRequest
 from tests.worker_svc.harness import f4, i4, limits
-from worker_svc.step.decode import DRAFTED, decode_run, decode_step
+from worker_svc.step.arrays import DRAFTED
+from worker_svc.step.decode import decode_run, decode_step
 
 LIMITS = limits(num_blocks=8, block_size=4, max_num_seqs=3, max_num_batched_tokens=16)
 
@@ -155,6 +157,20 @@ def test_copies_are_pairs() -> None:
     request = valid()
     request.copies = i4([0, 1, 0, 4])
     assert decode_step(request, LIMITS, None).copies.tolist() == [[0, 1], [0, 4]]
+
+
+CAPTURING = dataclasses.replace(LIMITS, graph_tokens=17)
+
+
+def test_the_size_of_a_graph() -> None:
+    request = valid()
+    assert decode_step(request, CAPTURING, None).graph is None
+    request.graph = True
+    assert decode_step(request, CAPTURING, None).graph == graph_size(1, 1, 5, 3, 17)
+    request.prompt_logprobs.rows = i4([])
+    request.prompt_logprobs.target_offsets = i4([0])
+    with pytest.raises(InvalidArgumentError, match=r"^graph: the step has features or prompt"):
+        decode_step(request, CAPTURING, None)
 
 
 DRAFTING = dataclasses.replace(LIMITS, drafts=True, max_num_seqs=4)

@@ -17,7 +17,8 @@ from tests.worker_svc.harness import (
     prompt_logprobs,
     sampling_features,
 )
-from worker_svc.step.decode import StepArrays, decode_step
+from worker_svc.step.arrays import StepArrays
+from worker_svc.step.decode import decode_step
 
 VOCAB = 70  # three words of a mask, the last one not full
 LIMITS = limits(vocab_size=VOCAB, block_size=4)

@@ -190,6 +190,7 @@ def _prompt_attention_kernel(
     )  # fmt: skip
     if keys.dtype.element_ty == tl.uint8:
         acc *= 256.0
+    total = tl.where(total == 0, 1, total)  # 0 in the tiles of a sequence without tokens
     tl.store(out + offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 

@@ -20,7 +20,7 @@ from worker_svc.kernels.cpu.program import SEQUENCES, run_timed
 from worker_svc.kernels.cpu.rows import Rows, allocate
 from worker_svc.kernels.cpu.traced_model import TracedModel
 from worker_svc.models.decoder import Decoder
-from worker_svc.step.decode import StepArrays
+from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import upload_step
 
 pytestmark = pytest.mark.usefixtures("cache_home")

@@ -1,0 +1,104 @@
+"""Steps with prompts that run from CUDA graphs equal the same padded steps launched kernel by
+kernel, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.graph_sizes import NUM_PROMPTS
+from tests.worker_svc.device import ON_GPU, by_device, cpu_only
+from tests.worker_svc.gpu_path.small_model import (
+    LARGER,
+    LARGER_DTYPE,
+    LARGER_HEADS,
+    MAX_NUM_SEQS,
+    NUM_BLOCKS,
+    make_runner,
+)
+from tests.worker_svc.harness import batch_for, save_model
+from tests.worker_svc.kernels.triton.precision import assert_identical
+from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
+from tests.worker_svc.random_steps import Mixtures
+from worker_svc.attention.choice import BACKENDS
+from worker_svc.errors import SupersededError
+
+# The first test of each backend compiles its kernels.
+pytestmark = pytest.mark.timeout(240)
+
+SEQS = by_device(cpu=5, gpu=70)
+TOKENS = by_device(cpu=20, gpu=400)  # of prompts in a graph
+STEPS = by_device(cpu=8, gpu=100)
+
+
+@pytest.fixture(autouse=True)
+def libraries(request: pytest.FixtureRequest) -> None:
+    """Installs stand-ins on a CPU."""
+    if not ON_GPU:
+        request.getfixturevalue("flash_attention_2")
+        request.getfixturevalue("flash_attention_3")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_model(path, dtype=LARGER_DTYPE, **LARGER)
+    return path
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_random_mixtures(model: Path, name: str) -> None:
+    """On a CPU, they also equal steps that are not padded."""
+    size = make_backend(name, LARGER_HEADS, LARGER_DTYPE).block_size  # skips what is not there
+    num_blocks = 2 * SEQS * -(-by_device(cpu=96, gpu=1100) // size) + 40
+    platforms = [
+        (GpuPlatform, True),
+        (Uncaptured, True),
+        *([] if ON_GPU else [(GpuPlatform, False)]),
+    ]
+    runners = []
+    for platform, captures in platforms:
+        runner, _ = make_runner(
+            model,
+            platform,
+            captures=captures,
+            num_blocks=num_blocks,
+            attention=name,
+            max_num_seqs=SEQS,
+            max_num_batched_tokens=SEQS + 2 * TOKENS,
+        )
+        runner.configure(2, num_blocks, graph_tokens=TOKENS)
+        runners.append(runner)
+    mixtures = Mixtures(batch_for(runner, num_blocks).limits, seed=0)
+    steps = [mixtures.step() for _ in range(STEPS)]
+    assert len({step.graph for step in steps if step.graph}) > 1
+    for step in steps:
+        found, *others = [runner.run(step).tolist() for runner in runners]
+        for other in others:
+            assert found == other
+    for ours, theirs in zip(runners[0]._model.caches, runners[1]._model.caches, strict=True):
+        assert_identical(ours, theirs)
+
+
+@cpu_only
+def test_the_largest_graph_is_captured_first(model: Path) -> None:
+    """So the memory of all graphs is agreed when an epoch is configured."""
+    runner, _ = make_runner(model, block_size=16)
+    runner.configure(2, NUM_BLOCKS, graph_tokens=20)
+    assert runner._model.graphs
+    first, *others = runner._model.graphs._replays
+    assert first == (MAX_NUM_SEQS, NUM_PROMPTS, 20)
+    assert [size.decodes for size in others] == [4, 2, 1]
+
+
+@cpu_only
+def test_a_newer_epoch_ends_a_capture_in_a_step(model: Path) -> None:
+    """The next epoch captures what it needs."""
+    runner, _ = make_runner(model, block_size=16)
+    runner.configure(2, NUM_BLOCKS, graph_tokens=20)
+    step = batch_for(runner, NUM_BLOCKS).step([(0, [*range(9)])], graph=True)
+    with pytest.raises(SupersededError):
+        runner.launch(step, superseded=lambda: True)
+    runner.configure(3, NUM_BLOCKS + 1, graph_tokens=20)
+    assert len(runner.run(step)) == 1
