@@ -82,8 +82,10 @@ class StepGraphs:
         if largest.tokens > largest.prompts:
             sizes.insert(0, largest)
         self._table_entries = largest.decodes * -(-max_model_len // backend.block_size)
-        header = pack(self._columns(self._example(largest))[:-1], pinned=False)
-        room = len(header) + 4 * self._table_entries + ALIGNMENT
+        # Of two sizes, because a plan's column may be longer without prompts.
+        both = (self._columns(self._example(size)) for size in (largest, sizes[-len(self._sizes)]))
+        header = max(len(pack(columns[:-1], pinned=False)) for columns in both)
+        room = header + 4 * self._table_entries + ALIGNMENT
         self._buffer = torch.zeros(room, dtype=torch.uint8, device=platform.device)
         for size in tqdm(sizes, desc="capturing graphs", unit="graph", disable=None):
             self._capture(size, superseded)

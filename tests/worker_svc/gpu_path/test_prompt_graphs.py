@@ -4,10 +4,13 @@ kernel, bit for bit."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from shared.graph_sizes import NUM_PROMPTS
+from shared.graph_sizes import NUM_PROMPTS, GraphSize
 from tests.worker_svc.device import ON_GPU, by_device, cpu_only
 from tests.worker_svc.gpu_path.small_model import (
     LARGER,
@@ -17,12 +20,15 @@ from tests.worker_svc.gpu_path.small_model import (
     NUM_BLOCKS,
     make_runner,
 )
-from tests.worker_svc.harness import batch_for, save_model
+from tests.worker_svc.harness import batch_for, save_model, worker_settings
 from tests.worker_svc.kernels.triton.precision import assert_identical
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
 from tests.worker_svc.random_steps import Mixtures
 from worker_svc.attention.choice import BACKENDS
+from worker_svc.devices.cuda_graph import StepGraphs, graph_sizes
 from worker_svc.errors import SupersededError
+from worker_svc.step.arrays import StepArrays
+from worker_svc.step.wire import Int32s
 
 # The first test of each backend compiles its kernels.
 pytestmark = pytest.mark.timeout(240)
@@ -90,6 +96,27 @@ def test_the_largest_graph_is_captured_first(model: Path) -> None:
     first, *others = runner._model.graphs._replays
     assert first == (MAX_NUM_SEQS, NUM_PROMPTS, 20)
     assert [size.decodes for size in others] == [4, 2, 1]
+
+
+class PlansDecodes:
+    """A backend with a column for steps that only decode."""
+
+    block_size = 16
+
+    def plan_column(self, step: StepArrays) -> Int32s:
+        return step.query_lens if step.decodes_only else step.query_lens[:0]
+
+
+@cpu_only
+@pytest.mark.parametrize("tokens", [0, 17, 4000])
+def test_every_column_has_room(tokens: int) -> None:
+    platform: Any = Uncaptured(worker_settings(Path()))
+    largest = GraphSize(1000, NUM_PROMPTS, tokens)
+    backend: Any = PlansDecodes()
+    graphs = StepGraphs(platform, backend, Mock(), torch.zeros(1000), largest, 64, None)
+    assert len(graphs._tensors) == len(graph_sizes(1000)) + (tokens > NUM_PROMPTS)
+    for columns in graphs._tensors.values():
+        assert len(columns.block_table) == 1000 * 4
 
 
 @cpu_only
