@@ -29,17 +29,15 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    # The cache's. auto means `dtype`; int8 adds a float32 scale per token and KV head, fp8 none.
+    # The cache's. auto means `dtype`; others add a float32 scale per token and KV head.
     kv_dtype: KvDtype = "auto"
 
     @property
     def cache_bytes_per_token(self) -> int:
         """The size of one token's keys and values in all layers."""
-        head_bytes = {
-            "auto": self.head_dim * self.dtype.itemsize,
-            "int8": self.head_dim + KV_SCALE_BYTES,
-            "fp8": self.head_dim,
-        }[self.kv_dtype]
+        head_bytes = self.head_dim + KV_SCALE_BYTES
+        if self.kv_dtype == "auto":
+            head_bytes = self.head_dim * self.dtype.itemsize
         return 2 * self.num_layers * self.num_kv_heads * head_bytes
 
     @property

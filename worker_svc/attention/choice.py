@@ -76,7 +76,7 @@ def _obstacle(
     """The reason why `name` cannot be used here; empty if none is known yet."""
     if shape.kv_dtype != "auto" and name != "triton":
         return f"kv_dtype: {name} has no {shape.kv_dtype} cache; triton has"
-    if shape.kv_dtype == "int8" and shape.head_dim % KV_SCALE_BYTES:
+    if shape.kv_dtype != "auto" and shape.head_dim % KV_SCALE_BYTES:
         return f"kv_dtype: head_dim {shape.head_dim} is not a multiple of {KV_SCALE_BYTES}"
     if name == "fa3":
         if capability != HOPPER:

@@ -26,7 +26,7 @@ class PagedBackend(AttentionBackend[Metadata]):
 
     def cache_shape(self, num_blocks: int) -> tuple[tuple[int, ...], torch.dtype]:
         s = self.shape
-        columns = s.head_dim + (KV_SCALE_BYTES if s.kv_dtype == "int8" else 0)
+        columns = s.head_dim + (0 if s.kv_dtype == "auto" else KV_SCALE_BYTES)
         dtype = {"auto": s.dtype, "int8": torch.int8, "fp8": torch.uint8}[s.kv_dtype]
         return (2, num_blocks, self.block_size, s.num_kv_heads, columns), dtype
 

@@ -72,7 +72,7 @@ def test_triton_is_always_there(capability: tuple[int, int]) -> None:
         ("flash_attn", ALL, {}, ("flash_attn", 256)),
         ("auto", ALL, {"head_dim": 20}, ("triton", 64)),
         ("auto", ALL, {"kv_dtype": "int8"}, ("triton", 64)),
-        ("auto", ALL, {"kv_dtype": "fp8", "head_dim": 18}, ("triton", 64)),
+        ("auto", ALL, {"kv_dtype": "fp8", "head_dim": 20}, ("triton", 64)),
     ],
 )
 def test_with_both_libraries(
@@ -141,6 +141,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fa3", {"kv_dtype": "int8"}, "kv_dtype: fa3 has no int8 cache"),
         ("flash_attn", {"kv_dtype": "fp8"}, "kv_dtype: flash_attn has no fp8 cache"),
         ("auto", {"kv_dtype": "int8", "head_dim": 18}, "head_dim 18 is not a multiple of 4"),
+        ("auto", {"kv_dtype": "fp8", "head_dim": 18}, "head_dim 18 is not a multiple of 4"),
     ],
 )
 def test_the_reason_why_a_backend_cannot_serve_is_named(

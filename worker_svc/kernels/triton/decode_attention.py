@@ -96,7 +96,7 @@ def _decode_attention_kernel(
     begin = tiles * part // parts * TILE
     end = tl.minimum(tiles * (part + 1) // parts * TILE, context)
 
-    SCALED: tl.constexpr = keys.dtype.element_ty == tl.int8
+    SCALED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     if SCALED:
         key_scales = block_scales(keys, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
         value_scales = block_scales(values, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)

@@ -89,7 +89,7 @@ def _attend_tiles(
     """Continues the online softmax over the positions [begin, end). If MASKED, row r sees no
     position after last[r]. Otherwise every row sees every position, and end - begin is a multiple
     of TILE."""
-    SCALED: tl.constexpr = keys.dtype.element_ty == tl.int8
+    SCALED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     dim = tl.arange(0, DIMS)[None, :]
     block = block_of(table, begin, end, BLOCK_SIZE, TILE)
     for start in range(begin, end, TILE):
@@ -170,8 +170,8 @@ def _prompt_attention_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    key_scales, value_scales = keys, values  # used if they are int8
-    if keys.dtype.element_ty == tl.int8:
+    key_scales, value_scales = keys, values  # used if they are in 8 bits
+    if keys.dtype.element_ty.primitive_bitwidth == 8:
         key_scales = block_scales(keys, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
         value_scales = block_scales(values, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
     if keys.dtype.element_ty == tl.uint8:

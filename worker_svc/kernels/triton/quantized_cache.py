@@ -1,14 +1,13 @@
 """Keys and values in 8 bits, in a paged cache [2, blocks, block_size, kv_heads, bytes of a head].
 
-A cache of dtype int8 holds codes and, for each token and KV head, a scale, with which the largest
-magnitude has the code 127. Its last dimension counts head_dim codes and 4 bytes of a scale. But in
-a block all codes [block_size, kv_heads, head_dim] come first, where they are aligned, and then the
-scales, float32 [kv_heads, block_size]. A block can be copied without regard to this.
+A cache holds codes and, for each token and KV head, a scale, with which the largest magnitude has
+the largest code. Its last dimension counts head_dim codes and 4 bytes of a scale. But in a block
+all codes [block_size, kv_heads, head_dim] come first, where they are aligned, and then the scales,
+float32 [kv_heads, block_size]. A block can be copied without regard to this.
 
-A cache of dtype uint8 holds the bits of float8_e4m3fn and no scales. Codes are as precise for small
-numbers as for large ones, from 2⁻⁶ to 448. Normalized keys and values do not leave this range, and
-larger numbers become the largest code. vLLM without calibrated scales does so, too. Where the GPU
-can convert these bits, attention reads the cache as a tensor of dtype float8_e4m3fn.
+Codes of dtype int8 reach 127. Those of dtype uint8 are the bits of float8_e4m3fn, which reach 448
+and are more precise for small numbers. Where the GPU can convert these bits, attention reads the
+cache as a tensor of dtype float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ SCALE_BYTES = 4
 
 def head_size(cache: torch.Tensor) -> int:
     """head_dim of a cache of any dtype."""
-    return cache.shape[4] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
+    return cache.shape[4] - (SCALE_BYTES if cache.dtype.itemsize == 1 else 0)
 
 
 @triton.jit
 def numbers_of(codes: tl.tensor, DOT: tl.constexpr) -> tl.tensor:
-    """Elements of a cache of any dtype as numbers in DOT: int8 codes without their scales applied,
-    the bits of fp8 divided by 256."""
+    """Elements of a cache of any dtype as numbers in DOT, to which scales are not applied yet. The
+    bits of fp8 are divided by 256."""
     if codes.dtype == tl.uint8:
         return from_e4m3(codes, DOT)
     return codes.to(DOT)
@@ -44,7 +43,7 @@ def block_scales(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ) -> tl.tensor:
-    """The address of a KV head's scales in the first block of a plane of an int8 cache."""
+    """The address of a KV head's scales in the first block of a plane of an 8-bit cache."""
     scales = plane.to(tl.pointer_type(tl.float32))
     return scales + BLOCK_SIZE * KV_HEADS * HEAD_DIM // 4 + kv_head * BLOCK_SIZE
 
@@ -94,17 +93,20 @@ def store_codes(
     place = slot.to(tl.int64)
     offsets = (place * KV_HEADS + head) * HEAD_DIM + columns
     half: tl.constexpr = HEAD_DIM // 2
-    if plane.dtype.element_ty == tl.uint8:
+    block = place // BLOCK_SIZE
+    offsets += block * (BLOCK_SIZE * KV_HEADS * 4)
+    FP8: tl.constexpr = plane.dtype.element_ty == tl.uint8
+    LARGEST: tl.constexpr = 448.0 if FP8 else 127.0
+    top = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
+    factor = tl.where(top > 0, LARGEST / tl.where(top > 0, top, 1.0), 0.0)
+    first, second = first * factor, second * factor
+    if FP8:
         tl.store(plane + offsets, to_e4m3(first), mask=mask)
         tl.store(plane + offsets + half, to_e4m3(second), mask=mask)
     else:
-        block = place // BLOCK_SIZE
-        offsets += block * (BLOCK_SIZE * KV_HEADS * 4)
-        top = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
-        factor = tl.where(top > 0, 127.0 / tl.where(top > 0, top, 1.0), 0.0)
-        tl.store(plane + offsets, round_to_even(first * factor).to(tl.int8), mask=mask)
-        tl.store(plane + offsets + half, round_to_even(second * factor).to(tl.int8), mask=mask)
-        scales = block_scales(plane, head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
-        size: tl.constexpr = BLOCK_SIZE * KV_HEADS * (HEAD_DIM // 4 + 1)
-        scales += block * size + place % BLOCK_SIZE
-        tl.store(scales, top / 127.0, mask=tl.max(mask.to(tl.int32), 1)[:, None] > 0)
+        tl.store(plane + offsets, round_to_even(first).to(tl.int8), mask=mask)
+        tl.store(plane + offsets + half, round_to_even(second).to(tl.int8), mask=mask)
+    scales = block_scales(plane, head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    size: tl.constexpr = BLOCK_SIZE * KV_HEADS * (HEAD_DIM // 4 + 1)
+    scales += block * size + place % BLOCK_SIZE
+    tl.store(scales, top / LARGEST, mask=tl.max(mask.to(tl.int32), 1)[:, None] > 0)

@@ -34,11 +34,14 @@ def store_reference(
     slots, block_size = slot_mapping[kept].long(), cache.shape[2]
     places = slots // block_size, slots % block_size
     for plane, new in zip(cache, (k[kept].float(), v[kept].float()), strict=True):
-        if cache.dtype == torch.uint8:
-            plane[places] = new.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-        elif cache.dtype == torch.int8:
+        if cache.dtype.itemsize == 1:
             codes, scales = _parts(plane[None])
-            rows, row_scales = quantize_rows(new.flatten(0, 1))
+            if cache.dtype == torch.int8:
+                rows, row_scales = quantize_rows(new.flatten(0, 1))
+            else:
+                row_scales = new.flatten(0, 1).abs().amax(1, keepdim=True) / 448
+                rows = new.flatten(0, 1) / row_scales.where(row_scales > 0, 1)
+                rows = rows.to(torch.float8_e4m3fn).view(torch.uint8)
             codes[0][places] = rows.view(new.shape)
             scales[0].transpose(1, 2)[places] = row_scales.view(new.shape[:2])
         else:
@@ -47,16 +50,16 @@ def store_reference(
 
 def dequantized(cache: torch.Tensor) -> torch.Tensor:
     """The numbers in a cache of any dtype, float32 [2, blocks, block_size, kv_heads, head_dim]."""
-    if cache.dtype == torch.uint8:
-        return cache.view(torch.float8_e4m3fn).float()
-    if cache.dtype != torch.int8:
+    if cache.dtype.itemsize > 1:
         return cache.float()
     codes, scales = _parts(cache)
-    return codes * scales.transpose(2, 3).unsqueeze(4)
+    if cache.dtype == torch.uint8:
+        codes = codes.view(torch.float8_e4m3fn)
+    return codes.float() * scales.transpose(2, 3).unsqueeze(4)
 
 
 def _parts(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the codes int8 [planes, blocks, block_size, kv_heads, head_dim] and the scales
+    """Views of the codes [planes, blocks, block_size, kv_heads, head_dim] and the scales
     float32 [planes, blocks, kv_heads, block_size]."""
     block_size, kv_heads = cache.shape[2:4]
     blocks = cache.flatten(2)

@@ -26,7 +26,7 @@ def _integers(*shape: int, offset: int) -> torch.Tensor:
 
 
 def _cache(dtype: torch.dtype, block_size: int, head_dim: int) -> torch.Tensor:
-    columns = head_dim + (SCALE_BYTES if dtype == torch.int8 else 0)
+    columns = head_dim + (SCALE_BYTES if dtype.itemsize == 1 else 0)
     return torch.empty(2, BLOCKS, block_size, KV_HEADS, columns, dtype=dtype)
 
 

@@ -63,7 +63,7 @@ def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
     blocks = 2**31 // (16 * shape.kv_heads * HEAD_DIM) + 1
     cache = half(2, blocks, 16, shape.kv_heads, HEAD_DIM)
     int8 = empty(2, 3, 16, shape.kv_heads, HEAD_DIM + SCALE_BYTES, dtype=torch.int8)
-    fp8 = empty(2, 3, 16, shape.kv_heads, HEAD_DIM, dtype=torch.uint8)
+    fp8 = int8.view(torch.uint8)
     norm = half(HEAD_DIM), half(HEAD_DIM), 1e-6
     angles, rows = floats(40960, 2, HEAD_DIM // 2), ints(TOKENS)
     stores = {"": cache, " int8": int8, " fp8": fp8}
