@@ -39,7 +39,9 @@ def parse_args(args: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="for the random inputs (default: random)")
     parser.add_argument(
-        "--peer", type=Path, help=f"a checkout of nano-vLLM (default: {DEFAULT_PEER}, if there)"
+        "--peer",
+        type=Path,
+        help=f"vllm, or a checkout of nano-vLLM (default: {DEFAULT_PEER}, if there)",
     )
     parser.add_argument("--model", type=Path, help=f"default: {MODEL_SHAPE} with random weights")
     parser.add_argument(

@@ -1,5 +1,6 @@
 """Runs the reference workload on nano-vLLM (github.com/GeeeekExplorer/nano-vllm), as its bench.py
-does. `python -m bench.gpu.peer CHECKOUT MODEL ROUNDS` prints each round's output tokens/s.
+does, or on the offline engine of an installed vLLM. `python -m bench.gpu.peer PEER MODEL ROUNDS`
+prints each round's output tokens/s. PEER is a checkout of nano-vLLM, or vllm.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from bench.workload import TEMPERATURE, Shape, WorkloadRequest, reference_workload
+
+VLLM = "vllm"
+VLLM_STEP_TOKENS = 16384  # its best of those tried on an H200
+MAX_MODEL_LEN = 4096
 
 
 def round_of(
@@ -24,22 +31,30 @@ def round_of(
     ]
 
 
-def main(checkout: str, model: str, rounds: int) -> None:
-    sys.path.append(checkout)  # at the end, because it also has a `bench` module
-    nanovllm = importlib.import_module("nanovllm")
-    llm = nanovllm.LLM(model, enforce_eager=False, max_model_len=4096)
-    vocab_size = llm.model_runner.config.hf_config.vocab_size
+def main(peer: str, model: str, rounds: int) -> None:
+    options = {"max_model_len": MAX_MODEL_LEN}
+    unread = {}  # what only vLLM has
+    if peer == VLLM:
+        options |= {"max_num_seqs": Shape.num_seqs, "max_num_batched_tokens": VLLM_STEP_TOKENS}
+        unread = {"detokenize": False}
+    else:
+        sys.path.append(peer)  # at the end, because it also has a `bench` module
+    package = importlib.import_module(VLLM if peer == VLLM else "nanovllm")
+    llm = package.LLM(model, enforce_eager=False, **options)
+    vocab_size = json.loads(Path(model, "config.json").read_text())["vocab_size"]
     requests = reference_workload(Shape(), vocab_size)
     params = [
-        nanovllm.SamplingParams(
-            temperature=TEMPERATURE, ignore_eos=True, max_tokens=request.output_len
+        package.SamplingParams(
+            temperature=TEMPERATURE, ignore_eos=True, max_tokens=request.output_len, **unread
         )
         for request in requests
     ]
-    llm.generate(["Benchmark: "], nanovllm.SamplingParams())
+    llm.generate(["Benchmark: "], package.SamplingParams())
     rates = []
     for number in range(rounds):
-        prompts = [request.prompt for request in round_of(requests, number, vocab_size)]
+        prompts: list[Any] = [each.prompt for each in round_of(requests, number, vocab_size)]
+        if peer == VLLM:
+            prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
         started = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         rates.append(sum(each.max_tokens for each in params) / (time.perf_counter() - started))

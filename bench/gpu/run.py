@@ -46,6 +46,7 @@ PROVE = (
     "tests/worker_svc/gpu_path/test_backends.py",
     "tests/worker_svc/gpu_path/test_model.py",
     "tests/worker_svc/gpu_path/test_graphs.py",
+    "tests/worker_svc/gpu_path/test_prompt_graphs.py",
     "tests/worker_svc/gpu_path/test_quantized_model.py",
     "tests/worker_svc/gpu_path/test_ranks.py",
     "tests/gpu/test_processes.py",

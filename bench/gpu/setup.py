@@ -191,7 +191,7 @@ class Setup:
 
     model: Path
     seed: int
-    peer: Path | None = None  # a checkout of nano-vLLM
+    peer: Path | None = None  # a checkout of nano-vLLM, or a path `vllm` that does not exist
     rehearse: bool = False  # on a CPU, in Triton's interpreter
     smoke: bool = False  # repeat measurements only a few times
 

@@ -116,7 +116,7 @@ def test_the_smoke_runs_without_unused_packages(tmp_path: Path) -> None:
     about, *records = read(tmp_path / "out" / "smoke.jsonl")
     assert about["rehearsal"] is True
     skipped = [each["message"] for each in records if each.get("outcome") == "skipped"]
-    assert "no checkout of nano-vLLM, see --peer" in skipped
+    assert "no peer, see --peer" in skipped
     for name in ("graphs against eager", "against transformers"):
         (figure,) = (each for each in records if each.get("name") == f"{name}: equal tokens")
         assert figure["ratio"] == 1
@@ -132,28 +132,37 @@ def test_the_smoke_runs_without_unused_packages(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["smoke.jsonl"]
 
 
-def test_the_peer_runs_the_same_workload(tmp_path: Path, tiny_model: Path) -> None:
-    """A package stands in for the peer, next to a module `bench`, which the peer has too."""
-    (tmp_path / "bench.py").write_text("raise AssertionError")
-    (tmp_path / "nanovllm.py").write_text(STAND_IN)
+@pytest.mark.parametrize("name", ["nano-vLLM", "vLLM"])
+def test_the_peer_runs_the_same_workload(
+    tmp_path: Path, tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package stands in for the peer. nano-vLLM's is next to a module `bench`, which it has,
+    too."""
+    folder, peer = tmp_path / "packages", tmp_path / "vllm"
+    folder.mkdir()
+    if name == "vLLM":
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+    else:
+        (folder / "bench.py").write_text("raise AssertionError")
+        peer = folder
+    (folder / "nanovllm.py").write_text(STAND_IN)
+    (folder / "vllm.py").write_text("from nanovllm import LLM, SamplingParams")
     report = Report(tmp_path / "records", "peer")
     report.figure("stack", 300.0, "tokens/s")
-    stack_speed.measure_peer(Setup(tiny_model, 1, peer=tmp_path, rehearse=True), report)
+    stack_speed.measure_peer(Setup(tiny_model, 1, peer=peer, rehearse=True), report)
     *_, last = read(tmp_path / "records")
     assert len(report.value("rounds")) == 2
-    assert last["name"] == "stack / nano-vLLM"
-    assert last["against"] == report.value("nano-vLLM")
+    assert last["name"] == f"stack / {name}"
+    assert last["against"] == report.value(name)
 
 
 STAND_IN = """
 from collections import namedtuple
-from types import SimpleNamespace
-fields = "temperature max_tokens ignore_eos"
-SamplingParams = namedtuple("SamplingParams", fields, defaults=[1, 64, 0])
+fields = "temperature max_tokens ignore_eos detokenize"
+SamplingParams = namedtuple("SamplingParams", fields, defaults=[1, 64, 0, 1])
 class LLM:
-    def __init__(self, model, enforce_eager, max_model_len):
-        config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=1536))
-        self.model_runner = SimpleNamespace(config=config)
+    def __init__(self, model, enforce_eager, max_model_len, **of_vllm):
+        self.of_vllm = of_vllm
         self.calls = []
     def generate(self, prompts, params, use_tqdm=True):
         self.calls.append(prompts)
@@ -162,4 +171,6 @@ class LLM:
         assert len(prompts) == 256 and sum(each.max_tokens for each in params) == 133966
         assert all(each.ignore_eos and each.temperature == 0.6 for each in params)
         assert prompts not in self.calls[:-1]
+        texts = [each["prompt_token_ids"] for each in prompts] if self.of_vllm else prompts
+        assert all(isinstance(token, int) for text in texts for token in text)
 """
