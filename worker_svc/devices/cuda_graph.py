@@ -21,7 +21,7 @@ from worker_svc.devices.base import Platform
 from worker_svc.errors import CaptureError, DeviceLostError, SupersededError, chain, is_device_lost
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.padding import example, padded
-from worker_svc.step.tensors import ALIGNMENT, StepTensors, host_columns, pack, unpack
+from worker_svc.step.tensors import ALIGNMENT, PLACES, StepTensors, host_columns, pack, unpack
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -74,6 +74,7 @@ class StepGraphs:
         self._max_model_len = max_model_len
         self._sizes = graph_sizes(largest.decodes)
         self._pool = pool
+        self._own_places = np.arange(largest.decodes, dtype=np.int32)
         self._replays: dict[GraphSize, Callable[[], None]] = {}
         self._tensors: dict[GraphSize, StepTensors] = {}
         self._results: dict[GraphSize, torch.Tensor] = {}
@@ -131,7 +132,10 @@ class StepGraphs:
         return example(size, self._max_model_len, self._backend.block_size)
 
     def _columns(self, step: StepArrays) -> list[np.ndarray]:
-        return host_columns(step, self._backend.plan_column(step))
+        columns = host_columns(step, self._backend.plan_column(step))
+        if not len(step.places):
+            columns[PLACES] = self._own_places[: step.num_seqs]
+        return columns
 
     def _upload(self, columns: list[np.ndarray]) -> None:
         host = pack(columns, pinned=self._platform.pinned)

@@ -16,38 +16,40 @@ def padded(step: StepArrays, size: GraphSize) -> StepArrays:
     """Pads `step` to a graph's size, without its features. Its rows of one token come first.
 
     An added decode has no context, and an added prompt has no tokens. The tokens after those of the
-    last prompt are of no row. Nothing that is added writes to a slot or a place.
+    last prompt are of no row. Nothing that is added writes to a slot, or to a place of a row.
     """
     num_rows, num_tokens = size.decodes + size.prompts, size.decodes + size.tokens
-    if not len(step.places):
+    if num_rows == step.num_seqs and not size.prompts:
+        return step
+    if size.prompts and not len(step.places):
         step = replace(step, places=np.arange(step.num_seqs, dtype=np.int32))
     decodes = int(np.count_nonzero(step.query_lens == 1))
     if (step.query_lens[:decodes] > 1).any():
         step = rows_of(step, np.argsort(step.query_lens > 1, kind="stable"))
 
-    def pad(column: NDArray[Any], length: int, value: int) -> NDArray[Any]:
-        wide = np.full(length, value, column.dtype)
+    def pad(column: NDArray[Any], length: int, value: int = 0) -> NDArray[Any]:
+        wide = np.full(length, value, column.dtype) if value else np.zeros(length, column.dtype)
         wide[:decodes] = column[:decodes]
         wide[size.decodes : size.decodes + len(column) - decodes] = column[decodes:]
         return wide
 
-    query_lens = pad(step.query_lens, num_rows, 0)
+    query_lens = pad(step.query_lens, num_rows)
     query_lens[decodes : size.decodes] = 1
     offsets = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(pad(np.diff(step.block_table_offsets), num_rows, 0), out=offsets[1:])
+    np.cumsum(pad(np.diff(step.block_table_offsets), num_rows), out=offsets[1:])
     return StepArrays(
         step_id=step.step_id,
-        input_ids=pad(step.input_ids, num_tokens, 0),
-        positions=pad(step.positions, num_tokens, 0),
+        input_ids=pad(step.input_ids, num_tokens),
+        positions=pad(step.positions, num_tokens),
         slot_mapping=pad(step.slot_mapping, num_tokens, -1),
         query_lens=query_lens,
-        context_lens=pad(step.context_lens, num_rows, 0),
+        context_lens=pad(step.context_lens, num_rows),
         block_table=step.block_table,
         block_table_offsets=offsets,
-        samples=pad(step.samples, num_rows, 0),
-        temperatures=pad(step.temperatures, num_rows, 0),
-        seeds=pad(step.seeds, num_rows, 0),
-        places=pad(step.places, num_rows, -1),
+        samples=pad(step.samples, num_rows),
+        temperatures=pad(step.temperatures, num_rows),
+        seeds=pad(step.seeds, num_rows),
+        places=pad(step.places, num_rows, -1) if len(step.places) else step.places,
     )
 
 
@@ -56,5 +58,4 @@ def example(size: GraphSize, max_model_len: int, block_size: int) -> StepArrays:
     lens = np.full(min(size.prompts, 1), min(size.tokens, max_model_len), np.int32)
     offsets = np.concatenate(([0], -(-lens // block_size))).astype(np.int32)
     step = made_up_step(lens, lens, np.zeros(offsets[-1], np.int32), offsets, block_size)
-    nowhere = np.full_like(step.slot_mapping, -1)
-    return padded(replace(step, slot_mapping=nowhere, places=nowhere[: step.num_seqs]), size)
+    return padded(replace(step, slot_mapping=np.full_like(step.slot_mapping, -1)), size)

@@ -35,6 +35,9 @@ class StepTensors:
     block_table: torch.Tensor  # ragged; the last column, so that no other moves with its length
 
 
+PLACES = [each.name for each in fields(StepTensors)].index("places")
+
+
 def host_columns(step: StepArrays, plan_column: Int32s) -> list[NDArray[Any]]:
     """Makes a step's columns on the host, in the order of `StepTensors`."""
     query_starts = np.zeros(step.num_seqs + 1, np.int32)
