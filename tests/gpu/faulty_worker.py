@@ -18,7 +18,6 @@ from tests.worker_svc.device import DEVICE, ON_GPU
 from worker_svc.__main__ import main
 from worker_svc.errors import CaptureError
 from worker_svc.model_runner import ModelRunner
-from worker_svc.step.arrays import StepArrays
 from worker_svc.step_result import PendingStep
 
 if ON_GPU:
@@ -41,11 +40,11 @@ def lose_device() -> None:
 def plant(fault: str, file: Path) -> None:
     launch, run, configure = ModelRunner.launch, ModelRunner._run, ModelRunner.configure
 
-    def launch_and_lose(runner: ModelRunner, step: StepArrays) -> PendingStep:
+    def launch_and_lose(runner: ModelRunner, *arguments: Any) -> PendingStep:
         if file.exists():
             file.unlink()
             lose_device()
-        return launch(runner, step)
+        return launch(runner, *arguments)
 
     def run_and_wait(runner: ModelRunner, *arguments: Any) -> torch.Tensor:
         if file.exists() and ON_GPU and torch.cuda.is_current_stream_capturing():
