@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +34,7 @@ Result = TypeVar("Result")
 EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
 # Joining the other ranks has its own timeout; allocating and capturing have none.
 _MAX_CONFIGURE_S = 600.0
+_MAX_LAUNCHED = 2  # steps on the device: one that runs, and the next
 _MAX_PROFILE_S = 60.0  # to start a profile, or to write a piece of it
 
 
@@ -45,18 +48,14 @@ class Epoch:
     ended: bool = False  # a newer epoch or a failed step ends it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Launch:
     """A step that waits for its turn, runs or has run."""
 
+    runner: ModelRunner
+    epoch: Epoch
     step: StepArrays
     result: asyncio.Future[StepResult | None]  # None: it was dropped
-    turn: Future[None]
-
-    def drop(self) -> None:
-        """Drops the step unless it has begun."""
-        if self.turn.cancel():
-            self.result.set_result(None)
 
 
 class Execution:
@@ -64,13 +63,15 @@ class Execution:
 
     One thread launches the steps in turn, so that the RPC loop can answer health checks and GetInfo
     meanwhile. Another thread waits for the tokens, so that on a GPU a step can be launched before
-    the previous step is done.
+    the previous step is done. More than one step ahead would keep a new prompt waiting.
     """
 
     def __init__(self, settings: WorkerSettings, memory: KeptMemory | None = None) -> None:
         self._memory = memory
         self.runner: ModelRunner | None = None  # None until the model is loaded
         self._settings = settings
+        self._waiting: deque[Launch] = deque()  # for their turn; threads take from both ends
+        self._room = threading.Semaphore(_MAX_LAUNCHED)
         self._launches = ThreadPoolExecutor(1, thread_name_prefix="execution")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
         self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks, self._compiles)
@@ -95,6 +96,7 @@ class Execution:
     def close(self) -> None:
         """Drops waiting steps and returns when the running step has ended."""
         self._watch.stop()
+        self._waiting.clear()
         self._launches.shutdown(cancel_futures=True)
         self._results.shutdown(cancel_futures=True)
         self._profiler.close()
@@ -156,21 +158,35 @@ class Execution:
             FailedPreconditionError: the epoch has ended.
             InternalError: the step failed, which ends the epoch.
         """
-        result: asyncio.Future[StepResult | None] = asyncio.get_running_loop().create_future()
-        turn = self._launches.submit(self._launch, runner, epoch, step, result)
-        return Launch(step, result, turn)
+        launch = Launch(runner, epoch, step, asyncio.get_running_loop().create_future())
+        self._waiting.append(launch)
+        self._launches.submit(self._launch_next)
+        return launch
 
-    def _launch(
-        self,
-        runner: ModelRunner,
-        epoch: Epoch,
-        step: StepArrays,
-        result: asyncio.Future[StepResult | None],
-    ) -> None:
-        """Launches a step on the execution thread. Sets `result`, unless the step is still running:
-        then the results thread sets it."""
+    def drop(self, launch: Launch) -> None:
+        """Drops a step unless it has begun."""
+        with suppress(ValueError):
+            self._waiting.remove(launch)
+            launch.result.set_result(None)
+
+    def _launch_next(self) -> None:
+        """Launches the next step on the execution thread, once there is room for it."""
+        self._room.acquire()
+        launched = False
+        try:
+            with suppress(IndexError):  # it was dropped
+                launched = self._launch(self._waiting.popleft())
+        finally:
+            if not launched:
+                self._room.release()
+
+    def _launch(self, launch: Launch) -> bool:
+        """Launches a step -> whether it is still running. Then the results thread sets its result.
+        Otherwise the result is set."""
+        runner, epoch, step, result = launch.runner, launch.epoch, launch.step, launch.result
         if result.cancelled():
-            return
+            return False
+        running = False
         try:
             if epoch.ended:
                 raise FailedPreconditionError(f"epoch: {epoch.number} has ended")
@@ -181,7 +197,8 @@ class Execution:
                 self._watch.record(step, time.monotonic() - started)
                 _set_result(result, pending.wait())
             else:
-                self._results.submit(self._wait, runner, epoch, step, pending, result)
+                self._results.submit(self._wait, launch, pending)
+                running = True
         except FailedPreconditionError as error:
             _set_result(result, error)
         except Exception as error:
@@ -189,25 +206,22 @@ class Execution:
         if self._profiler.count_step():
             with self._watch.doing("writing a profile", _MAX_PROFILE_S):
                 self._profiler.write_piece()
+        return running
 
-    def _wait(
-        self,
-        runner: ModelRunner,
-        epoch: Epoch,
-        step: StepArrays,
-        pending: PendingStep,
-        result: asyncio.Future[StepResult | None],
-    ) -> None:
-        """Waits for a step on the results thread and sets `result`."""
+    def _wait(self, launch: Launch, pending: PendingStep) -> None:
+        """Waits for a step on the results thread and sets its result."""
+        step, result = launch.step, launch.result
         try:
             started = time.monotonic()
             with self._watch.running(step, self._min_step_s):
                 found = pending.wait()
         except Exception as error:
-            _set_result(result, _fail(runner, epoch, step.step_id, error))
+            _set_result(result, _fail(launch.runner, launch.epoch, step.step_id, error))
         else:
             _set_result(result, found)
             self._watch.record(step, time.monotonic() - started)
+        finally:
+            self._room.release()
 
     def _waits_for_ranks(self) -> bool:
         return self.runner is not None and self.runner.waits_for_ranks

@@ -212,7 +212,7 @@ class WorkerService(WorkerServiceServicer):
             async for request in requests:
                 epoch = self._current_epoch(request.epoch)
                 if request.cut:
-                    _drop(launches, epoch)
+                    self._drop(launches, epoch)
                     continue
                 traceparents = [*request.traceparents[:_MAX_SPANS]]
                 for step in decode_run(request, epoch.limits, epoch.last_step):
@@ -240,6 +240,14 @@ class WorkerService(WorkerServiceServicer):
             response.logprob_values = result.logprob_values.tobytes()
             response.draft_ids = result.draft_ids.tobytes()
         return response
+
+    def _drop(self, launches: deque[Launch], epoch: Epoch) -> None:
+        """Drops the steps that have not begun, the last one first, so that none of them begins
+        after a step that was dropped."""
+        while launches:
+            self._execution.drop(launches.pop())
+        if step := epoch.last_step:  # perhaps dropped: the next step cannot take its tokens
+            epoch.last_step = replace(step, samples=np.zeros_like(step.samples))
 
     def _current_epoch(self, number: int) -> Epoch:
         if self._epoch is None:
@@ -282,15 +290,6 @@ class WorkerService(WorkerServiceServicer):
             drafts=runner.drafts,
             graph_tokens=request.graph_tokens,
         )
-
-
-def _drop(launches: deque[Launch], epoch: Epoch) -> None:
-    """Drops the steps that have not begun, the last one first, so that none of them begins after a
-    step that was dropped."""
-    while launches:
-        launches.pop().drop()
-    if step := epoch.last_step:  # perhaps dropped: the next step cannot take its tokens
-        epoch.last_step = replace(step, samples=np.zeros_like(step.samples))
 
 
 def _forget(result: asyncio.Future[StepResult | None]) -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from transformers import Qwen3ForCausalLM
@@ -10,6 +11,9 @@ from tests.worker_svc.harness import save_model
 from worker_svc.devices.choice import choose_vector_math
 from worker_svc.kernels.cpu.library import set_threads
 from worker_svc.kernels.cpu_features import num_cores
+
+if TYPE_CHECKING:
+    from tests.worker_svc.serving import Worker
 
 choose_vector_math()  # for transformers too
 
@@ -26,6 +30,16 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_oracle(tiny_dir: Path) -> Qwen3ForCausalLM:
     """The same model in transformers."""
     return Qwen3ForCausalLM.from_pretrained(tiny_dir).eval()
+
+
+@pytest.fixture
+async def worker(tiny_dir: Path, tmp_path: Path) -> AsyncIterator[Worker]:
+    from tests.worker_svc.serving import running  # a GPU's machine may have no gRPC
+
+    async with running(tiny_dir, tmp_path) as started:
+        await started.service.load()
+        await started.server.set_serving(True)
+        yield started
 
 
 @pytest.fixture

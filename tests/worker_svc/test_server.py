@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,8 @@ from tests.worker_svc.serving import (
 )
 from worker_svc import server as worker_server
 from worker_svc.errors import CaptureError, StartError
-from worker_svc.execution import Launch
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.arrays import DRAFTED
-
-
-@pytest.fixture
-async def worker(tiny_dir: Path, tmp_path: Path) -> AsyncIterator[Worker]:
-    async with running(tiny_dir, tmp_path) as started:
-        await started.service.load()
-        await started.server.set_serving(True)
-        yield started
 
 
 @pytest.fixture
@@ -96,61 +87,6 @@ async def test_drafted_tokens_are_in_the_answers(tiny_dir: Path, tmp_path: Path)
         response = await call.read()
         assert np.frombuffer(response.draft_ids, "<i4").tolist() == tokens(response)[:2]
         call.cancel()
-
-
-async def test_a_run_has_the_tokens_of_its_steps_one_by_one(worker: Worker) -> None:
-    batch = await worker.configure(1)
-    prompt = batch.request([(0, [1, 2, 3]), (1, [4])])
-    steps = [batch.request([(0, [-1]), (1, [-2])], temperatures=[0, 1.0]) for _ in range(4)]
-    call = await worker.execute(prompt, *steps)
-    expected = [tokens(await call.read()) for _ in range(5)]
-    call.cancel()
-
-    await worker.configure(2)
-    run = StepRequest()
-    run.CopyFrom(steps[0])
-    run.num_steps = 4
-    run.block_table, run.block_table_offsets = steps[-1].block_table, steps[-1].block_table_offsets
-    for request in (prompt, run):
-        request.epoch = 2
-    call = await worker.execute(prompt, run)
-    answers = [await call.read() for _ in range(5)]
-    assert [answer.step_id for answer in answers] == [1, 2, 3, 4, 5]
-    assert [tokens(answer) for answer in answers] == expected
-    call.cancel()
-
-
-async def test_a_cut_drops_the_steps_that_have_not_begun(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, dropped = Gate(monkeypatch), asyncio.Semaphore(0)
-    drop = Launch.drop
-
-    def noted_drop(launch: Launch) -> None:
-        drop(launch)
-        dropped.release()
-
-    monkeypatch.setattr(Launch, "drop", noted_drop)
-    batch = await worker.configure(1)
-    run = batch.request([(0, [1])])
-    run.num_steps = 4
-    call = await worker.execute(run)
-    assert await asyncio.to_thread(gate.begun.wait, 30)
-    await call.write(StepRequest(epoch=1, cut=True))
-    batch.step_id = 4
-    await call.write(batch.request([(1, [5, 6])]))
-    for _ in range(4):
-        await dropped.acquire()
-    gate.open.set()
-    answers = [await call.read() for _ in range(5)]
-    assert [answer.step_id for answer in answers] == [1, 2, 3, 4, 5]
-    assert [answer.dropped for answer in answers] == [False, True, True, True, False]
-    assert gate.step_ids == [1, 5]
-
-    # The token of a step that was perhaps dropped is no input.
-    await call.write(StepRequest(epoch=1, cut=True))
-    await call.write(batch.request([(1, [-1])]))
-    assert "sampled nothing" in await rejected(end_of(call), INVALID)
 
 
 async def test_info_and_health_follow_the_load(tiny_dir: Path, tmp_path: Path) -> None:
