@@ -62,7 +62,8 @@ class CudaStopwatch:
         self._started.record()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> ArraysOnTheWay:
-        done, copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event()
+        # A thread that waits for `copied` sleeps. By default it would poll for the whole step.
+        done, copied = torch.cuda.Event(enable_timing=True), torch.cuda.Event(blocking=True)
         done.record()
         host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
         for there, here in zip(tensors, host, strict=True):

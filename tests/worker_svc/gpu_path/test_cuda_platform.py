@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,13 +32,14 @@ class Stream:
 
 
 class Event:
-    def __init__(self, cuda: FakeCuda, timed: bool) -> None:
+    def __init__(self, cuda: FakeCuda, enable_timing: bool = False, blocking: bool = False) -> None:
         cuda.num_events += 1
         self.name = f"event {cuda.num_events}"
         self.recorded = False
         self.finished = False  # for `query`, where nobody has waited
         self._cuda = cuda
-        self._timed = timed
+        self._timed = enable_timing
+        self._blocking = blocking
         self._polls = 0
 
     def record(self) -> None:
@@ -55,6 +57,8 @@ class Event:
     def synchronize(self) -> None:
         assert self.recorded
         self.finished = True
+        if not self._blocking:
+            self._cuda.num_polling += 1
 
     def elapsed_time(self, end: Event) -> float:
         assert self._timed
@@ -67,7 +71,7 @@ class FakeCuda:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
-        self.num_events = self.num_pools = self.num_streams = 0
+        self.num_events = self.num_pools = self.num_streams = self.num_polling = 0
         self.finish = True  # what is polled
         self.current = self.main = Stream(self, "main")
         self.capability = (9, 0)
@@ -94,7 +98,7 @@ class FakeCuda:
         for name, function in functions.items():
             patch.setattr(torch.cuda, name, self._checked(name, function))
         patch.setattr(torch.cuda, "Stream", self.new_stream)
-        patch.setattr(torch.cuda, "Event", lambda enable_timing=False: Event(self, enable_timing))
+        patch.setattr(torch.cuda, "Event", partial(Event, self))
         patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self.replay))
         empty = torch.empty
         patch.setattr(
@@ -176,6 +180,7 @@ def test_results_are_fetched_before_a_later_step_can_overwrite_them(cuda: FakeCu
     arrays, seconds = first.wait()
     assert ([array.tolist() for array in arrays], seconds) == ([[5, 6], [0.5]], 0.004)
     assert first.ready()
+    assert not cuda.num_polling  # by threads that wait
     # Whichever thread waits: CUDA would otherwise open another context on GPU 0.
     assert cuda.log[-1] == "set cuda:1"
 
