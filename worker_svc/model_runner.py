@@ -231,11 +231,11 @@ class ModelRunner:
 
     def _capture(self, graph_tokens: int, superseded: Callable[[], bool]) -> None:
         largest = GraphSize(self._settings.max_num_seqs, NUM_PROMPTS, graph_tokens)
-        tokens, pool = self._last_tokens, self._platform.graph_pool()
+        pool = self._platform.graph_pool()
         with torch.inference_mode():
-            self._model.capture(self._run, tokens, largest, pool, superseded)
+            self._model.capture(self._run, largest, pool, superseded)
             if self._draft:
-                self._draft.capture(self._draft.run_padded, tokens, largest, pool, superseded)
+                self._draft.capture(self._draft.run_padded, largest, pool, superseded)
 
     def launch(
         self, step: StepArrays, superseded: Callable[[], bool] = lambda: False

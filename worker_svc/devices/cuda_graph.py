@@ -44,7 +44,6 @@ class StepGraphs:
     Args:
         run: runs a step, given the padded step on the host and its columns on the device. It may
             use only the lengths of the former. Its result, kept for each size, is small or shared.
-        tokens: what `run` writes and a later step reads. A capture leaves it as it was.
         largest: the size of the largest graph. Without more tokens than prompts, no graph has
             prompts.
         pool: the memory of the graphs, which may be shared, see `Platform.graph_pool`.
@@ -61,7 +60,6 @@ class StepGraphs:
         platform: Platform,
         backend: Backend,
         run: Callable[[StepArrays, StepTensors], torch.Tensor],
-        tokens: torch.Tensor,
         largest: GraphSize,
         max_model_len: int,
         pool: Any,
@@ -70,7 +68,6 @@ class StepGraphs:
         self._platform = platform
         self._backend = backend
         self._run = run
-        self._tokens = tokens
         self._max_model_len = max_model_len
         self._sizes = graph_sizes(largest.decodes)
         self._pool = pool
@@ -102,9 +99,7 @@ class StepGraphs:
         """
         size = step.graph or GraphSize(self._sizes[bisect_left(self._sizes, step.num_seqs)], 0, 0)
         if size not in self._replays:
-            kept = self._tokens.clone()
             self._capture(size, superseded)
-            self._tokens.copy_(kept)
         self._upload(self._columns(padded(step, size)))
         self._replays[size]()
         return self._tensors[size], self._results[size]

@@ -133,7 +133,6 @@ class RankModel:
     def capture(
         self,
         run: Callable[[StepArrays, StepTensors, int], torch.Tensor],
-        last_tokens: torch.Tensor,
         largest: GraphSize,
         pool: object,
         superseded: Callable[[], bool],
@@ -145,7 +144,6 @@ class RankModel:
             self._platform,
             self.backend,
             lambda step, tensors: run(step, tensors, max_model_len),
-            last_tokens,
             largest,
             max_model_len,
             pool,

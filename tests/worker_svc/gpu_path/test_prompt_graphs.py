@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from shared.graph_sizes import NUM_PROMPTS, GraphSize
 from tests.worker_svc.device import ON_GPU, by_device, cpu_only
@@ -113,10 +112,24 @@ def test_every_column_has_room(tokens: int) -> None:
     platform: Any = Uncaptured(worker_settings(Path()))
     largest = GraphSize(1000, NUM_PROMPTS, tokens)
     backend: Any = PlansDecodes()
-    graphs = StepGraphs(platform, backend, Mock(), torch.zeros(1000), largest, 64, None)
+    graphs = StepGraphs(platform, backend, Mock(), largest, 64, None)
     assert len(graphs._tensors) == len(graph_sizes(1000)) + (tokens > NUM_PROMPTS)
     for columns in graphs._tensors.values():
         assert len(columns.block_table) == 1000 * 4
+
+
+@cpu_only
+def test_a_capture_leaves_what_the_last_step_has_sampled(model: Path) -> None:
+    runner, _ = make_runner(model, block_size=16)
+    runner.configure(2, NUM_BLOCKS, graph_tokens=100)
+    for state in (runner._last_tokens, *runner._model.caches):
+        state.fill_(7)
+    step = batch_for(runner, NUM_BLOCKS).step([(0, [*range(9)]), (1, [-1])], graph=True)
+    runner.run(step)
+    assert runner._tokens.slots[step.slot_mapping[-1]] == 7
+    assert (runner._last_tokens[2:] == 7).all()
+    for cache in runner._model.caches:
+        assert (cache != 7).any(-1).sum() == 2 * 10
 
 
 @cpu_only
