@@ -61,7 +61,9 @@ def test_an_answer_streams_outlives_its_worker_and_stops(stack: RealStack, tab: 
     assert paused.replace("\n", "").startswith(begun.replace("\n", ""))
     wait_for(lambda: len(tab.text(ANSWER)) > len(paused), "the rest of it")
     wait_for(lambda: tab.text("#faults") != before, "the fault")
-    assert 0 < float(tab.wait_for("#faults tr", "worker-0").split()[1]) <= float(waited.split()[-2])
+    # A dashboard that was late learns of the pause's beginning and end at once, and shows 0.00 s.
+    pause, waited = tab.wait_for("#faults tr", "worker-0").split()[1], waited.split()[-2]
+    assert float(pause) <= float(waited)
     # Once, unless a busy machine made it miss its heartbeats.
     assert int(tab.wait_for("#processes tr:nth-child(2):has(.good)").split()[-1]) >= 1
     tab.wait_for("#health.good", "serving")
