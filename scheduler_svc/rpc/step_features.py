@@ -110,8 +110,8 @@ def _mask(row: Row) -> bytes | None:
 def _features(
     rows: dict[int, Row], banned: dict[int, dict[int, float]]
 ) -> worker_pb2.SamplingFeatures:
-    """The columns of these rows, which are given with their index in the step, and of what is
-    `banned` in each."""
+    """The columns of some rows of a step, by index, with the biases of the tokens `banned` in
+    each."""
     seqs = [row.seq for row in rows.values()]
     params = [seq.params for seq in seqs]
     bias_ids, bias_values, bias_offsets = array("i"), array("f"), array("i", [0])

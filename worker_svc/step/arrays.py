@@ -74,7 +74,7 @@ def made_up_step(
 ) -> StepArrays:
     """Makes a step of tokens 0, of which every sequence samples greedily."""
     columns = query_lens, context_lens, block_table, block_table_offsets
-    positions, slots = places(*columns, block_size)
+    positions, slots = positions_and_slots(*columns, block_size)
     num_seqs = len(query_lens)
     return StepArrays(
         0,
@@ -88,7 +88,7 @@ def made_up_step(
     )
 
 
-def places(
+def positions_and_slots(
     query_lens: Int32s,
     context_lens: Int32s,
     block_table: Int32s,

@@ -9,7 +9,7 @@ import numpy as np
 from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.graph_sizes import GraphSize, graph_size
 from shared.pb.worker_pb2 import StepRequest
-from worker_svc.step.arrays import DRAFTED, StepArrays, places, ranges
+from worker_svc.step.arrays import DRAFTED, StepArrays, positions_and_slots, ranges
 from worker_svc.step.features import (
     decode_features,
     decode_prompt_targets,
@@ -123,7 +123,7 @@ def _following(step: StepArrays, block_size: int) -> StepArrays:
     """The next step of a run."""
     context_lens = step.context_lens + np.int32(1)
     columns = step.query_lens, context_lens, step.block_table, step.block_table_offsets
-    positions, slots = places(*columns, block_size)
+    positions, slots = positions_and_slots(*columns, block_size)
     return replace(
         step,
         step_id=step.step_id + 1,
@@ -237,7 +237,7 @@ def _check_block_table(step: StepArrays, limits: StepLimits) -> None:
 def _check_tokens(step: StepArrays, limits: StepLimits) -> None:
     """Checks positions and slots. They follow from the other columns, so a difference shows that
     the sender has miscounted."""
-    positions, slots = places(
+    positions, slots = positions_and_slots(
         step.query_lens,
         step.context_lens,
         step.block_table,

@@ -33,11 +33,11 @@ from worker_svc.kernels.triton.quantized_cache import (
     skipped_scales,
 )
 
+_THREE_STAGES = Tiling(tile=64, num_warps=4, num_stages=3)
 # For 16-bit caches. To saturate the memory of an H200, each multiprocessor needs some 40 KB in
 # flight (4.3 TB/s x 1.2 us / 132). On sm_90, at head_dim 128, a program has one to two tiles of
 # 2 x 16 KB in flight and three programs fit. On sm_80, tiles are half as large, so that two
 # programs fit into 99 KiB. 8-bit caches use the same tiles, because half the bytes are enough.
-_THREE_STAGES = Tiling(tile=64, num_warps=4, num_stages=3)
 TILINGS: Tilings = {
     90: (
         (64, Tiling(tile=128, num_warps=4, num_stages=3)),
