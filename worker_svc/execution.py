@@ -17,7 +17,7 @@ import structlog
 
 from shared.errors import FailedPreconditionError, InternalError
 from worker_svc.distributed import COLLECTIVE_TIMEOUT
-from worker_svc.errors import CaptureError, RanksLostError, is_device_lost
+from worker_svc.errors import CaptureError, RanksLostError, SupersededError, is_device_lost
 from worker_svc.hang_watch import HangWatch
 from worker_svc.kept_memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
@@ -35,6 +35,7 @@ EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
 # Joining the other ranks has its own timeout; allocating and capturing have none.
 _MAX_CONFIGURE_S = 600.0
 _MAX_LAUNCHED = 2  # steps on the device: one that runs, and the next
+_ANY_NUMBER = 1 << 30
 _MAX_PROFILE_S = 60.0  # to start a profile, or to write a piece of it
 
 
@@ -71,7 +72,8 @@ class Execution:
         self.runner: ModelRunner | None = None  # None until the model is loaded
         self._settings = settings
         self._waiting: deque[Launch] = deque()  # for their turn; threads take from both ends
-        self._room = threading.Semaphore(_MAX_LAUNCHED)
+        # Several ranks run no runs, and a new epoch must not wait for what hangs in a collective.
+        self._room = threading.Semaphore(_MAX_LAUNCHED if settings.tp == 1 else _ANY_NUMBER)
         self._launches = ThreadPoolExecutor(1, thread_name_prefix="execution")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
         self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks, self._compiles)
@@ -254,9 +256,9 @@ def _set_result(result: asyncio.Future[StepResult | None], found: StepResult | E
 
 def _fail(runner: ModelRunner, epoch: Epoch, step_id: int, error: Exception) -> InternalError:
     """Ends the epoch. After a failed step, the contents of the KV cache are unknown, unless only
-    another rank failed."""
+    another rank failed or a capture was given up."""
     epoch.ended = True
-    if not isinstance(error, RanksLostError):
+    if not isinstance(error, RanksLostError | SupersededError):
         runner.forget_cache()
     log.error("step failed", epoch=epoch.number, step_id=step_id, exc_info=error)
     end_if_device_lost(error)

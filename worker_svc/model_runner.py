@@ -292,8 +292,8 @@ class ModelRunner:
 
     @property
     def compiling(self) -> bool:
-        """Whether a step may be waiting for a compiler right now."""
-        return self._platform.compiling
+        """Whether a step may be waiting for a compiler or a capture right now."""
+        return self._platform.compiling or any(each.capturing for each in self._models)
 
     def _allocate(self, num_blocks: int, memory: CacheMemory | None = None) -> None:
         """Allocates the caches, the model's in `memory` if there is one. Leaves what that holds.
@@ -378,9 +378,9 @@ class ModelRunner:
         )
         decodes = half_drafted(decodes) if self._draft else decodes
         self._allocate(1)
+        graph_tokens = tokens_in_a_launch(self.launch, prompts) if platform.captures else 0
         prompts_bytes = platform.measure_peak_bytes(partial(self.run, prompts))
         decodes_bytes = platform.measure_peak_bytes(partial(self.run, decodes))
-        graph_tokens = tokens_in_a_launch(self.launch, prompts) if platform.captures else 0
         if platform.compiles and not platform.captures:
             # Each number of sequences has its own kernels. Capturing graphs would compile them too.
             for size in graph_sizes(max_num_seqs):

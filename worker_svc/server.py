@@ -277,8 +277,9 @@ class WorkerService(WorkerServiceServicer):
             if not 1 <= value <= limit:
                 raise InvalidArgumentError(field, f"{value} is not in 1..{limit}")
         if not 0 <= request.graph_tokens <= (limit := runner.info.graph_tokens):
-            raise InvalidArgumentError(
-                "graph_tokens", f"{request.graph_tokens} is not in 0..{limit}"
+            # A worker that was started again meanwhile may have measured less.
+            raise FailedPreconditionError(
+                f"graph_tokens: {request.graph_tokens} is not in 0..{limit}"
             )
         return StepLimits(
             vocab_size=runner.info.vocab_size,

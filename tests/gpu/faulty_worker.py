@@ -53,7 +53,9 @@ def plant(fault: str, file: Path) -> None:
 
     def configure_without_gpu(runner: ModelRunner, *arguments: Any) -> None:
         if file.exists() and not ON_GPU:
-            raise CaptureError("CUDA graphs: a step of 8 sequences cannot be captured")
+            raise CaptureError(
+                "CUDA graphs: a step of 8 decodes and 0 tokens of prompts cannot be captured"
+            )
         configure(runner, *arguments)
 
     patched: Any = ModelRunner

@@ -132,7 +132,10 @@ def test_a_failed_capture_ends_the_worker_with_its_reason(tmp_path: Path) -> Non
         with pytest.raises(grpc.RpcError):
             worker.configure(1)
         assert worker.process.wait(WAIT_S) == CANNOT_START
-        assert "a step of 8 sequences cannot be captured" in worker.log.read_text()
+        assert (
+            "a step of 8 decodes and 0 tokens of prompts cannot be captured"
+            in worker.log.read_text()
+        )
 
 
 @gpu_only  # tests/faults does this and far more on a CPU

@@ -43,7 +43,7 @@ class Worker:
     server: Server
     service: WorkerService
 
-    async def configure(self, epoch: int, **overrides: int) -> Batch:
+    async def configure(self, epoch: int, **overrides: int | str) -> Batch:
         values = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 8, "max_num_batched_tokens": 128}
         await self.stub.Configure(ConfigureRequest(epoch=epoch, **{**values, **overrides}))
         return Batch(limits(num_blocks=NUM_BLOCKS), epoch=epoch)

@@ -32,7 +32,7 @@ from tests.worker_svc.serving import (
     tokens,
 )
 from worker_svc import server as worker_server
-from worker_svc.errors import CaptureError, StartError
+from worker_svc.errors import CaptureError, StartError, SupersededError
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.arrays import DRAFTED
 
@@ -145,6 +145,21 @@ async def test_a_step_that_fails_ends_the_epoch(
     await worker.check_next_epoch(2)
 
 
+async def test_a_capture_that_is_given_up_leaves_the_cache(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes nowhere, so a scheduler that comes back may keep what is cached."""
+    batch = await worker.configure(1)
+    cache_id = (await worker.stub.GetInfo(GetInfoRequest())).cache_id
+    for error, kept in ((SupersededError(), cache_id), (RuntimeError("a fault"), "")):
+        with monkeypatch.context() as patched:
+            fail_at(patched, "launch", error)
+            call = await worker.execute(batch.request([(0, [1])]))
+            await rejected(end_of(call), INTERNAL)
+        assert (await worker.stub.GetInfo(GetInfoRequest())).cache_id == kept
+        batch = await worker.configure(batch.epoch + 1, keep_cache_id=kept)
+
+
 async def test_the_time_of_a_launch_does_not_count_as_the_time_of_a_step(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +196,9 @@ async def test_a_lost_device_ends_the_process(
     assert exits == [worker_server.EXIT_DEVICE_LOST] * 2
 
 
-CAPTURE_ERROR = CaptureError("CUDA graphs: a step of 8 sequences cannot be captured")
+CAPTURE_ERROR = CaptureError(
+    "CUDA graphs: a step of 8 decodes and 0 tokens of prompts cannot be captured"
+)
 
 
 async def test_a_failed_capture_ends_the_start(
@@ -194,7 +211,9 @@ async def test_a_failed_capture_ends_the_start(
     fail_at(monkeypatch, "configure", CAPTURE_ERROR)
     assert "epoch 1 cannot be configured" in await rejected(worker.configure(1), UNAVAILABLE)
     assert len(stopped) == 1
-    with pytest.raises(StartError, match="a step of 8 sequences cannot be captured"):
+    with pytest.raises(
+        StartError, match="a step of 8 decodes and 0 tokens of prompts cannot be captured"
+    ):
         worker.service.check()
 
 
@@ -294,6 +313,7 @@ async def test_a_cancelled_stream_leaves_the_worker_usable(worker: Worker) -> No
         ),
         ({"max_num_seqs": 9}, INVALID, "max_num_seqs: 9"),
         ({"max_num_batched_tokens": 129}, INVALID, "max_num_batched_tokens: 129"),
+        ({"graph_tokens": 1}, PRECONDITION, "graph_tokens: 1 is not in 0..0"),
     ],
 )
 async def test_configure_rejects(

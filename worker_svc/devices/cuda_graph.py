@@ -75,6 +75,7 @@ class StepGraphs:
         self._replays: dict[GraphSize, Callable[[], None]] = {}
         self._tensors: dict[GraphSize, StepTensors] = {}
         self._results: dict[GraphSize, torch.Tensor] = {}
+        self.capturing = False
         # Largest first, so that smaller graphs fit into the memory of the largest.
         sizes = [GraphSize(size, 0, 0) for size in self._sizes[::-1]]
         if largest.tokens > largest.prompts:
@@ -116,12 +117,15 @@ class StepGraphs:
         def run() -> None:
             self._results[size] = self._run(step, tensors)
 
+        self.capturing = True
         try:
             self._replays[size] = self._platform.capture(run, self._pool, superseded)
         except SupersededError:
             raise
         except RuntimeError as error:
             raise _failed_capture(error, size, superseded()) from error
+        finally:
+            self.capturing = False
 
     def _example(self, size: GraphSize) -> StepArrays:
         return example(size, self._max_model_len, self._backend.block_size)

@@ -50,7 +50,8 @@ def warm_up_steps(
 
 def tokens_in_a_launch(launch: Callable[[StepArrays], Any], prompts: StepArrays) -> int:
     """How many prompt tokens the device computes while a step is launched kernel by kernel. A step
-    of more tokens would gain nothing from a graph, and lose by its padding."""
+    of more tokens would gain nothing from a graph, and lose by its padding. torch keeps the memory
+    of these steps until `Platform.measure_peak_bytes`, which therefore comes later."""
     plain = replace(prompts, features=None, prompt_targets=None)
     launch(plain).wait()  # allocates memory
     started = time.monotonic()

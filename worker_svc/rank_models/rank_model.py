@@ -150,6 +150,11 @@ class RankModel:
             superseded,
         )
 
+    @property
+    def capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return self.graphs is not None and self.graphs.capturing
+
     def to_device(self, step: StepArrays) -> StepTensors:
         plan_column, platform = self.backend.plan_column(step), self._platform
         return upload_step(step, plan_column, platform.device, pinned=platform.pinned)

@@ -3,6 +3,7 @@ kernel, bit for bit."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -130,6 +131,25 @@ def test_a_capture_leaves_what_the_last_step_has_sampled(model: Path) -> None:
     assert (runner._last_tokens[2:] == 7).all()
     for cache in runner._model.caches:
         assert (cache != 7).any(-1).sum() == 2 * 10
+
+
+@cpu_only
+def test_a_capture_may_take_as_long_as_compiling(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hang watch knows how long a step of that size takes, but not a capture."""
+    runner, _ = make_runner(model, block_size=16)
+    runner.configure(2, NUM_BLOCKS, graph_tokens=100)
+    found: list[bool] = []
+
+    def capture(_: object, run: Callable[[], None], *args: object) -> Callable[[], None]:
+        found.append(runner.compiling)
+        return run
+
+    monkeypatch.setattr(GpuPlatform, "capture", capture)
+    runner.run(batch_for(runner, NUM_BLOCKS).step([(0, [*range(9)])], graph=True))
+    assert found == [True]
+    assert not runner.compiling
 
 
 @cpu_only
