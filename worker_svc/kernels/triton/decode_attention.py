@@ -27,6 +27,7 @@ from worker_svc.kernels.triton.paged_attention import (
     tiling_of,
 )
 from worker_svc.kernels.triton.quantized_cache import (
+    VALUE_FACTOR,
     block_scales,
     numbers_of,
     scale_offsets,
@@ -97,6 +98,7 @@ def _decode_attention_kernel(
     end = tl.minimum(tiles * (part + 1) // parts * TILE, context)
 
     SCALED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
+    FP8: tl.constexpr = SCALED and keys.dtype.element_ty != tl.int8
     if SCALED:
         key_scales = block_scales(keys, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
         value_scales = block_scales(values, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
@@ -139,7 +141,7 @@ def _decode_attention_kernel(
         total = total * decay + tl.sum(weights, 1)
         v = tl.load(values + offsets, mask=loaded, other=0.0)
         if SCALED:
-            weights *= v_scales[None, :]
+            weights *= (v_scales * VALUE_FACTOR if FP8 else v_scales)[None, :]
         weights = weights.to(q.dtype.element_ty).to(DOT)
         acc = tl.dot(weights, numbers_of(v, DOT), acc * decay[:, None], input_precision="ieee")
         top = new_top
@@ -149,6 +151,8 @@ def _decode_attention_kernel(
     acc = acc / total[:, None]
     if keys.dtype.element_ty == tl.uint8:
         acc *= 256.0  # see `numbers_of`
+    if FP8:
+        acc /= VALUE_FACTOR
     if SPLIT:
         rows = ((n * KV_HEADS * GROUP + head).to(tl.int64) * parts + part) * PARTIAL_SIZE
         tl.store(out + rows + HEAD_DIM, top + tl.log2(total), mask=row < GROUP)

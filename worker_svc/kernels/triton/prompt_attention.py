@@ -28,6 +28,7 @@ from worker_svc.kernels.triton.paged_attention import (
     tiling_of,
 )
 from worker_svc.kernels.triton.quantized_cache import (
+    VALUE_FACTOR,
     block_scales,
     numbers_of,
     scale_offsets,
@@ -90,6 +91,7 @@ def _attend_tiles(
     position after last[r]. Otherwise every row sees every position, and end - begin is a multiple
     of TILE."""
     SCALED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
+    FP8: tl.constexpr = SCALED and keys.dtype.element_ty != tl.int8
     dim = tl.arange(0, DIMS)[None, :]
     block = block_of(table, begin, end, BLOCK_SIZE, TILE)
     for start in range(begin, end, TILE):
@@ -117,7 +119,7 @@ def _attend_tiles(
         v = tl.load(values + offsets, mask=loaded, other=0.0)
         if SCALED:
             v_scales = tl.load(value_scales + scaling, mask=position < end, other=0.0)
-            weights *= v_scales[None, :]
+            weights *= (v_scales * VALUE_FACTOR if FP8 else v_scales)[None, :]
         weights = weights.to(WEIGHT).to(DOT)
         acc = tl.dot(weights, numbers_of(v, DOT), acc * decay[:, None], input_precision="ieee")
         top = new_top
@@ -190,6 +192,8 @@ def _prompt_attention_kernel(
     )  # fmt: skip
     if keys.dtype.element_ty == tl.uint8:
         acc *= 256.0
+    if keys.dtype.element_ty.primitive_bitwidth == 8 and keys.dtype.element_ty != tl.int8:
+        acc /= VALUE_FACTOR
     total = tl.where(total == 0, 1, total)  # 0 in the tiles of a sequence without tokens
     tl.store(out + offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 

@@ -19,6 +19,9 @@ import triton.language as tl
 from worker_svc.kernels.triton.codes import from_e4m3, round_to_even, to_e4m3
 
 SCALE_BYTES = 4
+# A power of two on the scales of fp8 values, which largest codes of 448 make small. Multiplied by
+# an attention weight, they may go into a product in float16, below whose range they would be 0.
+VALUE_FACTOR = tl.constexpr(1024.0)
 
 
 def head_size(cache: torch.Tensor) -> int:
