@@ -157,10 +157,11 @@ class Batch:
         targets: Mapping[int, Sequence[int]] | None = None,
         num_prompt_logprobs: int = 0,
         graph: bool = False,
+        room: int = 1,
     ) -> StepRequest:
         """Makes a step that appends `chunks` (sequence, token ids); the sequences in `silent`
         sample nothing. Features and prompt targets are by row. Several chunks may be of one
-        sequence."""
+        sequence. The blocks have room for a run of `room` steps."""
         size = self.limits.block_size
         ids: list[int] = []
         positions: list[int] = []
@@ -173,7 +174,7 @@ class Batch:
             self.contexts[seq] = end = start + len(tokens)
             contexts.append(end)
             table = self.tables.setdefault(seq, [])
-            while len(table) * size < end:
+            while len(table) * size < end + room - 1:
                 table.append(self.free.pop())
             ids += tokens
             positions += range(start, end)

@@ -13,7 +13,9 @@ from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
+from worker_svc.kernels.triton.advance import advance
 from worker_svc.settings import WorkerSettings
+from worker_svc.step.tensors import StepTensors
 
 NUM_SMS = 2  # splits lone sequences, but into few parts: each is slow here
 
@@ -50,3 +52,6 @@ class InterpretedPlatform(CpuPlatform):
         replay = poisoned_memory()(run)
         replay()  # as the warm-ups before a capture do
         return replay
+
+    def advance(self, tensors: StepTensors, block_size: int) -> None:
+        advance(tensors, block_size)

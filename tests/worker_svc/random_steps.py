@@ -1,5 +1,5 @@
-"""Runs random mixtures of decodes, chunks, prompts, drafts and copies, padded as for CUDA graphs
-and as they are. Tokens and caches are the same, bit for bit.
+"""Runs random mixtures of decodes, chunks, prompts, drafts and copies, and runs of decodes, padded
+as for CUDA graphs and as they are. Tokens and caches are the same, bit for bit.
 
     python -m tests.worker_svc.random_steps --steps 10000
 """
@@ -20,7 +20,7 @@ from tests.worker_svc.harness import Batch, batch_for, save_model, worker_settin
 from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.arrays import StepArrays
-from worker_svc.step.decode import StepLimits, decode_step
+from worker_svc.step.decode import MAX_RUN, StepLimits, decode_run
 
 MODEL: dict[str, Any] = {
     "vocab_size": 150,
@@ -78,8 +78,9 @@ class Mixtures:
         self._missing: dict[int, int] = {}  # tokens of prompts, by sequence
         self._num_seqs = 0
 
-    def step(self) -> StepArrays:
-        """Makes a step. If it has prompts and there is a graph for it, it has the graph's size."""
+    def steps(self) -> list[StepArrays]:
+        """Makes a step, or a run of steps if it can. If it has prompts and there is a graph for it,
+        it has the graph's size."""
         rng, batch = self._rng, self._batch
         chunks: list[tuple[int, list[int]]] = []
         copies: list[tuple[int, int]] = []
@@ -110,18 +111,30 @@ class Mixtures:
         lens = [len(tokens) for _, tokens in chunks if len(tokens) > 1]
         counts = len(chunks) - len(lens), len(lens), sum(lens)
         size = graph_size(*counts, limits.max_num_seqs, limits.graph_tokens)
+        num_steps = int(rng.integers(1, MAX_RUN + 1)) if self._may_run(chunks) else 1
         request = batch.request(
             chunks,
+            room=num_steps,
             silent=[seq for seq, missing in self._missing.items() if missing],
             temperatures=rng.choice([0.0, 0.8], len(chunks)).tolist(),
             seeds=rng.integers(0, 2**40, len(chunks)).tolist(),
             copies=copies,
             graph=size is not None,
         )
-        self._last = step = decode_step(request, limits, self._last)
-        assert step.graph == size
+        request.num_steps = num_steps
+        run = decode_run(request, limits, self._last)
+        self._last = run[-1]
+        assert run[0].graph == size
+        batch.step_id += num_steps - 1
+        for seq, _ in chunks:
+            batch.contexts[seq] += num_steps - 1
         self._settle(chunks)
-        return step
+        return run
+
+    def _may_run(self, chunks: list[tuple[int, list[int]]]) -> bool:
+        """Whether all rows are decodes of sequences of their own."""
+        decodes = [seq for seq, tokens in chunks if len(tokens) == 1 and not self._missing[seq]]
+        return len({*decodes}) == len(chunks)
 
     def _settle(self, chunks: list[tuple[int, list[int]]]) -> None:
         """Accepts no draft, and ends sequences that are long, and all if blocks are scarce."""
@@ -170,8 +183,9 @@ def compare(num_steps: int, seed: int) -> int:
     for cache in (*padding._model.caches, *exact._model.caches):
         cache.fill_(np.nan)
     mixtures, num_padded = Mixtures(batch_for(padding, NUM_BLOCKS).limits, seed), 0
+    steps: list[StepArrays] = []
     for number in range(num_steps):
-        step = mixtures.step()
+        step, *steps = steps or mixtures.steps()
         found, expected = (each.launch(step).wait().token_ids for each in (padding, exact))
         same = np.array_equal(found, expected)
         for ours, theirs in zip(padding._model.caches, exact._model.caches, strict=True):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -13,6 +14,8 @@ from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
 from worker_svc.settings import WorkerSettings
+from worker_svc.step.tensors import StepTensors
+from worker_svc.step.uniforms import uniforms
 
 
 class PendingArrays(Protocol):
@@ -106,6 +109,21 @@ class Platform(ABC):
             SupersededError: see `superseded`.
             RuntimeError: `run` cannot be captured. No other capture may follow in this process.
         """
+
+    def advance(self, tensors: StepTensors, block_size: int) -> None:
+        """Changes the columns of a step of decodes to those of the next step of its run: each
+        sequence continues with the token of its row. Rows without a context, which are padding,
+        stay as they are. Here in torch, on a CPU."""
+        rows = torch.nonzero(tensors.context_lens).flatten()
+        position = tensors.context_lens[rows]
+        table = tensors.table_offsets[rows] + position // block_size
+        slots = tensors.block_table[table] * block_size + position % block_size
+        seeds = tensors.seeds[rows].numpy().view(np.uint64)
+        tensors.input_ids[rows] = -1 - rows.int()
+        tensors.positions[rows] = position
+        tensors.slot_mapping[rows] = slots
+        tensors.context_lens[rows] = position + 1
+        tensors.uniforms[rows] = torch.from_numpy(uniforms(seeds, position.numpy() + 1))
 
     @abstractmethod
     def measure_peak_bytes(self, run: Callable[[], object]) -> int:

@@ -18,8 +18,10 @@ from worker_svc.devices.pinned_copies import PinnedCopies
 from worker_svc.errors import ModelError, StartError, SupersededError
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
+from worker_svc.kernels.triton.advance import advance
 from worker_svc.kernels.triton.launch import Launcher
 from worker_svc.settings import WorkerSettings
+from worker_svc.step.tensors import StepTensors
 
 log = structlog.get_logger(__name__)
 
@@ -163,6 +165,9 @@ class CudaPlatform(Platform):
         ):
             run()
         return graph.replay
+
+    def advance(self, tensors: StepTensors, block_size: int) -> None:
+        advance(tensors, block_size)
 
     def measure_peak_bytes(self, run: Callable[[], object]) -> int:
         run()  # compiles kernels, which also allocates memory

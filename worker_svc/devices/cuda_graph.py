@@ -75,6 +75,7 @@ class StepGraphs:
         self._replays: dict[GraphSize, Callable[[], None]] = {}
         self._tensors: dict[GraphSize, StepTensors] = {}
         self._results: dict[GraphSize, torch.Tensor] = {}
+        self._uploaded: StepArrays | None = None  # the step whose columns are in the buffer
         self.capturing = False
         # Largest first, so that smaller graphs fit into the memory of the largest.
         sizes = [GraphSize(size, 0, 0) for size in self._sizes[::-1]]
@@ -101,13 +102,18 @@ class StepGraphs:
         size = step.graph or GraphSize(self._sizes[bisect_left(self._sizes, step.num_seqs)], 0, 0)
         if size not in self._replays:
             self._capture(size, superseded)
-        self._upload(self._columns(padded(step, size)))
+        if step.follows is not None and step.follows is self._uploaded:
+            self._platform.advance(self._tensors[size], self._backend.block_size)
+        else:
+            self._upload(self._columns(padded(step, size)))
+        self._uploaded = step
         self._replays[size]()
         return self._tensors[size], self._results[size]
 
     def _capture(self, size: GraphSize, superseded: Callable[[], bool]) -> None:
         if superseded():
             raise SupersededError
+        self._uploaded = None
         step = self._example(size)
         columns = self._columns(step)
         self._upload(columns)

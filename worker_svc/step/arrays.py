@@ -31,6 +31,8 @@ class StepArrays:
     seeds: NDArray[np.uint64]  # [S]
     copies: Int32s = field(default_factory=lambda: np.zeros((0, 2), np.int32))  # [C, 2] from, to
     graph: GraphSize | None = None  # of the CUDA graph from which a step with prompts runs
+    # The step before in a run, whose rows continue with the tokens that they sampled there.
+    follows: StepArrays | None = field(default=None, repr=False)
     # [S], the place in `last_tokens` of the token that each row samples; -1: nowhere. If empty, row
     # r has the place r.
     places: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))

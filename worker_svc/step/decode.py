@@ -132,6 +132,7 @@ def _following(step: StepArrays, block_size: int) -> StepArrays:
         slot_mapping=slots.astype(np.int32),
         context_lens=context_lens,
         copies=step.copies[:0],
+        follows=step,
     )
 
 

@@ -23,6 +23,7 @@ class StepTensors:
     """The columns of a step of T tokens of S sequences on the device."""
 
     uniforms: torch.Tensor  # [S] float64, the random number of each sequence's next token
+    seeds: torch.Tensor  # [S] int64, the bits of unsigned numbers
     temperatures: torch.Tensor  # [S] float32
     input_ids: torch.Tensor  # [T] int32, like all that follow
     positions: torch.Tensor  # [T]
@@ -44,6 +45,7 @@ def host_columns(step: StepArrays, plan_column: Int32s) -> list[NDArray[Any]]:
     np.cumsum(step.query_lens, out=query_starts[1:])
     return [
         uniforms(step.seeds, step.context_lens),
+        step.seeds,
         step.temperatures,
         step.input_ids,
         step.positions,
@@ -108,11 +110,13 @@ def upload_step(
 
 _TORCH_DTYPES = {
     np.dtype(np.float64): torch.float64,
+    np.dtype(np.uint64): torch.int64,  # bit patterns, as below
     np.dtype(np.float32): torch.float32,
     np.dtype(np.int32): torch.int32,
-    np.dtype(np.uint32): torch.int32,  # bit patterns
+    np.dtype(np.uint32): torch.int32,
 }
-_DTYPES = [torch.float64, torch.float32] + [torch.int32] * (len(fields(StepTensors)) - 2)
+_WIDE = [torch.float64, torch.int64, torch.float32]
+_DTYPES = _WIDE + [torch.int32] * (len(fields(StepTensors)) - len(_WIDE))
 
 
 def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:

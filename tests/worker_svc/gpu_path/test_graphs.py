@@ -3,9 +3,10 @@ kernel, bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,15 +23,16 @@ from tests.worker_svc.gpu_path.small_model import (
     decode_with_features,
     make_runner,
 )
-from tests.worker_svc.harness import batch_for, save_model, worker_settings
+from tests.worker_svc.harness import Asked, Batch, batch_for, save_model, worker_settings
 from tests.worker_svc.kernels.triton.precision import assert_identical
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
 from tests.worker_svc.test_model_runner import prompts
 from worker_svc.attention.choice import BACKENDS
-from worker_svc.devices.cuda_graph import graph_sizes
+from worker_svc.devices.cuda_graph import StepGraphs, graph_sizes
 from worker_svc.errors import CaptureError, DeviceLostError, SupersededError
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.arrays import StepArrays
+from worker_svc.step.decode import decode_run
 
 # The first test of a model on a GPU compiles its kernels.
 pytestmark = pytest.mark.timeout(240)
@@ -121,6 +123,61 @@ def test_graphs_equal_uncaptured_steps(pair: Pair, rows: int) -> None:
         assert found == tokens, f"{ahead} ahead"
         for actual, expected in zip(found_caches, caches, strict=True):
             assert_identical(actual, expected)
+
+
+def make_run(batch: Batch, features: Mapping[int, Asked] | None) -> list[StepArrays]:
+    """A run of three sequences, in a graph of four."""
+    request = batch.request(
+        [(seq, [seq]) for seq in range(3)],
+        temperatures=[0.8, 0, 0.8],
+        seeds=[1, 2, 3],
+        features=features,
+        room=4,
+    )
+    request.num_steps = 4
+    return decode_run(request, batch.limits, None)
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Counts the uploads of columns for graphs."""
+    count = Mock(side_effect=StepGraphs._upload)
+    monkeypatch.setattr(StepGraphs, "_upload", lambda *args: count(*args))
+    return count
+
+
+@pytest.mark.parametrize("features", [None, {1: Asked(repetition_penalty=3.0)}])
+def test_a_run_is_uploaded_once(
+    small_dir: Path, uploads: Mock, features: dict[int, Asked] | None
+) -> None:
+    """Its other steps advance the columns on the device. Tokens and caches are those of steps that
+    are uploaded one by one."""
+    runner, batch = make_runner(small_dir, block_size=1, num_blocks=40, max_model_len=20)
+    run = make_run(batch, features)
+    one_by_one = [replace(step, follows=None) for step in run]
+    expected = launch_all(runner, one_by_one)
+    uploads.reset_mock()
+    found = launch_all(runner, run)
+    uploads.assert_called_once()
+    assert found[0] == expected[0]
+    for actual, each in zip(found[1], expected[1], strict=True):
+        assert_identical(actual, each)
+
+
+def test_a_step_between_those_of_a_run_has_the_columns_uploaded_again(
+    small_dir: Path, uploads: Mock
+) -> None:
+    runner, batch = make_runner(small_dir, block_size=1, num_blocks=40, max_model_len=20)
+    run, other = make_run(batch, None), batch.step([(9, [9])])
+    uploads.reset_mock()
+    launch_all(runner, [*run[:2], other, *run[2:]])
+    assert uploads.call_count == 3
+
+
+def launch_all(
+    runner: ModelRunner, steps: Sequence[StepArrays]
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    return run(runner, steps, len(steps), unwritten=0.0)
 
 
 @gpu_only  # on a CPU they are those of other kernels: test_model

@@ -77,7 +77,8 @@ def test_random_mixtures(model: Path, name: str) -> None:
         runner.configure(2, num_blocks, graph_tokens=TOKENS)
         runners.append(runner)
     mixtures = Mixtures(batch_for(runner, num_blocks).limits, seed=0)
-    steps = [mixtures.step() for _ in range(STEPS)]
+    steps = [step for _ in range(STEPS) for step in mixtures.steps()]
+    assert any(step.follows for step in steps)
     assert len({step.graph for step in steps if step.graph}) > 1
     for step in steps:
         found, *others = [runner.run(step).tolist() for runner in runners]

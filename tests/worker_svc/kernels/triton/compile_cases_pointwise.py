@@ -11,6 +11,7 @@ import torch
 from tests.worker_svc.kernels.triton.compiled import Case
 from worker_svc.kernels.logits import BINS
 from worker_svc.kernels.ops import PlainWeight
+from worker_svc.kernels.triton.advance import advance
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
@@ -21,6 +22,7 @@ from worker_svc.kernels.triton.sampling.token_history import penalize, store_tok
 from worker_svc.kernels.triton.sampling.token_masks import apply_masks
 from worker_svc.kernels.triton.silu_mul import silu_and_multiply
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.step.tensors import unpack
 
 TOKENS = 3
 VOCAB_SIZE = 151_936
@@ -134,6 +136,8 @@ CASES = [
     for name, launch in launches(shape, dtype)
 ]
 CASES += [Case(name, launch) for ranks in (1, 2) for name, launch in feature_launches(ranks)]
+STEP = unpack(torch.zeros(2**14, dtype=torch.uint8), [TOKENS] * 12)
+CASES += [Case(f"advance, blocks of {size}", partial(advance, STEP, size)) for size in (16, 256)]
 # Chunks of one token or two, as tests have them.
 CASES += [
     Case(f"{name}, vocabulary of {n}", launch)
