@@ -97,7 +97,8 @@ def positions_and_slots(
     block_table_offsets: Int32s,
     block_size: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The positions and slots [T] of a step's tokens."""
+    """The positions and slots [T] of a step's tokens. Of decodes, `context_lens` may be [N, S] of
+    N steps; then both are [N, T]."""
     if len(query_lens) == (num_tokens := query_lens.sum()):  # decodes
         positions, first_block = context_lens.astype(np.int64) - 1, block_table_offsets[:-1]
     else:

@@ -92,9 +92,13 @@ def decode_run(
     if num_steps in (0, 1):
         return [step]
     _check_run(step, num_steps, limits)
+    context_lens = step.context_lens + np.arange(1, num_steps, dtype=np.int32)[:, None]
+    table = step.block_table, step.block_table_offsets
+    positions, slots = positions_and_slots(step.query_lens, context_lens, *table, limits.block_size)
+    later = context_lens, positions.astype(np.int32), slots.astype(np.int32)
     run = [step]
-    for _ in range(1, num_steps):
-        run.append(_following(run[-1], limits.block_size))
+    for columns in zip(*later, strict=True):
+        run.append(_following(run[-1], *columns))
     return run
 
 
@@ -119,17 +123,16 @@ def _check_run(step: StepArrays, num_steps: int, limits: StepLimits) -> None:
         raise InvalidArgumentError("block_table", "fewer blocks than a sequence needs in the run")
 
 
-def _following(step: StepArrays, block_size: int) -> StepArrays:
+def _following(
+    step: StepArrays, context_lens: Int32s, positions: Int32s, slots: Int32s
+) -> StepArrays:
     """The next step of a run."""
-    context_lens = step.context_lens + np.int32(1)
-    columns = step.query_lens, context_lens, step.block_table, step.block_table_offsets
-    positions, slots = positions_and_slots(*columns, block_size)
     return replace(
         step,
         step_id=step.step_id + 1,
         input_ids=-1 - np.arange(step.num_seqs, dtype=np.int32),
-        positions=positions.astype(np.int32),
-        slot_mapping=slots.astype(np.int32),
+        positions=positions,
+        slot_mapping=slots,
         context_lens=context_lens,
         copies=step.copies[:0],
         follows=step,
