@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.kill_servers import FAILURES, LIMIT_S, WITH_HTTP, Server, start_nano, start_peer
-from bench.metrics import Trace
+from bench.metrics import Trace, pause_s
 from bench.peers.driver import ENTRIES, Entry
 from bench.peers.installed import converted, python
 from bench.processes import Samples
@@ -96,22 +96,6 @@ def figures(
         sum(seconds for state, seconds in states.items() if state != SERVING),
         first_token_s,
     )
-
-
-def pause_s(stream: Trace, killed: float) -> float | None:
-    """The longest gap between two chunks that ends after the kill, less two ordinary steps of the
-    stream, in seconds. An ordinary step is the median gap before the kill.
-
-    Args:
-        killed: the time of the kill, by the clock of the arrivals.
-
-    Returns:
-        None if there are no such gaps.
-    """
-    gaps = [(end - start, end > killed) for (start, _), (end, _) in pairwise(stream.arrivals)]
-    before = [gap for gap, is_after in gaps if not is_after]
-    after = [gap for gap, is_after in gaps if is_after]
-    return max(max(after) - 2 * median(before), 0.0) if before and after else None
 
 
 def compare(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 
 import numpy as np
 
@@ -38,6 +40,22 @@ class Trace:
         for (before, _), (now, tokens) in zip(self.arrivals, self.arrivals[1:], strict=False):
             latencies += [(now - before) / tokens] * tokens
         return latencies
+
+
+def pause_s(stream: Trace, killed: float) -> float | None:
+    """The longest gap between two chunks that ends after the kill, less two ordinary steps of the
+    stream, in seconds. An ordinary step is the median gap before the kill.
+
+    Args:
+        killed: the time of the kill, by the clock of the arrivals.
+
+    Returns:
+        None if there are no such gaps.
+    """
+    gaps = [(end - start, end > killed) for (start, _), (end, _) in pairwise(stream.arrivals)]
+    before = [gap for gap, is_after in gaps if not is_after]
+    after = [gap for gap, is_after in gaps if is_after]
+    return max(max(after) - 2 * median(before), 0.0) if before and after else None
 
 
 @dataclass(frozen=True)

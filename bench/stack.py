@@ -165,8 +165,11 @@ async def run_stack(
     return Run("stack", traces, summarize(traces), stats)
 
 
-async def run_request(llm: AsyncLLM, request: WorkloadRequest) -> Trace:
+async def run_request(llm: AsyncLLM, request: WorkloadRequest, trace: Trace | None = None) -> Trace:
     """Runs one request; returns its times at the client.
+
+    Args:
+        trace: receives the times as they come.
 
     Raises:
         BenchError: the completion is not as long as requested.
@@ -178,7 +181,7 @@ async def run_request(llm: AsyncLLM, request: WorkloadRequest) -> Trace:
         ignore_eos=True,
         seed=request.seed,
     )
-    trace = Trace(len(request.prompt), sent=time.perf_counter())
+    trace = trace or Trace(len(request.prompt), sent=time.perf_counter())
     async for chunk in llm.stream(request.prompt, params):
         if chunk.token_ids:
             trace.arrivals.append((time.perf_counter(), len(chunk.token_ids)))

@@ -1,8 +1,8 @@
 """`python -m bench.gpu.client JSON`: the reference workload's clients, each in its own process.
 
-It prints a line of JSON for each round and one for the single streams. Each line has the CPU time
-that the clients and each service used meanwhile. The services are descendants of the process that
-started this one.
+It prints a line of JSON for each round, one for the single streams, and one for a kill of the
+worker. The others have the CPU time that the clients and each service used meanwhile. The services
+are descendants of the process that started this one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,12 +22,20 @@ from typing import Any
 import psutil
 
 from bench.gpu.peer import round_of
-from bench.metrics import summarize
+from bench.metrics import Trace, pause_s, summarize
 from bench.stack import measure_single_stream, run_request, stats_reader
-from bench.workload import Shape, reference_workload, warm_up_request
+from bench.workload import (
+    STREAM_PROMPT,
+    Shape,
+    random_request,
+    reference_workload,
+    warm_up_request,
+)
 from nano_vllm_grpc import AsyncLLM
 
 SERVICES = ("frontend", "scheduler_svc", "worker_svc")
+KILLED, KILLED_TOKENS = 2, 512  # streams amid which the worker is killed, and tokens of each
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class Job:
     shape: dict[str, int]  # `Shape`
     clients: int  # processes; a single one would be slower than the stack
     rounds: int
-    stream_repeats: int
+    stream_repeats: int  # if 0, only the rounds are measured
 
 
 async def run(job: Job, send: Callable[[dict[str, Any]], None]) -> None:
@@ -53,13 +62,45 @@ async def run(job: Job, send: Callable[[dict[str, Any]], None]) -> None:
         assert stats
         assert stats_before
         found = asdict(summarize(traces)) | asdict(stats.since(stats_before))
-        send({"round": number, **found, "cpu_s": cpu_since(before)})
+        send({"name": f"round {number}", **found, "cpu_s": cpu_since(before)})
     for process in multiprocessing.active_children():
         process.join()  # so that its CPU time no longer counts
+    if not job.stream_repeats:
+        return
     async with AsyncLLM(job.address) as llm:
         before = cpu_seconds()
         single = await measure_single_stream(llm, await llm.get_model(), job.stream_repeats)
-        send(asdict(single) | {"cpu_s": cpu_since(before)})
+        send({"name": "one stream", **asdict(single), "cpu_s": cpu_since(before)})
+        send({"name": "killed worker", "pauses_s": await kill_a_worker(llm)})
+
+
+async def kill_a_worker(llm: AsyncLLM) -> list[float | None]:
+    """Kills the worker amid streams -> the pause of each.
+
+    Raises:
+        BenchError: a stream did not go on to its end.
+    """
+    vocab_size = (await llm.get_model()).vocab_size
+    requests = [random_request(vocab_size, STREAM_PROMPT, KILLED_TOKENS) for _ in range(KILLED)]
+    traces = [Trace(STREAM_PROMPT, time.perf_counter()) for _ in requests]
+    streams = [
+        asyncio.create_task(run_request(llm, request, trace))
+        for request, trace in zip(requests, traces, strict=True)
+    ]
+    while min(trace.output_tokens for trace in traces) < KILLED_TOKENS // 4:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_S)
+    killed = time.perf_counter()
+    for fork in forks("worker_svc"):
+        fork.kill()
+    await asyncio.gather(*streams)
+    return [pause_s(trace, killed) for trace in traces]
+
+
+def forks(service: str) -> list[psutil.Process]:
+    """The processes of a service that its parent process has forked."""
+    processes = psutil.Process(os.getppid()).children(recursive=True)
+    parents = {each.pid for each in processes if service in each.cmdline()}
+    return [each for each in processes if each.pid in parents and each.ppid() in parents]
 
 
 def _start(job: Job, number: int) -> Connection:

@@ -3,8 +3,13 @@ The first tests help to understand why a later one fails."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -15,17 +20,22 @@ from bench.gpu import step_speed
 from bench.gpu.attention_speed import report_rate
 from bench.gpu.ceilings_speed import bandwidth
 from bench.gpu.records import Report
+from bench.gpu.run import REHEARSED_MODEL, ROOT
 from bench.gpu.setup import Setup
 from bench.gpu.step_speed import Loaded
-from bench.gpu.steps import Sequences
+from bench.gpu.steps import Sequences, blocks_needed, make_step
 from shared.graph_sizes import graph_size
+from worker_svc.model_runner import ModelRunner
 from worker_svc.step.arrays import StepArrays
+from worker_svc.step.decode import MAX_RUN
 from worker_svc.step.wire import Int32s
 
 PROMPTS = 8
 # The maximum distance of a token's logit below the largest logit, as a share of the largest less
 # the mean. In bfloat16, rounding decides near ties. A wrong token's share is near 1.
 TOLERANCE = 0.05
+# Layers of the 8B shape, with few tokens in its vocabulary so that it is made in seconds.
+TWO_LAYERS = ("--shape", "qwen3-8b", "--set", "num_hidden_layers=2", "--set", "vocab_size=4096")
 
 pytestmark = pytest.mark.timeout(120)  # the first part compiles
 
@@ -67,8 +77,10 @@ def measure_load(setup: Setup, report: Report, loaded: Loaded) -> None:
 
 def measure_graphs_against_eager(setup: Setup, report: Report, loaded: Loaded) -> None:
     """Decodes greedily from graphs, then asks for the logits of the same steps without them."""
-    texts, tokens = greedy(setup, loaded)
-    logits = [loaded.runner.logits(step) for step in steps(loaded, texts, iter(tokens))]
+    runner, num_blocks = loaded.runner, loaded.num_blocks
+    texts, tokens = greedy(setup, runner, num_blocks)
+    again = steps(setup, runner, num_blocks, texts, iter(tokens))
+    logits = [runner.logits(step) for step in again]
     compare(report, "graphs against eager", torch.stack(logits, 1), tokens)
 
 
@@ -85,10 +97,75 @@ def measure_prompts_from_a_graph(setup: Setup, report: Report, loaded: Loaded) -
     compare(report, "prompts from a graph", runner.logits(step)[:, None], [sampled])
 
 
+def measure_a_run(setup: Setup, report: Report, loaded: Loaded) -> None:
+    """Decodes steps that are uploaded one by one, then as a run, which is uploaded once."""
+    rows = setup.sizes.batches[0]
+    run = run_of(loaded, rows)
+    sampled = []
+    for way, each in (
+        ("one by one", [replace(step, follows=None) for step in run]),
+        ("in a run", run),
+    ):
+        sampled.append([loaded.runner.run(step).tolist() for step in each])
+        ms = 1e3 * seconds_ahead(loaded.runner, each * setup.sizes.few)
+        report.figure(f"{rows} decodes {way}: back to back", ms, "ms")
+    assert sampled[0] == sampled[1]
+
+
+@pytest.fixture(scope="module")
+def two_layers(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "two-layers"
+    shape = REHEARSED_MODEL if setup.rehearse else TWO_LAYERS
+    make = [sys.executable, "-m", "tools.make_model", *shape, "--out", str(path)]
+    subprocess.run(make, cwd=ROOT, check=True)
+    return path
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
+def measure_few_bits(setup: Setup, report: Report, two_layers: Path, quantization: str) -> None:
+    """Decodes with weights of two layers of the 8B shape in fewer bits."""
+    setup, sizes = replace(setup, model=two_layers), setup.sizes
+    few, many, context = sizes.batches[0], sizes.batches[-1], sizes.contexts[0]
+    settings = setup.settings(
+        quantization=quantization, max_num_seqs=many, max_model_len=sizes.max_model_len
+    )
+    started = time.perf_counter()
+    runner = ModelRunner(settings, setup.platform(settings))
+    report.figure(f"{quantization}: loaded", time.perf_counter() - started, "s")
+    size = runner.info.block_size
+    runner.configure(1, blocks_needed([context] * many, size))
+    for rows in (few, many):
+        step = make_step([1] * rows, [context] * rows, size, runner.info.vocab_size)
+        runner.run(step)
+        ms = 1e3 * seconds_ahead(runner, [step] * sizes.repeats)
+        name = f"two layers, {rows} decodes"
+        if quantization == "none":
+            report.figure(f"{name}, bf16", ms, "ms")
+        else:
+            report.figure(f"{name}, {quantization}", ms, "ms", report.value(f"{name}, bf16"))
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("models/*/model*.safetensors")), ids=str)
+def measure_trained(setup: Setup, report: Report, file: Path) -> None:
+    """Compares the models in models/, which are trained, with transformers."""
+    setup = replace(setup, model=file.parent)
+    settings = setup.settings(max_num_seqs=PROMPTS)
+    runner = ModelRunner(settings, setup.platform(settings))
+    num_blocks = blocks_needed([setup.sizes.contexts[0]] * PROMPTS, runner.info.block_size)
+    runner.configure(1, num_blocks)
+    against_transformers(setup, report, file.parent.name, runner, num_blocks)
+
+
 def measure_against_transformers(setup: Setup, report: Report, loaded: Loaded) -> None:
+    against_transformers(setup, report, "model", loaded.runner, loaded.num_blocks)
+
+
+def against_transformers(
+    setup: Setup, report: Report, name: str, runner: ModelRunner, num_blocks: int
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    texts, tokens = greedy(setup, loaded)
+    texts, tokens = greedy(setup, runner, num_blocks)
     oracle = AutoModelForCausalLM.from_pretrained(setup.model, dtype=setup.dtype)
     oracle = oracle.to(setup.device).eval()
     logits = []
@@ -96,7 +173,7 @@ def measure_against_transformers(setup: Setup, report: Report, loaded: Loaded) -
         ids = torch.from_numpy(np.concatenate((text, made[:-1]))).long().to(setup.device)
         with torch.inference_mode():
             logits.append(oracle(ids[None]).logits[0, len(text) - 1 :])
-    compare(report, "against transformers", torch.stack(logits), tokens)
+    compare(report, f"{name} against transformers", torch.stack(logits), tokens)
 
 
 # By number: see `step_speed.measure_step`.
@@ -111,26 +188,58 @@ def measure_attention(setup: Setup, report: Report) -> None:
         report_rate(setup, report, label, heads, [setup.sizes.contexts[0]] * rows)
 
 
-def greedy(setup: Setup, loaded: Loaded) -> tuple[list[Int32s], list[Int32s]]:
+def greedy(setup: Setup, runner: ModelRunner, num_blocks: int) -> tuple[list[Int32s], list[Int32s]]:
     """Returns random prompts, and the tokens [S] that each step samples for them."""
     rng = np.random.default_rng(setup.seed)
     rows = min(PROMPTS, setup.sizes.workload.num_seqs)
-    longest, vocab = setup.sizes.contexts[0] // 2, loaded.runner.info.vocab_size
+    longest, vocab = setup.sizes.contexts[0] // 2, runner.info.vocab_size
     lengths = rng.integers(1, longest, rows, endpoint=True)
     texts = [rng.integers(vocab, size=length, dtype=np.int32) for length in lengths]
     tokens: list[Int32s] = []
-    for step in steps(loaded, texts, iter(tokens)):  # iter yields what is appended
-        tokens.append(loaded.runner.run(step))
+    # iter yields what is appended
+    for step in steps(setup, runner, num_blocks, texts, iter(tokens)):
+        tokens.append(runner.run(step))
     return texts, tokens
 
 
-def steps(loaded: Loaded, texts: list[Int32s], tokens: Iterator[Int32s]) -> Iterator[StepArrays]:
+def steps(
+    setup: Setup,
+    runner: ModelRunner,
+    num_blocks: int,
+    texts: list[Int32s],
+    tokens: Iterator[Int32s],
+) -> Iterator[StepArrays]:
     """Yields the step of the prompts, then the steps of the decodes."""
-    size = loaded.runner.info.block_size
-    sequences = Sequences(size, range(loaded.num_blocks), seed=0)
+    sequences = Sequences(runner.info.block_size, range(num_blocks), seed=0)
     yield sequences.step(dict(enumerate(texts)))
-    for _ in range(loaded.setup.sizes.greedy_tokens - 1):
+    for _ in range(setup.sizes.greedy_tokens - 1):
         yield sequences.step({row: token[None] for row, token in enumerate(next(tokens))})
+
+
+def run_of(loaded: Loaded, rows: int) -> list[StepArrays]:
+    """Makes a run of decodes, whose steps have the blocks of its last one."""
+    info, context = loaded.runner.info, loaded.setup.sizes.contexts[0]
+    sequences = Sequences(info.block_size, range(loaded.num_blocks), seed=0)
+    sequences.step({row: np.zeros(context - MAX_RUN, np.int32) for row in range(rows)})
+    steps = [sequences.step({row: np.ones(1, np.int32) for row in range(rows)})]
+    for _ in range(1, MAX_RUN):
+        steps.append(sequences.step({row: np.array([-1 - row], np.int32) for row in range(rows)}))
+    table, offsets = steps[-1].block_table, steps[-1].block_table_offsets
+    run = [replace(steps[0], block_table=table, block_table_offsets=offsets)]
+    for step in steps[1:]:
+        run.append(replace(step, block_table=table, block_table_offsets=offsets, follows=run[-1]))
+    return run
+
+
+def seconds_ahead(runner: ModelRunner, steps: Sequence[StepArrays]) -> float:
+    """Launches steps one ahead, as the service does -> the seconds of one."""
+    pending = deque([runner.launch(steps[0])])
+    started = time.perf_counter()
+    for step in steps[1:]:
+        pending.append(runner.launch(step))
+        pending.popleft().wait()
+    pending.pop().wait()
+    return (time.perf_counter() - started) / len(steps)
 
 
 def compare(report: Report, name: str, logits: torch.Tensor, tokens: list[Int32s]) -> None:

@@ -30,6 +30,7 @@ PEER_LIMIT_S = 350.0  # vLLM compiles as it starts
 
 
 def measure_stack(setup: Setup, report: Report) -> None:
+    """Measures the workload, then one stream, then a kill of the worker amid a few."""
     serving = setup.serving()
     report.detail("setting", serving)
     # The bounds are measured before the stack starts, because it shares the GPU.
@@ -37,15 +38,27 @@ def measure_stack(setup: Setup, report: Report) -> None:
     single_bound = 1e9 * bandwidth(setup, report) / model_size(setup).weight_bytes
     if setup.device.type == "cuda":
         torch.cuda.empty_cache()
-    rates, found = [], {}
-    for found in _client(setup, serving):
-        report.detail(f"round {found['round']}" if "round" in found else "one stream", found)
-        if "round" in found:
-            rates.append(found["output_tokens_per_s"])
+    rates: list[float] = []
+    found: dict[str, Any] = {}
+    for line in _client(setup, serving, setup.sizes.stream_repeats):
+        found |= line
+        report.detail(line["name"], line)
+        if "output_tokens_per_s" in line:
+            rates.append(line["output_tokens_per_s"])
     rate = statistics.median(rates)
     report.figure("stack", rate, "tokens/s", bound, TARGET)
     single = found["single_stream_tokens_per_s"]
     report.figure("one stream", single, "tokens/s", single_bound, SINGLE_STREAM_TARGET)
+    pauses = [pause for pause in found["pauses_s"] if pause is not None]
+    report.figure("killed worker: longest pause", max(pauses), "s")
+
+
+def measure_stack_without_drafts(setup: Setup, report: Report) -> None:
+    serving = setup.serving() | {"speculation": "none"}
+    rounds = list(_client(setup, serving, stream_repeats=0))
+    report.detail("rounds without drafts", rounds)
+    rate = statistics.median(found["output_tokens_per_s"] for found in rounds)
+    report.figure("stack, SPECULATION=none", rate, "tokens/s", report.value("stack"))
 
 
 @pytest.mark.timeout(PEER_LIMIT_S + 20)
@@ -74,7 +87,7 @@ def measure_peer(setup: Setup, report: Report) -> None:
         report.figure(f"stack / {name}", stack, "tokens/s", rate, PEER_TARGET)
 
 
-def _client(setup: Setup, serving: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _client(setup: Setup, serving: dict[str, Any], stream_repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the lines that the client of a private stack prints."""
     sizes = setup.sizes
     with tempfile.TemporaryDirectory() as directory:
@@ -88,7 +101,7 @@ def _client(setup: Setup, serving: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 asdict(sizes.workload),
                 sizes.clients,
                 sizes.rounds,
-                sizes.stream_repeats,
+                stream_repeats,
             )
             command = [sys.executable, "-m", "bench.gpu.client", json.dumps(asdict(job))]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:

@@ -112,12 +112,12 @@ def test_the_smoke_runs_without_unused_packages(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     *_, stack, stream, verdict, _ = done.stdout.splitlines()
     assert [line[:10] for line in (stack, stream)] == ["stack     ", "one stream"]
-    assert verdict == "smoke: 14 passed, 3 skipped; a rehearsal: no figure means anything"
+    assert verdict == "smoke: 20 passed, 3 skipped; a rehearsal: no figure means anything"
     about, *records = read(tmp_path / "out" / "smoke.jsonl")
     assert about["rehearsal"] is True
     skipped = [each["message"] for each in records if each.get("outcome") == "skipped"]
     assert "no peer, see --peer" in skipped
-    for name in ("graphs against eager", "against transformers"):
+    for name in ("graphs against eager", "model against transformers", "demo against transformers"):
         (figure,) = (each for each in records if each.get("name") == f"{name}: equal tokens")
         assert figure["ratio"] == 1
     details = {
