@@ -17,9 +17,9 @@ from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.pieces import cut_columns, join_rows
 from worker_svc.weights.quantization.quantize import empty
 
-# How many numbers of a matrix are quantized or repacked at a time. It is large enough to be quick,
-# and small compared with the matrix.
-_PIECE = 1 << 20
+# How many numbers of a matrix are quantized or repacked at a time, by device. They are enough to be
+# quick, and take little memory compared with the model.
+_PIECES = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class WeightLoader:
         pieces = (
             (part.name, self._piece(part.name, rows, columns, in_features, quantize_to))
             for part in parts
-            for rows in _pieces(part, in_features)
+            for rows in _pieces(part, _PIECES[self.device.type] // in_features)
         )
         packed = self._keep(self._ops.pack(join_rows(pieces, num_rows), self.dtype))
         if self._cache and (found := packed.state()):
@@ -261,8 +261,8 @@ class KeptLoader(WeightLoader):
         pass
 
 
-def _pieces(part: Rows, in_features: int) -> Iterator[range]:
+def _pieces(part: Rows, num_rows: int) -> Iterator[range]:
     """Yields the rows of `part` in pieces. A part without rows yields one empty piece."""
-    step, stop = max(_PIECE // in_features, 1), part.start + part.count
+    step, stop = max(num_rows, 1), part.start + part.count
     for start in range(part.start, max(stop, part.start + 1), step):
         yield range(start, min(start + step, stop))

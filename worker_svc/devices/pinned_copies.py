@@ -20,16 +20,17 @@ class PinnedCopies:
 
     def __call__(self, out: torch.Tensor, source: torch.Tensor) -> None:
         """Copies source, a host tensor of any dtype, to out, a contiguous device tensor of equal
-        shape."""
+        shape. The GPU converts its dtype."""
         target, values = out.view(-1), source.reshape(-1)
-        size = len(self._buffers[0]) // out.dtype.itemsize
+        size = len(self._buffers[0]) // values.dtype.itemsize
         for start in range(0, len(values), size):
             part = values[start : start + size]
             number = self._copies % len(self._buffers)
             if self._copies >= len(self._buffers):
                 self._copied[number].synchronize()
-            buffer = self._buffers[number][: len(part) * out.dtype.itemsize].view(out.dtype)
+            buffer = self._buffers[number][: part.nbytes].view(part.dtype)
             buffer.copy_(part)
-            target[start : start + size].copy_(buffer, non_blocking=True)
+            uploaded = buffer.to(out.device, non_blocking=True)
+            target[start : start + size].copy_(uploaded)
             self._copied[number].record()
             self._copies += 1

@@ -21,6 +21,7 @@ from tests.worker_svc.quantization.writers import (
     save_quantized,
 )
 from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
+from worker_svc import loader
 from worker_svc.errors import ModelError
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.loader import Rows, WeightLoader
@@ -90,7 +91,7 @@ def test_reads_parts_of_columns(tmp_path: Path, format: Format, ranks: int) -> N
 def test_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     format = FORMATS["AWQ"]
     expected = save_layer(tmp_path, format)
-    monkeypatch.setattr("worker_svc.loader._PIECE", 7 * IN)
+    monkeypatch.setitem(loader._PIECES, "cpu", 7 * IN)
     assert torch.equal(load(tmp_path, format, [Rows("x", 0, OUT)]).dequantized(), expected)
 
 

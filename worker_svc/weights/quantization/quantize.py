@@ -19,8 +19,9 @@ GROUP_SIZES = 128, 64, 32
 DIVISORS = 7.0, 7.5, 8.0, 8.5, 9.0, 10.0
 # The magnitude of the largest code, which is that of a row's or group's largest weight.
 TOPS = {"int8": 127.0, "int6": 31.0, "fp8": 448.0}
-# The number of elements at a time, so few that their intermediate results stay in the CPU's cache.
-_PIECE = 1 << 18
+# The number of elements at a time, by device: so few that their intermediate results stay in the
+# CPU's cache, or so many that a GPU computes for longer than the CPU launches.
+_PIECES = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 def group_size(in_features: int) -> int:
@@ -65,7 +66,7 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
     quantized = empty(out, columns, format, weight.device)
     codes, scales = quantized.codes, quantized.scales
     groups = scales.shape[1]
-    for rows in _pieces(out, columns):
+    for rows in _pieces(weight):
         part = weight[rows]
         if format == "int4":
             scales[rows] = _int4_scales(part, groups)
@@ -79,8 +80,9 @@ def quantize(weight: torch.Tensor, format: Format) -> QuantizedWeight:
     return quantized
 
 
-def _pieces(out: int, columns: int) -> Iterator[slice]:
-    step = max(_PIECE // columns, 1)
+def _pieces(weight: torch.Tensor) -> Iterator[slice]:
+    out, columns = weight.shape
+    step = max(_PIECES[weight.device.type] // columns, 1)
     for start in range(0, out, step):
         yield slice(start, min(start + step, out))
 
