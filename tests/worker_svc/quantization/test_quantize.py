@@ -163,7 +163,8 @@ def test_ranks_together_multiply_as_one(tmp_path: Path, format: Format, ranks: i
         return linear(x.chunk(tp.size, dim=1)[tp.rank])
 
     (one,) = on_ranks(1, multiply)
-    rounding = torch.finfo(torch.float32).eps * (x.abs() @ weight.abs().T)  # in another order
+    # Sums of 384 products, in another order.
+    rounding = 4 * torch.finfo(torch.float32).eps * (x.abs() @ weight.abs().T)
     for several in on_ranks(ranks, multiply):
         assert ((several - one).abs() <= rounding).all()
 
