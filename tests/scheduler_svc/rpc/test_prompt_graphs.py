@@ -52,14 +52,15 @@ async def test_features_and_prompt_logprobs_run_without_a_graph(tmp_path: Path) 
     assert lens_in_graphs(worker) == [[14]]
 
 
-async def test_a_size_at_which_workers_are_lost_is_not_captured_again(tmp_path: Path) -> None:
+async def test_a_size_at_which_workers_are_lost_twice_is_not_captured_again(tmp_path: Path) -> None:
+    """Once may be by chance."""
     worker = capable()
-    worker.fails = lambda step: step.graph and step.epoch == 1
+    worker.fails = lambda step: step.graph and step.epoch < 3
     async with stack_of(tmp_path, worker, max_num_batched_tokens=128) as stack:
         frontend = await stack.frontend()
-        for number in range(1, 6):
+        for number in range(1, 8):
             await frontend.complete(number, prompt(number, 5), 3)
-        assert lens_in_graphs(worker) == [[5]]
-        for number in range(6, 8):
+        assert lens_in_graphs(worker) == [[5], [5]]
+        for number in range(8, 10):
             await frontend.complete(number, prompt(number, 80), 3)
-    assert lens_in_graphs(worker) == [[5], [80]]
+    assert lens_in_graphs(worker) == [[5], [5], [80]]
