@@ -1,6 +1,6 @@
 """`python -m bench.gpu RUN ...` proves the worker's GPU path against references, and measures it.
 
-The runs are smoke (parts of prove and measure, in a few minutes), prove, measure, sweeps, and any of
+The runs are smoke (parts of prove and measure, in minutes), prove, measure, sweeps, and any of
 their files by its name, such as attention or step. The exit status is 0 if everything passed, 1 if
 something failed or was not run, and 2 if nothing could be run. See docs/deploy/gpu-and-nodes.md.
 """

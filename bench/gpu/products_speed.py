@@ -14,7 +14,8 @@ from bench.gpu.ceilings_speed import bandwidth, matmul_rate
 from bench.gpu.records import Report
 from bench.gpu.setup import Setup
 from worker_svc.kernels.triton.ops import pack
-from worker_svc.kernels.triton.thin_matmul import MAX_ROWS, ThinWeight
+from worker_svc.kernels.triton.row_matmul import RowWeight
+from worker_svc.kernels.triton.thin_matmul import MAX_ROWS
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 
@@ -54,7 +55,7 @@ def measure_products(setup: Setup, report: Report, kind: Kind) -> None:
             by_bytes = moved / bandwidth(setup, report) / 1e9
             by_flops = 2 * tokens * rows * columns / matmul_rate(setup, report) / 1e12
             report.figure(case, 1e6 * seconds, "us", 1e6 * max(by_bytes, by_flops))
-            if isinstance(packed[0], ThinWeight) and tokens <= MAX_ROWS:
+            if isinstance(packed[0], RowWeight) and tokens <= MAX_ROWS:
                 plain = [
                     partial(functional.linear, x, weight)
                     for weight in weights

@@ -9,6 +9,7 @@ from worker_svc.kernels.ops import pick_last_rows as last_rows
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.quantized.weights import pack_quantized, unpack_quantized
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
+from worker_svc.kernels.triton.row_matmul import RowWeight
 from worker_svc.kernels.triton.sampling.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.kernels.triton.sampling.token_history import penalize, store_tokens
@@ -58,4 +59,5 @@ def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
 
 
 def _pack_plain(weight: torch.Tensor) -> PackedWeight:
-    return ThinWeight(weight) if ThinWeight.suits(weight) else PlainWeight(weight)
+    kinds = [each for each in (ThinWeight, RowWeight) if each.suits(weight)]
+    return [*kinds, PlainWeight][0](weight)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from worker_svc.kernels.ops import Exchange, PlainWeight
+from worker_svc.kernels.ops import Exchange
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 from worker_svc.kernels.triton.paged_attention import dot_dtype
+from worker_svc.kernels.triton.row_matmul import RowWeight
 
 MAX_ROWS = 64  # of x, in one tile; with more, cuBLAS has enough tiles
 MAX_TILES = 64  # of the weight's rows
@@ -21,11 +22,13 @@ WIDTH = 128  # columns per iteration
 PROGRAMS = 132  # one for each multiprocessor of an H100 or H200
 
 
-class ThinWeight(PlainWeight):
-    """W [outs, columns], which `thin_matmul` multiplies by few rows and cuBLAS by more."""
+class ThinWeight(RowWeight):
+    """W [outs, columns], which `thin_matmul` multiplies by few rows and cuBLAS by more. One row is
+    left to `row_matmul` if it can multiply it."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight)
+        self._min_rows = 2 if RowWeight.suits(weight) else 1
         tiles = len(weight) // TILE
         # How many programs of each tile have finished. The last program sets the number to 0.
         self._finished = torch.zeros(tiles, dtype=torch.int32, device=weight.device)
@@ -43,7 +46,7 @@ class ThinWeight(PlainWeight):
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
     ) -> torch.Tensor:
-        if bias is None and len(x) <= MAX_ROWS:
+        if bias is None and self._min_rows <= len(x) <= MAX_ROWS:
             return thin_matmul(x, self.weight, self._finished)
         return super().matmul(x, bias, exchange)
 

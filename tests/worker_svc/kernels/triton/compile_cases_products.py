@@ -14,6 +14,7 @@ from worker_svc.kernels.ops import PackedWeight
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.quantized.row_quantization import quantize
 from worker_svc.kernels.triton.quantized.weights import CodeWeight, Int8Weight
+from worker_svc.kernels.triton.row_matmul import RowWeight
 from worker_svc.kernels.triton.thin_matmul import ThinWeight
 from worker_svc.weights.quantization.formats import Format
 
@@ -62,7 +63,10 @@ def cases() -> Iterator[Case]:
             launch = partial(products, weight, 3072, BF16, rows)
             yield Case(f"{name} zeros {zeros} {number}", launch, uses_wgmma=True)
     thin = ThinWeight(empty(1024, 3072, dtype=BF16))
-    for rows in ((1, 16), (17, 32), (33, 64)):
+    for outs, columns in ((1024, 3072), (6144, 1024)):
+        weight = RowWeight(empty(outs, columns, dtype=BF16))
+        yield Case(f"one row, {outs} outputs", partial(products, weight, columns, BF16, (1,)))
+    for rows in ((2, 16), (17, 32), (33, 64)):
         launch = partial(products, thin, 3072, BF16, rows)
         yield Case(f"thin {rows[-1]} rows", launch, uses_wgmma=rows[-1] == 64)
     odd = partial(products, make_int8(1000, 352), 352, FP16, (16,))
