@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,9 @@ from worker_svc.kv_cache import (
     copy_blocks,
 )
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.layers.pooling import pool
 from worker_svc.rank_models.draft_model import DraftModel
+from worker_svc.rank_models.info import RunnerInfo
 from worker_svc.rank_models.rank_model import RankModel
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import Logprobs
@@ -43,23 +44,6 @@ from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors, upload
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import PendingStep
-
-
-@dataclass(frozen=True)
-class RunnerInfo:
-    """The properties and limits of a loaded model."""
-
-    device: str
-    dtype: str
-    fingerprint: str  # of the model's files, then the format of its weights
-    attention_backend: str
-    block_size: int  # tokens
-    num_blocks: int  # that fit into free memory
-    max_num_blocks: int  # that would fit into empty memory, and whose slots fit into int32
-    max_model_len: int  # tokens
-    max_num_batched_tokens: int  # in a step
-    vocab_size: int
-    graph_tokens: int  # the maximum of prompt tokens in a step that runs from a CUDA graph
 
 
 class ModelRunner:
@@ -259,18 +243,19 @@ class ModelRunner:
             if self._draft:
                 step, num_drafted = self._draft.draft(step, superseded)
             of_prompts: list[Logprobs] = []
+            pooled: list[torch.Tensor] = []
             graphs = self._model.graphs
-            if graphs and (step.graph or step.decodes_only) and not step.prompt_targets:
+            if graphs and (step.graph or step.decodes_only) and not step.reads_hidden_states:
                 tensors, logits = graphs.replay(step, superseded)
             else:
                 tensors = self._model.to_device(step)
-                logits, of_prompts = self._run_eagerly(step, tensors)
+                logits, of_prompts, pooled = self._run_eagerly(step, tensors)
             of_samples: list[Logprobs] = []
             if step.features is not None:
                 of_samples = self._features.sample(
                     step.features, step, tensors, logits, self._last_tokens, self._tokens
                 )
-            return self._fetch(step, stopwatch, of_samples + of_prompts, num_drafted)
+            return self._fetch(step, stopwatch, of_samples + of_prompts, num_drafted, pooled)
 
     def run(self, step: StepArrays) -> Int32s:
         """Runs `step` to its end -> the token sampled per row [S]."""
@@ -314,14 +299,17 @@ class ModelRunner:
 
     def _run_eagerly(
         self, step: StepArrays, tensors: StepTensors
-    ) -> tuple[torch.Tensor, list[Logprobs]]:
-        """Does what `_run` does -> its logits, and the log-probabilities of prompts."""
-        max_context_len = int(step.context_lens.max())
-        if step.prompt_targets is None:
-            return self._run(step, tensors, max_context_len), []
-        hidden = self._hidden_states(step, tensors, max_context_len, every_token=True)
-        logprobs = self._features.score(step.prompt_targets, step, hidden)
-        return self._sample(hidden[tensors.query_starts[1:] - 1], tensors), logprobs
+    ) -> tuple[torch.Tensor, list[Logprobs], list[torch.Tensor]]:
+        """Does what `_run` does -> its logits, the log-probabilities of prompts, and the hidden
+        states of pooled rows, if there are any."""
+        targets, pooling = step.prompt_targets, step.pooling
+        every_token = targets is not None or (pooling is not None and bool(pooling.sums.any()))
+        longest = int(step.context_lens.max())
+        hidden = self._hidden_states(step, tensors, longest, every_token=every_token)
+        last = hidden[tensors.query_starts[1:] - 1] if every_token else hidden
+        logprobs = self._features.score(targets, step, hidden) if targets else []
+        pooled = [pool(pooling, last, hidden, step.query_lens)] if pooling else []
+        return self._sample(last, tensors), logprobs, pooled
 
     def _hidden_states(
         self,
@@ -350,7 +338,12 @@ class ModelRunner:
         return logits
 
     def _fetch(
-        self, step: StepArrays, stopwatch: Stopwatch, logprobs: Sequence[Logprobs], num_drafted: int
+        self,
+        step: StepArrays,
+        stopwatch: Stopwatch,
+        logprobs: Sequence[Logprobs],
+        num_drafted: int,
+        pooled: Sequence[torch.Tensor],
     ) -> PendingStep:
         results = [self._last_tokens[: step.num_seqs]]
         for each in logprobs:
@@ -359,7 +352,7 @@ class ModelRunner:
             first = self._settings.max_num_seqs
             results.append(self._last_tokens[first : first + num_drafted])
         counts = [each.counts for each in logprobs]
-        return PendingStep(step.samples, counts, stopwatch.fetch(results))
+        return PendingStep(step.samples, counts, stopwatch.fetch([*results, *pooled]), bool(pooled))
 
     def _warm_up(self) -> tuple[int, int]:
         """Runs the largest possible prompts and decodes -> the bytes of device memory that a step

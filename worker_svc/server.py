@@ -239,6 +239,7 @@ class WorkerService(WorkerServiceServicer):
             response.logprob_ids = result.logprob_ids.tobytes()
             response.logprob_values = result.logprob_values.tobytes()
             response.draft_ids = result.draft_ids.tobytes()
+            response.hidden_states = result.hidden_states.tobytes()
         return response
 
     def _drop(self, launches: deque[Launch], epoch: Epoch) -> None:

@@ -23,6 +23,7 @@ class StepResult(NamedTuple):
     logprob_ids: Int32s  # laid out as in `StepResponse`
     logprob_values: Float32s  # laid out as in `StepResponse`
     draft_ids: Int32s = _NO_IDS  # of the rows whose tokens were drafted
+    hidden_states: Float32s = _NO_VALUES  # [P, size] of pooled rows
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,10 @@ class PendingStep:
 
     samples: NDArray[np.bool_]
     logprob_counts: list[Int32s]  # of each `Logprobs`
-    # The tokens, then the ids and the values of each `Logprobs`, then any drafted ids.
+    # The tokens, then the ids and the values of each `Logprobs`, then any drafted ids, then any
+    # hidden states.
     arrays: PendingArrays
+    is_pooled: bool = False  # whether there are hidden states
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
@@ -47,13 +50,14 @@ class PendingStep:
         (tokens, *others), seconds = self.arrays.wait()
         token_ids = np.where(self.samples, tokens, -1).astype("<i4")
         num_logprobs = 2 * len(self.logprob_counts)
-        logprobs, drafts = others[:num_logprobs], others[num_logprobs:]
-        draft_ids = drafts[0] if drafts else _NO_IDS
+        logprobs, others = others[:num_logprobs], others[num_logprobs:]
+        hidden_states = others.pop() if self.is_pooled else _NO_VALUES
+        rest = (others[0] if others else _NO_IDS), hidden_states
         if not logprobs:
-            return StepResult(token_ids, seconds, _NO_IDS, _NO_VALUES, draft_ids)
+            return StepResult(token_ids, seconds, _NO_IDS, _NO_VALUES, *rest)
         requested = [
             requested_entries(*of_rows)
             for of_rows in zip(self.logprob_counts, logprobs[::2], logprobs[1::2], strict=True)
         ]
         ids, values = map(np.concatenate, zip(*requested, strict=True))
-        return StepResult(token_ids, seconds, ids, values, draft_ids)
+        return StepResult(token_ids, seconds, ids, values, *rest)

@@ -205,6 +205,7 @@ class StepRequest(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     CUT_FIELD_NUMBER: _builtins.int
     GRAPH_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
     """1, 2, 3, ... within an epoch"""
@@ -235,7 +236,7 @@ class StepRequest(_message.Message):
     cut: _builtins.bool
     graph: _builtins.bool
     """All ranks run the step from a CUDA graph, and capture that first if none has its padded size
-    yet (shared/graph_sizes.py). The step has prompts, and neither features nor prompt_logprobs.
+    yet (shared/graph_sizes.py). The step has prompts, and no features, prompt_logprobs or pooling.
     """
     @_builtins.property
     def features(self) -> Global___SamplingFeatures:
@@ -247,6 +248,8 @@ class StepRequest(_message.Message):
     def traceparents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """W3C trace contexts: the rank adds a span for its execution of the step to each."""
 
+    @_builtins.property
+    def pooling(self) -> Global___Pooling: ...
     def __init__(
         self,
         *,
@@ -269,10 +272,11 @@ class StepRequest(_message.Message):
         num_steps: _builtins.int = ...,
         cut: _builtins.bool = ...,
         graph: _builtins.bool = ...,
+        pooling: Global___Pooling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "pooling", b"pooling", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_offsets", b"block_table_offsets", "context_lens", b"context_lens", "copies", b"copies", "cut", b"cut", "epoch", b"epoch", "features", b"features", "graph", b"graph", "input_ids", b"input_ids", "num_steps", b"num_steps", "positions", b"positions", "prompt_logprobs", b"prompt_logprobs", "query_lens", b"query_lens", "samples", b"samples", "seeds", b"seeds", "slot_mapping", b"slot_mapping", "step_id", b"step_id", "temperatures", b"temperatures", "traceparents", b"traceparents"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_table", b"block_table", "block_table_offsets", b"block_table_offsets", "context_lens", b"context_lens", "copies", b"copies", "cut", b"cut", "epoch", b"epoch", "features", b"features", "graph", b"graph", "input_ids", b"input_ids", "num_steps", b"num_steps", "pooling", b"pooling", "positions", b"positions", "prompt_logprobs", b"prompt_logprobs", "query_lens", b"query_lens", "samples", b"samples", "seeds", b"seeds", "slot_mapping", b"slot_mapping", "step_id", b"step_id", "temperatures", b"temperatures", "traceparents", b"traceparents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -389,6 +393,32 @@ class PromptLogprobs(_message.Message):
 Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
+class Pooling(_message.Message):
+    """Rows of the step, P of them, that request final hidden states, of which embeddings are made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
+    rows: _builtins.bytes
+    """int32[P], ascending"""
+    sums: _builtins.bytes
+    """uint8[P], 0: that of the row's last token, 1: the sum of all the row's tokens"""
+    def __init__(
+        self,
+        *,
+        rows: _builtins.bytes = ...,
+        sums: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
+@_typing.final
 class StepResponse(_message.Message):
     """The answer to a step."""
 
@@ -401,6 +431,7 @@ class StepResponse(_message.Message):
     LOGPROB_VALUES_FIELD_NUMBER: _builtins.int
     DRAFT_IDS_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
+    HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     token_ids: _builtins.bytes
     """int32[S], -1 for rows that sample nothing; empty on ranks other than 0"""
@@ -419,6 +450,8 @@ class StepResponse(_message.Message):
     """
     dropped: _builtins.bool
     """the step was not run; then nothing else but its id is set"""
+    hidden_states: _builtins.bytes
+    """float32[P, hidden size], of the rows of pooling, on rank 0 only"""
     def __init__(
         self,
         *,
@@ -429,10 +462,11 @@ class StepResponse(_message.Message):
         logprob_values: _builtins.bytes = ...,
         draft_ids: _builtins.bytes = ...,
         dropped: _builtins.bool = ...,
+        hidden_states: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ids", b"draft_ids", "dropped", b"dropped", "logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "step_id", b"step_id", "step_time_s", b"step_time_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_ids", b"draft_ids", "dropped", b"dropped", "hidden_states", b"hidden_states", "logprob_ids", b"logprob_ids", "logprob_values", b"logprob_values", "step_id", b"step_id", "step_time_s", b"step_time_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

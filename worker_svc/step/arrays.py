@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.graph_sizes import GraphSize
-from worker_svc.step.features import FeatureArrays, PromptTargets
+from worker_svc.step.features import FeatureArrays, PooledRows, PromptTargets
 from worker_svc.step.wire import Int32s
 
 DRAFTED = -(2**31)  # an input id: the token that the draft model proposes after the row before
@@ -38,6 +38,7 @@ class StepArrays:
     places: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
     features: FeatureArrays | None = None
     prompt_targets: PromptTargets | None = None
+    pooling: PooledRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -46,6 +47,11 @@ class StepArrays:
     @property
     def num_seqs(self) -> int:
         return len(self.query_lens)
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether more than the sampler reads the hidden states, which no graph gives."""
+        return self.prompt_targets is not None or self.pooling is not None
 
     @property
     def first_tokens(self) -> Int32s:

@@ -12,6 +12,7 @@ from shared.pb.worker_pb2 import StepRequest
 from worker_svc.step.arrays import DRAFTED, StepArrays, positions_and_slots, ranges
 from worker_svc.step.features import (
     decode_features,
+    decode_pooling,
     decode_prompt_targets,
 )
 from worker_svc.step.wire import (
@@ -110,7 +111,7 @@ def _check_run(step: StepArrays, num_steps: int, limits: StepLimits) -> None:
     if (
         not (step.decodes_only and step.samples.all())
         or len(step.drafted_rows)
-        or step.prompt_targets is not None
+        or step.reads_hidden_states
         or (features is not None and len(features.masked))
     ):
         raise InvalidArgumentError("num_steps", "a run has decodes that sample, without masks")
@@ -140,22 +141,24 @@ def _following(
 
 
 def _with_features(step: StepArrays, request: StepRequest, limits: StepLimits) -> StepArrays:
-    features, targets = None, None
+    features, targets, pooling = None, None, None
     if request.HasField("features"):
         features = decode_features(
             request.features, step.samples, step.context_lens, limits.vocab_size
         )
     if request.HasField("prompt_logprobs"):
         targets = decode_prompt_targets(request.prompt_logprobs, step.query_lens, limits.vocab_size)
-    if features is None and targets is None:
+    if request.HasField("pooling"):
+        pooling = decode_pooling(request.pooling, step.num_seqs)
+    if features is None and targets is None and pooling is None:
         return step
-    return replace(step, features=features, prompt_targets=targets)
+    return replace(step, features=features, prompt_targets=targets, pooling=pooling)
 
 
 def _graph_size(step: StepArrays, limits: StepLimits) -> GraphSize:
     """The size of the graph from which a step is to run."""
-    if step.features is not None or step.prompt_targets is not None:
-        raise InvalidArgumentError("graph", "the step has features or prompt targets")
+    if step.features is not None or step.reads_hidden_states:
+        raise InvalidArgumentError("graph", "the step has features, prompt targets or pooling")
     prompts = step.query_lens[step.query_lens > 1]
     decodes, tokens = step.num_seqs - len(prompts), int(prompts.sum())
     size = graph_size(decodes, len(prompts), tokens, limits.max_num_seqs, limits.graph_tokens)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures
+from shared.pb.worker_pb2 import Pooling, PromptLogprobs, SamplingFeatures
 from shared.sampling_params import COLUMNS, FILTERS, PENALTIES, Parameter
 from worker_svc.step.wire import (
     FLOAT32,
     INT32,
+    UINT8,
     UINT32,
     Float32s,
     Int32s,
@@ -75,6 +76,14 @@ class PromptTargets:
         shift = (starts[self.rows] - self.offsets[:-1]).astype(np.int32)
         places = np.arange(len(self.targets), dtype=np.int32)
         return places + np.repeat(shift, np.diff(self.offsets))
+
+
+@dataclass(frozen=True)
+class PooledRows:
+    """The columns of `Pooling` for P rows."""
+
+    rows: Int32s  # [P]
+    sums: NDArray[np.bool_]  # [P]
 
 
 def decode_features(
@@ -139,6 +148,20 @@ def decode_prompt_targets(
     valid = (targets >= 0) & (targets < vocab_size)
     check_values("prompt_logprobs.targets", targets, valid, f"in 0..{vocab_size - 1}")
     return PromptTargets(rows, counts, offsets, targets)
+
+
+def decode_pooling(message: Pooling, num_seqs: int) -> PooledRows:
+    """Decodes and checks which hidden states a step of `num_seqs` sequences returns.
+
+    Raises:
+        InvalidArgumentError: a column is malformed. The message names the column.
+    """
+    rows = decode_column("pooling.rows", message.rows, INT32)
+    sums = decode_column("pooling.sums", message.sums, UINT8)
+    check_ascending("pooling.rows", rows, num_seqs)
+    check_length("pooling.sums", sums, len(rows))
+    check_values("pooling.sums", sums, sums <= 1, "0 or 1")
+    return PooledRows(rows, sums.view(np.bool_))
 
 
 def _numbers(message: SamplingFeatures, parameter: Parameter) -> NDArray[Any]:

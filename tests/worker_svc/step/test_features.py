@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shared.errors import InvalidArgumentError
-from shared.pb.worker_pb2 import StepRequest
+from shared.pb.worker_pb2 import Pooling, StepRequest
 from shared.sampling_params import COLUMNS
 from tests.worker_svc.harness import (
     Asked,
@@ -40,6 +40,7 @@ def valid() -> StepRequest:
     }
     request.features.CopyFrom(sampling_features(asked, VOCAB))
     request.prompt_logprobs.CopyFrom(prompt_logprobs({0: [2, 3, 4, 5, 6], 1: [7]}, 4))
+    request.pooling.CopyFrom(Pooling(rows=i4([0, 2]), sums=b"\x01\x00"))
     return request
 
 
@@ -168,6 +169,20 @@ def test_a_malformed_target_is_named(column: str, value: bytes, reason: str) -> 
     check_rejected("prompt_logprobs", column, value, reason)
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("rows", i4([2, 0]), "not ascending"),
+        ("rows", i4([0, 3]), "3 is not in 0..2"),
+        ("rows", i4([-1, 0]), "-1 is not in 0..2"),
+        ("sums", b"\x01", "1 entries, expected 2"),
+        ("sums", b"\x01\x02", "2 is not 0 or 1"),
+    ],
+)
+def test_malformed_pooling_is_named(column: str, value: bytes, reason: str) -> None:
+    check_rejected("pooling", column, value, reason)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_bytes_never_pass_as_something_else(seed: int) -> None:
     """Any bytes are either a step or rejected: no other exception, and no index out of range."""
@@ -177,7 +192,7 @@ def test_random_bytes_never_pass_as_something_else(seed: int) -> None:
         request.copies = i4([0, 3, 1, 4])
         columns = [
             (message, field.name)
-            for message in (request, request.features, request.prompt_logprobs)
+            for message in (request, request.features, request.prompt_logprobs, request.pooling)
             for field in message.DESCRIPTOR.fields
             if field.type == field.TYPE_BYTES
         ]
@@ -196,6 +211,8 @@ def test_random_bytes_never_pass_as_something_else(seed: int) -> None:
         assert ((step.copies >= 0) & (step.copies < LIMITS.num_blocks)).all()
         assert step.features
         assert step.prompt_targets
+        assert step.pooling
+        assert (step.pooling.rows < step.num_seqs).all()
         assert step.samples[step.features.rows].all()
         assert (step.features.masked < len(step.features.rows)).all()
         indices = step.prompt_targets.token_indices(step.query_lens)

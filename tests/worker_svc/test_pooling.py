@@ -1,0 +1,69 @@
+"""Final hidden states of whole prompts, against transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from shared.pb.worker_pb2 import Pooling
+from tests.worker_svc.harness import batch_for, i4, save_model, worker_settings
+from tests.worker_svc.interpreted import InterpretedPlatform
+from worker_svc.devices.cpu import CpuPlatform
+from worker_svc.model_runner import ModelRunner
+from worker_svc.step.decode import decode_step
+
+NUM_BLOCKS = 64
+PROMPTS = [[5, 9, 2, 7, 7, 1, 30, 4, 8], [3], [11, 12, 13, 14]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("model")
+    return path, save_model(path)
+
+
+def expected(oracle: Any, prompt: list[int]) -> NDArray[np.float32]:
+    """The hidden states after the last norm, [N, size]."""
+    with torch.inference_mode():
+        states = oracle.model(torch.tensor([prompt])).last_hidden_state[0]
+    found: NDArray[np.float32] = states.numpy()
+    return found
+
+
+@pytest.mark.parametrize("platform", [CpuPlatform, InterpretedPlatform])
+def test_hidden_states_of_chunks_beside_others(
+    model: tuple[Path, Any], platform: type[CpuPlatform]
+) -> None:
+    """The first prompt comes in two chunks, of which sums are requested; the second is a single
+    token, which a graph could run; the third is not pooled."""
+    path, oracle = model
+    settings = worker_settings(path, block_size=16, max_num_seqs=4, attention="auto")
+    runner = ModelRunner(settings, platform(settings))
+    runner.configure(1, NUM_BLOCKS)
+    batch, previous = batch_for(runner, NUM_BLOCKS), None
+    found = []
+    long, short, other = PROMPTS
+    for chunks, rows, sums in (
+        ([(0, long[:6]), (2, other)], [0], [1]),
+        ([(2, [15]), (0, long[6:])], [1], [1]),
+        ([(1, short)], [0], [0]),
+        ([(3, long)], [0], [0]),
+    ):
+        request = batch.request(chunks, silent=[0] if chunks[0][1] == long[:6] else [])
+        request.pooling.CopyFrom(Pooling(rows=i4(rows), sums=bytes(sums)))
+        previous = step = decode_step(request, batch.limits, previous)
+        result = runner.launch(step).wait()
+        found.append(result.hidden_states)
+        assert (result.token_ids >= 0).tolist() == step.samples.tolist()
+    states = expected(oracle, long)
+    for actual, right in zip(
+        found,
+        (states[:6].sum(0), states[6:].sum(0), expected(oracle, short)[-1], states[-1]),
+        strict=True,
+    ):
+        np.testing.assert_allclose(actual[0], right, rtol=1e-5, atol=1e-5)
