@@ -20,7 +20,7 @@ import numpy as np
 from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.pb import worker_pb2
 from tests.oracle import EMPTY, VOCAB_SIZE, draft, extend
-from tests.sanitizer_features import Features, Owner, SanitizerError, fail
+from tests.sanitizer_features import Features, Owner, SanitizerError, fail, hidden_states
 from tests.step_columns import Ints, StepColumns, describe, ints, steps_of
 from worker_svc.step.arrays import DRAFTED, StepArrays
 from worker_svc.step.decode import StepLimits, decode_step
@@ -178,6 +178,7 @@ class Sanitizer:
         self._attended[step.attended_slots] = step.request.step_id
         answer = features.answer(self._states[step.attended_slots])
         answer.draft_ids = np.array(self._draft_ids, "<i4").tobytes()
+        answer.hidden_states = hidden_states(decoded).tobytes()
         self._last_tokens = ints(answer.token_ids).tolist()
         return answer
 

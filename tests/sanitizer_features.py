@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler_svc.core.sampling import SamplingParams
 from shared.pb import worker_pb2
@@ -176,3 +177,15 @@ def wanted(owner: Owner, context_len: int, masked: bool) -> Asked | None:
 
 def fail(message: str) -> NoReturn:
     raise SanitizerError(message)
+
+
+def hidden_states(step: StepArrays) -> npt.NDArray[np.float32]:
+    """Those of pooled rows [P, 2]. A token's hidden state is its id and its position."""
+    found = []
+    if step.pooling is not None:
+        states = np.stack((step.input_ids, step.positions), axis=1).astype(np.float32)
+        for row, is_sum in zip(step.pooling.rows, step.pooling.sums, strict=True):
+            first = step.first_tokens[row]
+            tokens = states[first : first + step.query_lens[row]]
+            found.append(tokens.sum(0) if is_sum else tokens[-1])
+    return np.array(found, "<f4")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from scheduler_svc.core.sampling import SamplingParams
 
 
@@ -17,6 +20,8 @@ class SequenceFeatures:
     end: int
     num_to_score: int  # leading tokens whose successor in the prompt gets log-probabilities
     num_scored: int = 0  # how many of these have been delivered
+    # The sum of the hidden states of the prompt's computed tokens, or only that of the last token.
+    pooled: npt.NDArray[np.float64] | None = None
     # The tokens that may come next, and those after each drafted token: uint32[ceil(vocab / 32)].
     masks: Seq[bytes] = ()
 
@@ -30,6 +35,8 @@ def features_of(params: SamplingParams, num_prompt_tokens: int) -> SequenceFeatu
     num_to_score = end = 0
     if params.prompt_logprobs is not None:
         num_to_score = end = num_prompt_tokens - 1
+    if params.pooling:
+        end = num_prompt_tokens
     if params.min_tokens and (params.eos_token_ids or params.stop_token_ids):  # these are banned
         end = max(end, num_prompt_tokens + params.min_tokens - 1)
     always = params.has_features

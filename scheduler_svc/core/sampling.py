@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from operator import attrgetter
 
 from shared.sampling_params import COLUMNS, Grammar, SamplingNumbers
 
 _column_values = attrgetter(*COLUMNS)
 _ALL_OFF = tuple(each.default for each in COLUMNS.values())
+
+
+class Pooling(IntEnum):
+    """How an embedding is made of a prompt's hidden states. The numbers are those of
+    `scheduler.proto`."""
+
+    NONE = 0
+    LAST = 1
+    MEAN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,7 @@ class SamplingParams(SamplingNumbers):
     beam_width: int = 0  # 0: sample
     length_penalty: float = 1.0
     grammar: Grammar | None = None
+    pooling: Pooling = Pooling.NONE
 
     @property
     def num_logprobs(self) -> int | None:

@@ -22,7 +22,7 @@ from scheduler_svc.core.planning.prompt_budget import PromptBudget, PromptBudget
 from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.planning.step_times import StepTimes
 from scheduler_svc.core.sequence import FinishCause, Row, Sequence, SequenceKey, Status
-from scheduler_svc.core.step import Answer, End, Output, Step, take_prompt_logprobs
+from scheduler_svc.core.step import Answer, End, Output, Step, add_embeddings, take_prompt_logprobs
 from scheduler_svc.core.waiting_queue import WaitingQueue
 
 _SHORT_PART = 0.5  # of the prompts' budget in a step, for prompts that fit into this part
@@ -214,6 +214,8 @@ class Scheduler:
         if answer.draft_ids and self.speculation:
             self.speculation.resolve(step, answer.draft_ids)
         outputs = self._apply_rows(step, answer)
+        if answer.hidden_states:
+            add_embeddings(step, answer, outputs)
         if len(self._waiting.usages) > 1 or self._budgets:
             self._charge(step, outputs)
         sequences.free_fenced(step.number)

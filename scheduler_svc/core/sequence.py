@@ -13,7 +13,7 @@ from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.client_usage import ClientUsage
 from scheduler_svc.core.features import features_of
 from scheduler_svc.core.guesses.guess import Guess
-from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sampling import Pooling, SamplingParams
 
 
 class Status(Enum):
@@ -197,8 +197,10 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """The number of leading tokens that may come from the prefix cache, because their logits
-        are not needed."""
+        """The number of leading tokens that may come from the prefix cache, because neither
+        their logits nor their hidden states are needed."""
+        if self.params.pooling is Pooling.MEAN:
+            return 0
         if self.features is None or self.features.prompt_is_scored:
             return len(self.tokens) - 1
         return self.features.num_scored

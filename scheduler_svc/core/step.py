@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.sampling import Pooling
 from scheduler_svc.core.sequence import FinishCause, Row, Sequence, Status
 
 
@@ -73,12 +74,14 @@ class Answer:
     asked for them. The id of a row that samples nothing is meaningless. `logprobs` are those of the
     sampled token. `prompt_logprobs` are those of the successors of the row's tokens in the prompt.
     `draft_ids` are the tokens that a draft model guessed, in the order of their rows.
+    `hidden_states` are those of pooled rows: of the last token, or the sum over the row's tokens.
     """
 
     token_ids: Seq[int]
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     draft_ids: Seq[int] = ()
+    hidden_states: Mapping[int, npt.NDArray[np.float32]] = field(default_factory=dict)
 
 
 DROPPED = Answer([])  # to a step that was not run
@@ -106,11 +109,30 @@ class Output:
     end: End | None = None
     logprobs: Logprobs | None = None  # of the token
     prompt_logprobs: Logprobs | None = None
+    embedding: npt.NDArray[np.float32] | None = None  # with the first token
 
     @property
     def finished(self) -> FinishCause | None:
         """Why the sequence ended, if it did."""
         return None if self.end is None else self.end.cause
+
+
+def add_embeddings(step: Step, answer: Answer, outputs: list[Output]) -> None:
+    """Adds an answer's hidden states to those of their prompts, and gives the outputs, which have
+    the prompts' first tokens, the embeddings."""
+    for place, states in answer.hidden_states.items():
+        row, features = step.rows[place], step.rows[place].seq.features
+        assert features is not None
+        before = features.pooled
+        if before is None or row.start == 0 or row.seq.params.pooling is Pooling.LAST:
+            before = np.zeros(len(states))
+        features.pooled = before + states
+    for output in outputs:
+        seq = output.seq
+        if seq.params.pooling and seq.features and seq.features.pooled is not None:
+            is_mean = seq.params.pooling is Pooling.MEAN
+            count = seq.num_prompt_tokens if is_mean else 1
+            output.embedding = (seq.features.pooled / count).astype(np.float32)
 
 
 def take_prompt_logprobs(step: Step, answer: Answer) -> Iterator[Output]:

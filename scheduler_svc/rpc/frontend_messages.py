@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler_svc.core.admission import MAX_BAD_WORDS
 from scheduler_svc.core.client import ANONYMOUS, Client
-from scheduler_svc.core.sampling import SamplingParams
+from scheduler_svc.core.sampling import Pooling, SamplingParams
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import End, Output
 from shared.errors import InvalidArgumentError
@@ -73,8 +73,16 @@ def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
         beam_width=sampling.beam_width,
         length_penalty=sampling.length_penalty,
         grammar=grammar and Grammar(grammar.kind, grammar.text),
+        pooling=_pooling(sampling.pooling),
         **numbers,
     )
+
+
+def _pooling(number: int) -> Pooling:
+    try:
+        return Pooling(number)
+    except ValueError as error:
+        raise InvalidArgumentError("submit.sampling.pooling", f"{number} is unknown") from error
 
 
 def _array(code: str, column: bytes, field: str) -> array[Any]:
@@ -95,6 +103,11 @@ def step_output(outputs: list[Output]) -> scheduler_pb2.StepOutput:
         started=[_started(output.seq) for output in first],
         finished=[_finished(o.seq, o.end) for o in outputs if o.end is not None],
         logprobs=[rows for output in outputs for rows in _logprobs(output)],
+        embeddings=[
+            scheduler_pb2.Embedding(request=o.seq.key.number, values=o.embedding.tobytes())
+            for o in tokens
+            if o.embedding is not None
+        ],
     )
 
 

@@ -12,7 +12,12 @@ import numpy.typing as npt
 from scheduler_svc.core.guesses.guess import DRAFTED
 from scheduler_svc.core.sequence import Row
 from scheduler_svc.core.step import Answer, Step
-from scheduler_svc.rpc.step_features import MalformedAnswerError, encode_features, read_logprobs
+from scheduler_svc.rpc.step_features import (
+    MalformedAnswerError,
+    encode_features,
+    read_hidden_states,
+    read_logprobs,
+)
 from shared.pb import worker_pb2
 
 __all__ = ["MalformedAnswerError", "encode_step", "read_answer"]
@@ -78,9 +83,10 @@ def read_answer(request: worker_pb2.StepRequest, response: worker_pb2.StepRespon
     draft_ids: list[int] = np.frombuffer(response.draft_ids, "<i4").tolist()
     if len(draft_ids) != (expected := _num_drafted(request)):
         raise MalformedAnswerError(f"{len(draft_ids)} drafted tokens, expected {expected}")
+    pooled = read_hidden_states(request, response) if request.HasField("pooling") else {}
     if not (request.HasField("features") or request.HasField("prompt_logprobs")):
-        return Answer(token_ids, draft_ids=draft_ids)
-    return Answer(token_ids, *read_logprobs(request, response), draft_ids)
+        return Answer(token_ids, draft_ids=draft_ids, hidden_states=pooled)
+    return Answer(token_ids, *read_logprobs(request, response), draft_ids, pooled)
 
 
 def _num_drafted(request: worker_pb2.StepRequest) -> int:

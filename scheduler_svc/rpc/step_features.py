@@ -11,6 +11,7 @@ from struct import pack
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.sampling import Pooling
 from scheduler_svc.core.sequence import Row
 from scheduler_svc.core.step import Logprobs
 from shared.pb import worker_pb2
@@ -41,6 +42,9 @@ def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
     scored = {i: row for i, row in asking.items() if _targets(row)}
     if scored:
         request.prompt_logprobs.CopyFrom(_prompt_logprobs(scored))
+    if pooled := {i: row for i, row in asking.items() if _is_pooled(row)}:
+        sums = [row.seq.params.pooling is Pooling.MEAN for row in pooled.values()]
+        request.pooling.CopyFrom(worker_pb2.Pooling(rows=_column("i", pooled), sums=bytes(sums)))
 
 
 def read_logprobs(
@@ -67,6 +71,25 @@ def read_logprobs(
         )
     parts = _split(ids, values, shapes)
     return {row: next(parts) for row in sampled}, {row: next(parts) for row in scored}
+
+
+def read_hidden_states(
+    request: worker_pb2.StepRequest, response: worker_pb2.StepResponse
+) -> dict[int, npt.NDArray[np.float32]]:
+    """The hidden states of pooled rows, by row.
+
+    Raises:
+        MalformedAnswerError: their number is no multiple of the rows'.
+    """
+    rows, states = _ints(request.pooling.rows), np.frombuffer(response.hidden_states, "<f4")
+    if not len(states) or len(states) % len(rows):
+        raise MalformedAnswerError(f"{len(states)} numbers of hidden states for {len(rows)} rows")
+    return dict(zip(rows, states.reshape(len(rows), -1), strict=True))
+
+
+def _is_pooled(row: Row) -> bool:
+    pooling = row.seq.params.pooling
+    return pooling is Pooling.MEAN or (pooling is Pooling.LAST and row.samples)
 
 
 def _split(

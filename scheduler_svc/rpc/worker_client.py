@@ -154,7 +154,8 @@ class WorkerClient:
         first = self._step_id + 1
         size = self._group.block_size
         request = encode_step(run[0], size, self._epoch, first, len(run))
-        if not (request.HasField("features") or request.HasField("prompt_logprobs")):
+        has_features = request.HasField("features") or request.HasField("pooling")
+        if not (has_features or request.HasField("prompt_logprobs")):
             request.graph = self._graphs.has(run[0], first)
         await _together([stream.write(request) for stream in self._streams])
         self._step_id += len(run)

@@ -19,6 +19,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """there is no embedding"""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """no token of the prompt comes from the prefix cache"""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """How an embedding is made of the final hidden states of a prompt's tokens. It comes with the first
+    token.
+    """
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""there is no embedding"""
+POOLING_LAST: Pooling.ValueType  # 1
+POOLING_MEAN: Pooling.ValueType  # 2
+"""no token of the prompt comes from the prefix cache"""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 class _GrammarKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -235,6 +259,7 @@ class TokenSampling(_message.Message):
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy"""
     seed: _builtins.int
@@ -261,6 +286,7 @@ class TokenSampling(_message.Message):
     beam_width: _builtins.int
     """0: sample"""
     length_penalty: _builtins.float
+    pooling: Global___Pooling.ValueType
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty if the request ignores EOS"""
@@ -296,10 +322,11 @@ class TokenSampling(_message.Message):
         length_penalty: _builtins.float = ...,
         grammar: Global___Grammar | None = ...,
         bad_words: _abc.Iterable[_builtins.bytes] | None = ...,
+        pooling: Global___Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "bad_words", b"bad_words", "beam_width", b"beam_width", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "eos_token_ids", b"eos_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "bad_words", b"bad_words", "beam_width", b"beam_width", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "eos_token_ids", b"eos_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "pooling", b"pooling", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -480,6 +507,7 @@ class StepOutput(_message.Message):
     STARTED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
     requests: _builtins.bytes
     """uint64[N]"""
     offsets: _builtins.bytes
@@ -492,6 +520,8 @@ class StepOutput(_message.Message):
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]: ...
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogprobRows]: ...
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]: ...
     def __init__(
         self,
         *,
@@ -501,14 +531,40 @@ class StepOutput(_message.Message):
         started: _abc.Iterable[Global___Started] | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
         logprobs: _abc.Iterable[Global___LogprobRows] | None = ...,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "logprobs", b"logprobs", "offsets", b"offsets", "requests", b"requests", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "finished", b"finished", "logprobs", b"logprobs", "offsets", b"offsets", "requests", b"requests", "started", b"started", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """The embedding of a request's prompt, not normalized."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    request: _builtins.int
+    values: _builtins.bytes
+    """float32[hidden size]"""
+    def __init__(
+        self,
+        *,
+        request: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
 
 @_typing.final
 class LogprobRows(_message.Message):

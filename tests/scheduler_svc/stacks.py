@@ -38,6 +38,7 @@ class Frontend:
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.started: dict[int, scheduler_pb2.Started] = {}
         self.finished: dict[int, scheduler_pb2.Finished] = {}
+        self.embeddings: dict[int, list[float]] = {}
         self.info = scheduler_pb2.EngineInfo()
         self.states: list[bool] = []
         self.draining = False
@@ -92,6 +93,10 @@ class Frontend:
             for i, row in enumerate(zip(ids, values, strict=True)):
                 assert rows.first + i not in found[rows.request], "delivered twice"
                 found[rows.request][rows.first + i] = row
+        for each in output.embeddings:
+            assert len(self.tokens[each.request]) == 1
+            assert each.request not in self.embeddings
+            self.embeddings[each.request] = np.frombuffer(each.values, "<f4").tolist()
         for started in output.started:
             assert started.request not in self.started
             assert self.tokens[started.request]
