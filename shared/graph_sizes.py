@@ -35,12 +35,13 @@ def graph_size(
         return None
     rows = next((each for each in _DECODES if decodes <= each < max_num_seqs), max_num_seqs)
     return GraphSize(
-        rows, NUM_PROMPTS, next(each for each in _token_sizes(max_tokens) if each >= tokens)
+        rows, NUM_PROMPTS, next(each for each in token_sizes(max_tokens) if each >= tokens)
     )
 
 
-def _token_sizes(max_tokens: int) -> list[int]:
-    """64, 96, 128, 192, ..., two per doubling, and `max_tokens`."""
+def token_sizes(max_tokens: int) -> list[int]:
+    """The numbers of prompt tokens in graphs: 64, 96, 128, 192, ..., two per doubling, and
+    `max_tokens`."""
     sizes, size = [], _MIN_TOKENS
     while size < max_tokens:
         sizes += [size, size * 3 // 2]

@@ -19,7 +19,7 @@ from worker_svc.weights.quantization.quantize import empty
 
 # How many numbers of a matrix are quantized or repacked at a time, by device. They are enough to be
 # quick, and take little memory compared with the model.
-_PIECES = {"cpu": 1 << 20, "cuda": 1 << 24}
+_PIECES = {"cpu": 1 << 20, "cuda": 1 << 22}
 
 
 @dataclass(frozen=True)

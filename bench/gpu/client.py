@@ -15,6 +15,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -87,20 +88,27 @@ async def kill_a_worker(llm: AsyncLLM) -> list[float | None]:
         asyncio.create_task(run_request(llm, request, trace))
         for request, trace in zip(requests, traces, strict=True)
     ]
-    while min(trace.output_tokens for trace in traces) < KILLED_TOKENS // 4:  # noqa: ASYNC110
+    while min(trace.output_tokens for trace in traces) < KILLED_TOKENS // 4:
+        if any(stream.done() for stream in streams):
+            break  # it failed, as is seen below
         await asyncio.sleep(_POLL_S)
     killed = time.perf_counter()
-    for fork in forks("worker_svc"):
-        fork.kill()
+    workers = forks("worker_svc")
+    assert workers, "no worker was found"
+    for worker in workers:
+        worker.kill()
     await asyncio.gather(*streams)
     return [pause_s(trace, killed) for trace in traces]
 
 
 def forks(service: str) -> list[psutil.Process]:
     """The processes of a service that its parent process has forked."""
-    processes = psutil.Process(os.getppid()).children(recursive=True)
-    parents = {each.pid for each in processes if service in each.cmdline()}
-    return [each for each in processes if each.pid in parents and each.ppid() in parents]
+    found = {}
+    for process in psutil.Process(os.getppid()).children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if service in process.cmdline():
+                found[process.pid] = process, process.ppid()
+    return [process for process, parent in found.values() if parent in found]
 
 
 def _start(job: Job, number: int) -> Connection:

@@ -35,6 +35,7 @@ PROMPTS = 8
 # the mean. In bfloat16, rounding decides near ties. A wrong token's share is near 1.
 TOLERANCE = 0.05
 # Layers of the 8B shape, with few tokens in its vocabulary so that it is made in seconds.
+WEIGHTS = ROOT.glob("models/*/*.safetensors")
 TWO_LAYERS = ("--shape", "qwen3-8b", "--set", "num_hidden_layers=2", "--set", "vocab_size=4096")
 
 pytestmark = pytest.mark.timeout(120)  # the first part compiles
@@ -145,15 +146,15 @@ def measure_few_bits(setup: Setup, report: Report, two_layers: Path, quantizatio
             report.figure(f"{name}, {quantization}", ms, "ms", report.value(f"{name}, bf16"))
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.glob("models/*/model*.safetensors")), ids=str)
-def measure_trained(setup: Setup, report: Report, file: Path) -> None:
+@pytest.mark.parametrize("model", sorted({f.parent for f in WEIGHTS}), ids=lambda path: path.name)
+def measure_trained(setup: Setup, report: Report, model: Path) -> None:
     """Compares the models in models/, which are trained, with transformers."""
-    setup = replace(setup, model=file.parent)
+    setup = replace(setup, model=model)
     settings = setup.settings(max_num_seqs=PROMPTS)
     runner = ModelRunner(settings, setup.platform(settings))
     num_blocks = blocks_needed([setup.sizes.contexts[0]] * PROMPTS, runner.info.block_size)
     runner.configure(1, num_blocks)
-    against_transformers(setup, report, file.parent.name, runner, num_blocks)
+    against_transformers(setup, report, model.name, runner, num_blocks)
 
 
 def measure_against_transformers(setup: Setup, report: Report, loaded: Loaded) -> None:

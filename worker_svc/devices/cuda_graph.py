@@ -119,6 +119,8 @@ class StepGraphs:
         self._upload(columns)
         lengths = [*map(len, columns[:-1]), self._table_entries]
         self._tensors[size] = tensors = unpack(self._buffer, lengths)
+        if not size.prompts:  # changes nothing yet, but is compiled
+            self._platform.advance(tensors, self._backend.block_size)
 
         def run() -> None:
             self._results[size] = self._run(step, tensors)

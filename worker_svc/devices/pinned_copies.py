@@ -30,7 +30,8 @@ class PinnedCopies:
                 self._copied[number].synchronize()
             buffer = self._buffers[number][: part.nbytes].view(part.dtype)
             buffer.copy_(part)
-            uploaded = buffer.to(out.device, non_blocking=True)
-            target[start : start + size].copy_(uploaded)
+            if part.dtype != out.dtype:  # else the CPU would convert it
+                buffer = buffer.to(out.device, non_blocking=True)
+            target[start : start + size].copy_(buffer, non_blocking=True)
             self._copied[number].record()
             self._copies += 1

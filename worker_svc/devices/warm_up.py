@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from shared.graph_sizes import token_sizes
 from shared.sampling_params import COLUMNS
 from worker_svc.sampling.logprobs import PIECE
 from worker_svc.step.arrays import DRAFTED, StepArrays, made_up_step
@@ -57,8 +58,9 @@ def tokens_in_a_launch(launch: Callable[[StepArrays], Any], prompts: StepArrays)
     started = time.monotonic()
     pending = launch(plain)
     launch_s = time.monotonic() - started
-    share = launch_s / max(pending.wait().seconds, 1e-9)
-    return int(plain.num_tokens * min(share, 1))
+    tokens = plain.num_tokens * launch_s / max(pending.wait().seconds, 1e-9)
+    # The size of a graph, so that most starts find the same number.
+    return max((each for each in token_sizes(plain.num_tokens) if each <= tokens), default=0)
 
 
 def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> StepArrays:

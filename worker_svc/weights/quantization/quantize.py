@@ -21,7 +21,7 @@ DIVISORS = 7.0, 7.5, 8.0, 8.5, 9.0, 10.0
 TOPS = {"int8": 127.0, "int6": 31.0, "fp8": 448.0}
 # The number of elements at a time, by device: so few that their intermediate results stay in the
 # CPU's cache, or so many that a GPU computes for longer than the CPU launches.
-_PIECES = {"cpu": 1 << 18, "cuda": 1 << 24}
+_PIECES = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 def group_size(in_features: int) -> int:
