@@ -7,7 +7,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from frontend.callers.call import CALL
 from frontend.engines.pool import Engines
@@ -210,6 +212,18 @@ class Generation:
             each.stream.close()
             failed = each.stream.error and not isinstance(each.stream.error, DeadlineError)
             self._metrics.finished[ERROR if failed else ABORT] += 1
+
+    @property
+    def embedding(self) -> NDArray[np.float32]:
+        """The embedding of the prompt, not normalized, once the generation has ended.
+
+        Raises:
+            InternalError: the engine sent none.
+        """
+        if (found := self._all[0].stream.embedding) is None:
+            log.error("an embedding is missing", request_id=self.request.request_id)
+            raise InternalError("internal error")
+        return found
 
     @property
     def start(self) -> Start:

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from frontend.callers.tenants import Tenant
 from shared.sampling_params import Grammar, SamplingNumbers
+
+
+class Pooling(IntEnum):
+    """The numbers are those of `scheduler.proto`."""
+
+    NONE = 0
+    LAST = 1
+    MEAN = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,7 @@ class Sampling(SamplingNumbers):
     grammar: Grammar | None = None
     include_stop: bool = False  # whether the text includes the stop string or token
     show_special: bool = False  # whether the text includes special tokens
+    pooling: Pooling = Pooling.NONE  # how an embedding is made of the prompt's tokens
 
     @property
     def num_completions(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from frontend.api.servicer import SERVICE_NAME, InferenceServicer
@@ -11,11 +12,13 @@ from frontend.callers.admission import Admission
 from frontend.callers.audit import Audit, Usage
 from frontend.callers.auth import ClientInterceptor
 from frontend.callers.tenants import Tokens
+from frontend.embeddings import Embeddings
 from frontend.engines.pool import Engines
 from frontend.generations import Generations
 from frontend.http.app import App
 from frontend.http.server import HttpServer
 from frontend.metrics import RequestMetrics
+from frontend.request import Pooling
 from frontend.settings import FrontendSettings
 from frontend.text.model_files import ModelFacts, ModelFilesError, read_model_facts
 from frontend.text.tokenizer import Tokenizer
@@ -82,6 +85,8 @@ class Frontend:
         """
         settings, server = self._settings, self.server
         facts, tokenizer = _read_model(Path(settings.model), settings.served_model_name)
+        if settings.pooling != "auto":
+            facts = replace(facts, pooling=Pooling[settings.pooling.upper()])
         was_ready = asyncio.Event()
 
         async def set_serving(serving: bool) -> None:
@@ -97,11 +102,13 @@ class Frontend:
             settings.check_scheduler,
         )
         generations = Generations(facts, tokenizer, engines)
-        add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)
+        embeddings = Embeddings(generations, facts.pooling)
+        servicer = InferenceServicer(generations, embeddings)
+        add_InferenceServiceServicer_to_server(servicer, server.grpc)
         await server.start(f"{settings.host}:{settings.port}")
         http = None
         if listener:
-            app = App(settings, generations, self._admission, server.calls)
+            app = App(settings, generations, embeddings, self._admission, server.calls)
             http = HttpServer(settings, app)
             server.on_stopping(http.drain)
         async with asyncio.TaskGroup() as tasks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -72,6 +72,11 @@ class FrontendSettings(PublicSettings):
         description="name of the model for clients (empty: the name of its directory)",
         max_length=256,
         pattern=r"^[^\x00-\x1f\x7f]*$",
+    )
+    pooling: Literal["auto", "last", "mean"] = Field(
+        "auto",
+        description="how an embedding is made of a prompt's tokens (auto: as the model's "
+        "1_Pooling/config.json says, else last)",
     )
     scheduler_address: str = Field(
         "127.0.0.1:50052", description="address of the scheduler: host:port or unix:path"

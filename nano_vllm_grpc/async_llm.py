@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 from nano_vllm_grpc import wire
 from nano_vllm_grpc.calls import Calls
@@ -29,6 +31,10 @@ from nano_vllm_grpc.types import (
     is_chat,
     join,
 )
+
+Result = TypeVar("Result")
+
+_EMBEDDED_AT_ONCE = 64  # prompts of a call
 
 
 class AsyncLLM:
@@ -109,13 +115,9 @@ class AsyncLLM:
                     return await _complete(stream, received)
 
         each_one = zip(items, params, resumed, strict=True)
-        tasks = [asyncio.create_task(run(*arguments)) for arguments in each_one]
         try:
-            results = await asyncio.gather(*tasks)
+            results = await _gather([run(*arguments) for arguments in each_one])
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             progress.close()
         return [completion for completions in results for completion in completions]
 
@@ -170,6 +172,37 @@ class AsyncLLM:
         message = wire.encode_request(prompt, params, priority, cache_salt, resume_token_ids)
         return self._calls.stream(ResumableRequest(message, timeout_s))
 
+    async def embed(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        dimensions: int = 0,
+        **options: Unpack[RequestOptions],
+    ) -> list[list[float]]:
+        """Returns the embeddings of prompts in their order, each of length 1.
+
+        Args:
+            prompts: one prompt or a list of them, each a text or token ids.
+            dimensions: how many of the first dimensions to return; 0: all.
+            options: as for `generate`.
+        """
+        items = cast(list[str | Sequence[int]], as_prompts(prompts))
+        timeout_s = options.get("timeout_s")
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        rest = dimensions, options.get("priority", 0), options.get("cache_salt", "")
+        slots = asyncio.Semaphore(max(self._max_in_flight // _EMBEDDED_AT_ONCE, 1))
+
+        async def embed(part: Sequence[str | Sequence[int]]) -> list[list[float]]:
+            request = wire.encode_embed(part, *rest)
+            async with slots:
+                answer = await self._calls.unary(
+                    lambda stub: stub.Embed(request, timeout=_seconds_until(deadline)), deadline
+                )
+            return [list(each.values) for each in answer.embeddings]
+
+        starts = range(0, len(items), _EMBEDDED_AT_ONCE)
+        found = await _gather([embed(items[at : at + _EMBEDDED_AT_ONCE]) for at in starts])
+        return [vector for vectors in found for vector in vectors]
+
     async def tokenize(self, prompt: str | Sequence[Message] | Chat) -> list[int]:
         """Returns the token ids of a text, or of a chat as the model's template renders it."""
         request = wire.encode_tokenize(prompt)
@@ -198,6 +231,21 @@ class AsyncLLM:
         if isinstance(prompt, str) or is_chat(prompt):
             return len(await self.tokenize(prompt))
         return len(cast(Sequence[int], prompt))
+
+
+async def _gather(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """The results of works that run side by side. The first error cancels the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _seconds_until(deadline: float) -> float | None:
+    return None if deadline == math.inf else deadline - time.monotonic()
 
 
 async def _complete(

@@ -81,10 +81,13 @@ class Calls:
                 yield each
 
     async def unary(
-        self, start: Callable[[InferenceServiceAsyncStub], Awaitable[Response]]
+        self,
+        start: Callable[[InferenceServiceAsyncStub], Awaitable[Response]],
+        deadline: float = math.inf,
     ) -> Response:
-        """Returns the response to the call that `start` makes."""
-        retries = Retries(self._max_retry_wait_s, math.inf)
+        """Returns the response to the call that `start` makes. It is not repeated after
+        `deadline`, which is by `time.monotonic`."""
+        retries = Retries(self._max_retry_wait_s, deadline)
         while True:
             with self._connections.lend() as connection:
                 try:

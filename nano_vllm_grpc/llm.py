@@ -154,6 +154,15 @@ class LLM:
         finally:
             pumping.cancel()
 
+    def embed(
+        self,
+        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        dimensions: int = 0,
+        **options: Unpack[RequestOptions],
+    ) -> list[list[float]]:
+        """Returns the embeddings of one prompt or a list of them, as `AsyncLLM.embed` does."""
+        return self._run(self._llm.embed(prompts, dimensions, **options))
+
     def tokenize(self, prompt: str | Sequence[Message] | Chat) -> list[int]:
         """Returns the token ids of a text, or of a chat as the model's template renders it."""
         return self._run(self._llm.tokenize(prompt))

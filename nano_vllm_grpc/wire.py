@@ -65,6 +65,28 @@ def encode_request(
         raise InvalidRequestError(f"the request cannot be sent: {error}") from error
 
 
+def encode_embed(
+    prompts: Sequence[str | Sequence[int]], dimensions: int, priority: int, cache_salt: str
+) -> pb.EmbedRequest:
+    """Encodes texts or token ids to embed.
+
+    Raises:
+        InvalidRequestError: a text is not valid Unicode, or an id is negative or not an integer.
+    """
+    try:
+        inputs = [
+            pb.EmbedInput(text=each)
+            if isinstance(each, str)
+            else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
+            for each in prompts
+        ]
+        return pb.EmbedRequest(
+            inputs=inputs, dimensions=dimensions, priority=priority, cache_salt=cache_salt
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
+
+
 def encode_tokenize(prompt: str | Sequence[Message] | Chat) -> pb.TokenizeRequest:
     """Encodes a text or a chat to tokenize.
 

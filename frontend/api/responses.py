@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from frontend.embeddings import Embedded
 from frontend.engines.token_stream import FinishReason
 from frontend.generation import CompletionReader, Ending, Totals
 from frontend.logprobs import LogprobRow
@@ -92,6 +93,17 @@ def whole_response(request_id: str, completions: Sequence[bytes], totals: Totals
     rest = pb.GenerateResponse(request_id=request_id, **_statistics(totals)).SerializeToString()
     return b"".join(
         (rest, *(part for each in completions for part in (_COMPLETION, _varint(len(each)), each)))
+    )
+
+
+def embed_response(embedded: Embedded) -> pb.EmbedResponse:
+    return pb.EmbedResponse(
+        request_id=embedded.request_id,
+        embeddings=[pb.Embedding(values=vector.tolist()) for vector in embedded.vectors],
+        usage=pb.Usage(
+            prompt_tokens=embedded.prompt_tokens,
+            cached_prompt_tokens=embedded.cached_prompt_tokens,
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from grpc import aio
 from frontend import validation
 from frontend.api import responses
 from frontend.api.responses import WholeCompletion, stream_response
+from frontend.embeddings import Embeddings
 from frontend.generation import Generation
 from frontend.generations import Generations
 from frontend.text.completion import Delta
@@ -24,8 +25,9 @@ SERVICE_NAME = "nanovllm.v1.InferenceService"
 class InferenceServicer(InferenceServiceServicer):
     """Serves `frontend.proto` for one model."""
 
-    def __init__(self, generations: Generations) -> None:
+    def __init__(self, generations: Generations, embeddings: Embeddings) -> None:
         self._generations = generations
+        self._embeddings = embeddings
         self._tokenizer = generations.tokenizer
 
     async def Generate(  # type: ignore[override]  # serialized already
@@ -88,6 +90,10 @@ class InferenceServicer(InferenceServiceServicer):
         return await self._tokenizer.on_thread(
             lambda: responses.prompt_logprobs(message, rows, table)
         )
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        embedded = await self._embeddings.embed(request, context.time_remaining())
+        return responses.embed_response(embedded)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         token_ids = await self._generations.encode(request, validation.MAX_TOKENIZED)

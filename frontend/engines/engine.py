@@ -334,6 +334,7 @@ class EngineClient:
 
     async def _on_step(self, output: pb.StepOutput) -> None:
         await self._outputs.take_logprobs(output)
+        self._outputs.take_embeddings(output)
         self.fail(self._outputs.take_tokens(output), InternalError("internal error"))
         for stream, error in self._outputs.take_ends(output):
             if not self._try_elsewhere(self, stream):

@@ -99,6 +99,7 @@ def _token_sampling(stream: TokenStream) -> pb.TokenSampling:
         beam_width=sampling.beam_width,
         length_penalty=sampling.length_penalty,
         grammar=_grammar(sampling.grammar),
+        pooling=pb.Pooling.ValueType(sampling.pooling),
         **{name: getattr(sampling, name) for name in NUMBERS},
     )
     bias = dict(sampling.logit_bias)

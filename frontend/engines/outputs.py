@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import numpy as np
 import structlog
 
 from frontend.engines.ledger import Ledger
@@ -36,6 +37,12 @@ class Outputs:
             if num_entries > _LOGPROBS_AT_ONCE:
                 await asyncio.sleep(0)
                 num_entries = 0
+
+    def take_embeddings(self, output: pb.StepOutput) -> None:
+        """Gives a step's embeddings to the streams. Call it before `take_tokens`."""
+        for embedding in output.embeddings:
+            if entry := self._ledger.entries.get(embedding.request):
+                entry.stream.embedding = np.frombuffer(embedding.values, "<f4")
 
     def take_tokens(self, output: pb.StepOutput) -> list[TokenStream]:
         """Appends a step's tokens. Returns the completions that have missing tokens.

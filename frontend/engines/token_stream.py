@@ -8,6 +8,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from frontend.engines.deaths import DeathRecord
 from frontend.logprobs import CompletionLogprobs, PromptLogprobs
 from frontend.request import GenerationRequest
@@ -124,6 +127,7 @@ class TokenStream:
         self.first_token_at: float | None = None  # time.monotonic
         self.last_token_at: float | None = None
         self.start: Start | None = None
+        self.embedding: NDArray[np.float32] | None = None  # comes with the first token
         self.finish: FinishReason | None = None  # set once the completion is complete
         self.score = 0.0  # for beam search
         self.error: ServiceError | None = None

@@ -16,8 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend.callers.admission import Admission
 from frontend.callers.call import Call
+from frontend.embeddings import Embeddings
 from frontend.generations import Generations
-from frontend.http import chat, completions, messages, models, responses
+from frontend.http import chat, completions, embeddings, messages, models, responses
 from frontend.http.background.responses import BackgroundResponses
 from frontend.http.errors import HttpError
 from frontend.http.exchange import Answer, Exchange, Request
@@ -36,6 +37,7 @@ Handler = Callable[[Service, Request], Awaitable[Answer]]
 _ROUTES: Sequence[tuple[str, str, Handler]] = (
     ("POST", "/v1/chat/completions", chat.create),
     ("POST", "/v1/completions", completions.create),
+    ("POST", "/v1/embeddings", embeddings.create),
     ("POST", "/v1/responses", responses.create),
     ("GET", "/v1/responses/{id}", responses.retrieve),
     ("DELETE", "/v1/responses/{id}", responses.delete),
@@ -64,6 +66,7 @@ class App:
         self,
         settings: FrontendSettings,
         generations: Generations,
+        embeddings: Embeddings,
         admission: Admission,
         calls: OpenCalls,
     ) -> None:
@@ -84,7 +87,9 @@ class App:
             calls,
             reports_cached=settings.report_cached_tokens,
         )
-        self._service = Service(generations, settings.report_cached_tokens, self.background)
+        self._service = Service(
+            generations, embeddings, settings.report_cached_tokens, self.background
+        )
         self._app: ASGIApp = self._serve
         if settings.http_origins:
             self._app = CORSMiddleware(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from frontend.embeddings import Embeddings
 from frontend.generations import Generations
 from frontend.http.answers import Answers, answer_form
 from frontend.http.background.responses import BackgroundResponses
@@ -26,6 +27,7 @@ class Service:
     """
 
     generations: Generations
+    embeddings: Embeddings
     reports_cached: bool
     background: BackgroundResponses
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from frontend.request import Pooling
 from shared.model_directory import (
     MAX_TOKENIZER_BYTES,
     ModelFileError,
@@ -32,6 +33,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     defaults: SamplingNumbers = DEFAULTS  # for parameters that a request leaves unset
     created: int = 0
+    pooling: Pooling = Pooling.LAST  # how its embeddings are made
 
     def ending_with(self, token_ids: Iterable[int]) -> ModelFacts:
         """These facts with further end-of-sequence tokens. Ids outside of the vocabulary are left
@@ -65,6 +67,7 @@ def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
         eos_token_ids=(),
         defaults=_sampling_defaults(generation, generation_path, vocab_size),
         created=int(config_path.stat().st_mtime),
+        pooling=_pooling(directory / "1_Pooling" / "config.json"),
     )
     return facts.ending_with(
         [*_end_tokens(generation, generation_path), *_end_tokens(config, config_path)]
@@ -91,6 +94,13 @@ def check_tokenizer_files(directory: Path) -> None:
                 check_file(path, MAX_TOKENIZER_BYTES)
     except (ModelFileError, OSError) as error:
         raise ModelFilesError(f"{directory}: {error}") from error
+
+
+def _pooling(path: Path) -> Pooling:
+    """The pooling of a model for sentence-transformers, which has this file."""
+    if path.exists() and _read_json(path).get("pooling_mode_mean_tokens"):
+        return Pooling.MEAN
+    return Pooling.LAST
 
 
 def _sampling_defaults(generation: dict[str, Any], path: Path, vocab_size: int) -> SamplingNumbers:

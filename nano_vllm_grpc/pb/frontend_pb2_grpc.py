@@ -44,6 +44,11 @@ class InferenceServiceStub:
                 request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/nanovllm.v1.InferenceService/Embed',
+                request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/nanovllm.v1.InferenceService/Tokenize',
                 request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.TokenizeRequest.SerializeToString,
@@ -74,6 +79,13 @@ class InferenceServiceServicer:
 
     def GenerateStream(self, request, context):
         """Streams the same completion as deltas. Joined, they equal the completion that Generate returns.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Returns the embeddings of prompts, of length 1, in their order. One that fails fails all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,6 +124,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateRequest.FromString,
                     response_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateStreamResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedRequest.FromString,
+                    response_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -183,6 +200,33 @@ class InferenceService:
             '/nanovllm.v1.InferenceService/GenerateStream',
             nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateRequest.SerializeToString,
             nano__vllm__grpc_dot_pb_dot_frontend__pb2.GenerateStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanovllm.v1.InferenceService/Embed',
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedRequest.SerializeToString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

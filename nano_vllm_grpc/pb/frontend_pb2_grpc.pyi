@@ -37,6 +37,8 @@ class InferenceServiceStub:
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_frontend_pb2.GenerateRequest, _frontend_pb2.GenerateStreamResponse]
     """Streams the same completion as deltas. Joined, they equal the completion that Generate returns."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.EmbedRequest, _frontend_pb2.EmbedResponse]
+    """Returns the embeddings of prompts, of length 1, in their order. One that fails fails all."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.TokenizeRequest, _frontend_pb2.TokenizeResponse]
     """Returns the token ids that Generate would use for a text or a chat."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.DetokenizeRequest, _frontend_pb2.DetokenizeResponse]
@@ -53,6 +55,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_frontend_pb2.GenerateRequest, _frontend_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """Streams the same completion as deltas. Joined, they equal the completion that Generate returns."""
+    Embed: _aio.UnaryUnaryMultiCallable[_frontend_pb2.EmbedRequest, _frontend_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Returns the embeddings of prompts, of length 1, in their order. One that fails fails all."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_frontend_pb2.TokenizeRequest, _frontend_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Returns the token ids that Generate would use for a text or a chat."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_frontend_pb2.DetokenizeRequest, _frontend_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -78,6 +82,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_frontend_pb2.GenerateStreamResponse], _abc.AsyncIterator[_frontend_pb2.GenerateStreamResponse]]:
         """Streams the same completion as deltas. Joined, they equal the completion that Generate returns."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _frontend_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_frontend_pb2.EmbedResponse, _abc.Awaitable[_frontend_pb2.EmbedResponse]]:
+        """Returns the embeddings of prompts, of length 1, in their order. One that fails fails all."""
 
     @_abc_1.abstractmethod
     def Tokenize(

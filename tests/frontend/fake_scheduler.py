@@ -47,6 +47,11 @@ def echo_from_seed(live: Live) -> int:
     return live.prompt[(len(live.tokens) + live.seed % 8) % len(live.prompt)]
 
 
+def embedding(prompt: Sequence[int], pooling: int) -> list[int]:
+    """The embedding of a prompt, not normalized."""
+    return [sum(prompt), len(prompt), -pooling, 4]
+
+
 def logprob_row(token: int, position: int, count: int) -> list[tuple[int, float]]:
     """Log-probabilities of the token and of `count` others, all exact in float32."""
     others = [(other, -0.5 * other - position) for other in range(count)]
@@ -114,6 +119,7 @@ class FakeScheduler(SchedulerServiceServicer):
         rows: list[tuple[int, int, int]] = []
         logprobs: list[pb.LogprobRows] = []
         finished: list[pb.Finished] = []
+        embeddings: list[pb.Embedding] = []
         for number, live in list(connection.live.items()):
             sampling = live.submit.sampling
             if sampling.beam_width:
@@ -129,12 +135,17 @@ class FakeScheduler(SchedulerServiceServicer):
             if sampling.HasField("logprobs"):
                 row = logprob_row(token, offset, sampling.logprobs)
                 logprobs.append(logprob_rows(number, False, offset, [row]))
+            if sampling.pooling:
+                values = np.array(embedding(live.prompt, sampling.pooling), "<f4").tobytes()
+                embeddings.append(pb.Embedding(request=number, values=values))
             live.tokens.append(token)
             cause = _cause(live, token)
             if cause is not None:
                 del connection.live[number]
                 finished.append(pb.Finished(request=number, cause=cause))
-        connection.outbox.put_nowait(_output(rows, finished, logprobs))
+        output = _output(rows, finished, logprobs)
+        output.step_output.embeddings.extend(embeddings)
+        connection.outbox.put_nowait(output)
 
     def send(
         self,

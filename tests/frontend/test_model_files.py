@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from frontend.request import Pooling
 from frontend.text.model_files import ModelFilesError, read_model_facts
 from shared.sampling_params import SamplingNumbers
 
@@ -115,3 +116,21 @@ def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelFilesError, match=r"config\.json"):
         read_model_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("modes", "pooling"),
+    [
+        (None, Pooling.LAST),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, Pooling.LAST),
+        ({"pooling_mode_mean_tokens": True}, Pooling.MEAN),
+    ],
+)
+def test_pooling_is_that_of_sentence_transformers(
+    tmp_path: Path, modes: Any, pooling: Pooling
+) -> None:
+    write(tmp_path, {"vocab_size": 100})
+    if modes:
+        (tmp_path / "1_Pooling").mkdir()
+        write(tmp_path / "1_Pooling", modes)
+    assert read_model_facts(tmp_path).pooling is pooling

@@ -12,7 +12,7 @@ import instructor
 import litellm
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from openai import OpenAI
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
@@ -67,6 +67,20 @@ def check_instructor(given: Any) -> None:
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
+
+
+def check_langchains_embeddings(given: Any) -> None:
+    """They are asked for with the tokens of OpenAI's models unless this is turned off."""
+    model = OpenAIEmbeddings(
+        model="demo",
+        base_url=base(given),
+        api_key="none",
+        max_retries=0,
+        check_embedding_ctx_length=False,
+    )
+    found = [model.embed_query(given["prompt"]), *model.embed_documents([given["prompt"]] * 3)]
+    for vector in found:
+        assert all(abs(a - b) < 1e-5 for a, b in zip(vector, given["embedding"], strict=True))
 
 
 def check_langchain(given: Any) -> None:

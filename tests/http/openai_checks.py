@@ -52,6 +52,22 @@ def check_models(given: Any) -> None:
     assert [model.id for model in client(given).models.list()] == ["demo"]
 
 
+def check_embeddings(given: Any) -> None:
+    """As numbers, and as base64, which the client asks for and decodes by default."""
+    create = client(given).embeddings.create
+    for options in ({}, {"encoding_format": "float"}):
+        found = create(model="demo", input=[given["prompt"], "another"], **options)
+        assert max_difference(found.data[0].embedding, given["embedding"]) < 1e-5
+        assert [each.index for each in found.data] == [0, 1]
+        assert found.usage.prompt_tokens > given["prompt_tokens"]
+    (short,) = create(model="demo", input=given["prompt"], dimensions=16).data
+    assert len(short.embedding) == 16
+
+
+def max_difference(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+
 def check_completion(given: Any) -> None:
     whole = complete(given)
     assert whole.choices[0].text == given["completion"]

@@ -33,11 +33,13 @@ def input_of_checks(stack: RealStack) -> dict[str, Any]:
         (completion,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=20))
         (answer,) = llm.chat([{"role": "user", "content": QUESTION}], greedy)
         prompt_tokens = len(llm.tokenize(PROMPT))
+        (embedding,) = llm.embed(PROMPT)
     return {
         "url": stack.stack.url,
         "question": QUESTION,
         "prompt": PROMPT,
         "prompt_tokens": prompt_tokens,
+        "embedding": embedding,
         "completion": completion["text"],
         "answer": answer["text"],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,23 @@ def test_hidden_states_of_chunks_beside_others(
         strict=True,
     ):
         np.testing.assert_allclose(actual[0], right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_saved_without_a_head(tmp_path: Path, tied: bool) -> None:
+    """As models for embeddings are. Its tensors have no prefix."""
+    whole = save_model(tmp_path / "whole", tie_word_embeddings=tied)
+    whole.model.save_pretrained(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3Model"]
+    for architecture in ("Qwen3Model", "Qwen3ForCausalLM"):
+        config["architectures"] = [architecture]
+        (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+        runner = ModelRunner(worker_settings(tmp_path / "base", block_size=16))
+        runner.configure(1, NUM_BLOCKS)
+        batch = batch_for(runner, NUM_BLOCKS)
+        request = batch.request([(0, PROMPTS[0])])
+        request.pooling.CopyFrom(Pooling(rows=i4([0]), sums=bytes(1)))
+        found = runner.launch(decode_step(request, batch.limits, None)).wait().hidden_states
+        right = expected(whole, PROMPTS[0])[-1]
+        np.testing.assert_allclose(found[0], right, rtol=1e-5, atol=1e-5)

@@ -6,6 +6,7 @@ This module does not import torch, because the launcher uses it too.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,10 @@ def read_model_file(model_dir: Path) -> tuple[Family, dict[str, Any]]:
         raise ModelError(f"model: {path}: not a JSON object")
     given = fields.get("architectures") or "none"
     names = [str(name) for name in (given if isinstance(given, list) else [given])]
-    if len(names) != 1 or names[0] not in FAMILIES:
+    # A model for embeddings may be named without its head.
+    name = re.sub("Model$", "ForCausalLM", names[0])
+    if len(names) != 1 or name not in FAMILIES:
         found, served = ", ".join(names), ", ".join(FAMILIES)
         raise ModelError(f"architectures: {found} is not served; served are {served}")
-    family = FAMILIES[names[0]]
+    family = FAMILIES[name]
     return family, {**family.defaults, **fields}

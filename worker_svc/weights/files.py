@@ -56,6 +56,10 @@ class WeightReader:
             stored = {path: read_tensors(path) for path in weight_files(model_dir)}
             files = tensor_files(model_dir, stored)
             self._tensors.update((name, stored[path][name]) for name, path in files.items())
+        if table := self._tensors.get("embed_tokens.weight"):
+            # An embedding model, saved without a head and a prefix. Any head will do.
+            self._tensors = {f"model.{name}": each for name, each in self._tensors.items()}
+            self._tensors["lm_head.weight"] = table
         self._unread = set(self._tensors)
         self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         # disable=None shows the bar only if stderr is a terminal.

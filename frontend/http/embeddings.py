@@ -1,0 +1,91 @@
+"""OpenAI's embeddings: `POST /v1/embeddings`."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from frontend.http.errors import ParameterError
+from frontend.http.exchange import Answer, Request
+from frontend.http.parameters import Body, Int32, Items, TokenId, read_body
+from frontend.http.service import Service
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from shared.errors import InvalidArgumentError
+
+
+class EmbeddingBody(Body):
+    """The parameters of embeddings."""
+
+    input: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int32 | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    engine: str | None = None
+    user: str | None = None  # without effect
+
+
+async def create(service: Service, request: Request) -> Answer:
+    """Embeds one or more texts or prompts.
+
+    Raises:
+        ServiceError: a parameter is wrong, or the request failed.
+    """
+    body = read_body(EmbeddingBody, request.body)
+    service.check_model(body.model)
+    if body.dimensions is not None and body.dimensions < 1:
+        raise ParameterError("dimensions", f"{body.dimensions}; must be above 0")
+    message = pb.EmbedRequest(
+        request_id=request.request_id,
+        inputs=_inputs(body.input),
+        dimensions=body.dimensions or 0,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        engine=body.engine or "",
+    )
+    try:
+        embedded = await service.embeddings.embed(message)
+    except InvalidArgumentError as error:
+        if error.field.startswith("inputs"):
+            raise ParameterError(f"input{error.field[len('inputs') :]}", error.reason) from error
+        raise
+    as_text = body.encoding_format == "base64"
+    usage: dict[str, Any] = {
+        "prompt_tokens": embedded.prompt_tokens,
+        "total_tokens": embedded.prompt_tokens,
+    }
+    if service.reports_cached:
+        usage["prompt_tokens_details"] = {"cached_tokens": embedded.cached_prompt_tokens}
+    found = {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, as_text)}
+            for index, vector in enumerate(embedded.vectors)
+        ],
+        "model": service.model,
+        "usage": usage,
+    }
+    return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _inputs(given: Any) -> list[pb.EmbedInput]:
+    """The inputs of a text, of token ids, or of a list of either."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    return [
+        pb.EmbedInput(text=each)
+        if isinstance(each, str)
+        else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
+        for each in given
+    ]
+
+
+def _encoded(vector: NDArray[np.float32], as_text: bool) -> Any:
+    """The vector as numbers, or as base64 of its little-endian bytes."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_text else vector
