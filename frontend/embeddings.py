@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from frontend.generation import Generation
+from frontend.generation import Generation, Totals
 from frontend.generations import Generations
 from frontend.request import Pooling
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -54,11 +54,14 @@ class Embeddings:
         request_id = request.request_id or uuid.uuid4().hex
         slots = asyncio.Semaphore(_AT_ONCE)
 
-        async def run(index: int) -> Generation:
+        async def run(index: int) -> tuple[NDArray[np.float32], Totals]:
             async with slots:
                 message = _message(request, request_id, index)
                 try:
-                    return await self._run(message, deadline)
+                    generation = await self._run(message, deadline)
+                    return _normalized(
+                        generation.embedding, request.dimensions
+                    ), generation.totals()
                 except InvalidArgumentError as error:
                     if error.field not in ("text", "prompt") and "token_ids" not in error.field:
                         raise
@@ -72,13 +75,11 @@ class Embeddings:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        vectors = [_normalized(each.embedding, request.dimensions) for each in ended]
-        totals = [each.totals() for each in ended]
         return Embedded(
             request_id,
-            vectors,
-            sum(each.prompt_tokens for each in totals),
-            sum(each.cached_prompt_tokens for each in totals),
+            [vector for vector, _ in ended],
+            sum(totals.prompt_tokens for _, totals in ended),
+            sum(totals.cached_prompt_tokens for _, totals in ended),
         )
 
     async def _run(self, message: pb.GenerateRequest, deadline: float | None) -> Generation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,15 +97,16 @@ def whole_response(request_id: str, completions: Sequence[bytes], totals: Totals
     )
 
 
-def embed_response(embedded: Embedded) -> pb.EmbedResponse:
-    return pb.EmbedResponse(
-        request_id=embedded.request_id,
-        embeddings=[pb.Embedding(values=vector.tolist()) for vector in embedded.vectors],
-        usage=pb.Usage(
-            prompt_tokens=embedded.prompt_tokens,
-            cached_prompt_tokens=embedded.cached_prompt_tokens,
-        ),
+async def embed_response(embedded: Embedded) -> pb.EmbedResponse:
+    """Makes the message. There may be millions of numbers, so others have their turns meanwhile."""
+    usage = pb.Usage(
+        prompt_tokens=embedded.prompt_tokens, cached_prompt_tokens=embedded.cached_prompt_tokens
     )
+    response = pb.EmbedResponse(request_id=embedded.request_id, usage=usage)
+    for vector in embedded.vectors:
+        response.embeddings.add().values.extend(vector)
+        await asyncio.sleep(0)
+    return response
 
 
 def logprobs(rows: Sequence[LogprobRow], table: Mapping[int, bytes]) -> list[pb.Logprobs]:

@@ -93,7 +93,7 @@ class InferenceServicer(InferenceServiceServicer):
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         embedded = await self._embeddings.embed(request, context.time_remaining())
-        return responses.embed_response(embedded)
+        return await responses.embed_response(embedded)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         token_ids = await self._generations.encode(request, validation.MAX_TOKENIZED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any, Literal
 
@@ -62,16 +63,13 @@ async def create(service: Service, request: Request) -> Answer:
     }
     if service.reports_cached:
         usage["prompt_tokens_details"] = {"cached_tokens": embedded.cached_prompt_tokens}
-    found = {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _encoded(vector, as_text)}
-            for index, vector in enumerate(embedded.vectors)
-        ],
-        "model": service.model,
-        "usage": usage,
-    }
-    return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
+    data = []
+    for index, vector in enumerate(embedded.vectors):
+        each = {"object": "embedding", "index": index, "embedding": _encoded(vector, as_text)}
+        data.append(orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY))
+        await asyncio.sleep(0)  # there may be millions of numbers
+    rest = orjson.dumps({"model": service.model, "usage": usage})
+    return b'{"object":"list","data":[%s],%s' % (b",".join(data), rest[1:])
 
 
 def _inputs(given: Any) -> list[pb.EmbedInput]:
