@@ -102,7 +102,7 @@ class Frontend:
             settings.check_scheduler,
         )
         generations = Generations(facts, tokenizer, engines)
-        embeddings = Embeddings(generations, facts.pooling)
+        embeddings = Embeddings(generations)
         servicer = InferenceServicer(generations, embeddings)
         add_InferenceServiceServicer_to_server(servicer, server.grpc)
         await server.start(f"{settings.host}:{settings.port}")

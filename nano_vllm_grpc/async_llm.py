@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -35,6 +35,8 @@ from nano_vllm_grpc.types import (
 Result = TypeVar("Result")
 
 _EMBEDDED_AT_ONCE = 64  # prompts of a call
+_EMBEDDED_BYTES = 2 << 20  # of a call, well below the limit of a message
+_MAX_BYTES_OF_UNIT = 5  # of a token id; a character has up to 4
 
 
 class AsyncLLM:
@@ -176,31 +178,33 @@ class AsyncLLM:
         self,
         prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
         dimensions: int = 0,
-        **options: Unpack[RequestOptions],
+        *,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> list[list[float]]:
         """Returns the embeddings of prompts in their order, each of length 1.
 
         Args:
             prompts: one prompt or a list of them, each a text or token ids.
             dimensions: how many of the first dimensions to return; 0: all.
-            options: as for `generate`.
+            timeout_s: for all prompts together.
+            priority, cache_salt: see `RequestOptions`.
         """
         items = cast(list[str | Sequence[int]], as_prompts(prompts))
-        timeout_s = options.get("timeout_s")
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        rest = dimensions, options.get("priority", 0), options.get("cache_salt", "")
-        slots = asyncio.Semaphore(max(self._max_in_flight // _EMBEDDED_AT_ONCE, 1))
+        at_once = min(_EMBEDDED_AT_ONCE, self._max_in_flight)
+        slots = asyncio.Semaphore(self._max_in_flight // at_once)
 
         async def embed(part: Sequence[str | Sequence[int]]) -> list[list[float]]:
-            request = wire.encode_embed(part, *rest)
+            request = wire.encode_embed(part, dimensions, priority, cache_salt)
             async with slots:
                 answer = await self._calls.unary(
                     lambda stub: stub.Embed(request, timeout=_seconds_until(deadline)), deadline
                 )
             return [list(each.values) for each in answer.embeddings]
 
-        starts = range(0, len(items), _EMBEDDED_AT_ONCE)
-        found = await _gather([embed(items[at : at + _EMBEDDED_AT_ONCE]) for at in starts])
+        found = await _gather([embed(part) for part in _parts(items, at_once)])
         return [vector for vectors in found for vector in vectors]
 
     async def tokenize(self, prompt: str | Sequence[Message] | Chat) -> list[int]:
@@ -242,6 +246,21 @@ async def _gather(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _parts(
+    prompts: Sequence[str | Sequence[int]], count: int
+) -> Iterator[Sequence[str | Sequence[int]]]:
+    """Yields up to `count` prompts at a time, fewer if they are long."""
+    start, size = 0, 0
+    for end, prompt in enumerate(prompts):
+        length = _MAX_BYTES_OF_UNIT * len(prompt)
+        if end > start and (end - start == count or size + length > _EMBEDDED_BYTES):
+            yield prompts[start:end]
+            start, size = end, 0
+        size += length
+    if start < len(prompts):
+        yield prompts[start:]
 
 
 def _seconds_until(deadline: float) -> float | None:

@@ -104,7 +104,7 @@ async def embed_response(embedded: Embedded) -> pb.EmbedResponse:
     )
     response = pb.EmbedResponse(request_id=embedded.request_id, usage=usage)
     for vector in embedded.vectors:
-        response.embeddings.add().values.extend(vector)
+        response.embeddings.add().values.extend(vector.tolist())
         await asyncio.sleep(0)
     return response
 

@@ -98,7 +98,7 @@ class Audit:
             self._ended(call, outcome, reason)
 
     def _ended(self, call: Call, outcome: str, reason: str) -> None:
-        work = call.work() if call.work else None
+        work = call.work()
         if work is not None and not reason:
             outcome = work.finish_reasons or outcome
             _log_generation(call, work, outcome)

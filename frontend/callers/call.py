@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from frontend.callers.tenants import Tenant
@@ -49,7 +50,7 @@ class CallTrace:
         self._tracing = tracing
         self._span = span
         self._context = tracing.traceparent(span)
-        self._generation: Span | None = None
+        self._generations: list[Span] = []
         self._detokenize: Span | None = None
         self._detokenize_s = 0.0
 
@@ -63,8 +64,8 @@ class CallTrace:
 
     def begin_generation(self) -> str:
         """Returns the trace context for the engine's part of the call."""
-        self._generation = self._tracing.begin("generation", self._context)
-        return self._tracing.traceparent(self._generation)
+        self._generations.append(self._tracing.begin("generation", self._context))
+        return self._tracing.traceparent(self._generations[-1])
 
     def add_detokenizing(self, began_at: float) -> None:
         """Adds the time since `began_at` to the single span for all detokenizing."""
@@ -79,8 +80,8 @@ class CallTrace:
         if self._detokenize is not None:
             self._detokenize.set_attribute("busy_seconds", self._detokenize_s)
             self._detokenize.end()
-        if self._generation is not None:
-            self._generation.end()
+        for generation in self._generations:
+            generation.end()
         self._span.set_attributes(attributes)
         if error:
             self._span.set_status(StatusCode.ERROR, error)
@@ -95,14 +96,20 @@ class Call:
     peer: str  # as gRPC writes it
     client: Tenant | None = None
     began_at: float = field(default_factory=time.monotonic)
-    work: Callable[[], Work] | None = None  # once there is a generation
+    works: list[Callable[[], Work]] = field(default_factory=list)  # one per generation
     trace: CallTrace | None = None
     has_place: bool = False  # whether it counts as one of its client's open calls
 
     def add_work(self, work: Callable[[], Work]) -> None:
         """Adds a request to the model. `work` returns its result so far."""
-        earlier = self.work
-        self.work = (lambda: earlier().with_other(work())) if earlier else work
+        self.works.append(work)
+
+    def work(self) -> Work | None:
+        """The work of all generations so far; None if there is none."""
+        if not self.works:
+            return None
+        first, *others = self.works
+        return reduce(lambda whole, other: whole.with_other(other()), others, first())
 
     @property
     def caller(self) -> str:

@@ -58,7 +58,7 @@ def part_of_call(name: str) -> Iterator[None]:
 
 def _attributes(call: Call) -> dict[str, AttributeValue]:
     """Returns the span's attributes, named by OpenTelemetry's conventions where possible."""
-    work = call.work() if call.work else None
+    work = call.work()
     if work is None:
         return {}
     return {

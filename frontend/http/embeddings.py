@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from frontend.embeddings import check_count
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
 from frontend.http.parameters import Body, Int32, Items, TokenId, read_body
@@ -40,11 +43,14 @@ async def create(service: Service, request: Request) -> Answer:
     """
     body = read_body(EmbeddingBody, request.body)
     service.check_model(body.model)
+    given: Any = body.input
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    check_count("input", 1 if is_one else len(given))
     if body.dimensions is not None and body.dimensions < 1:
         raise ParameterError("dimensions", f"{body.dimensions}; must be above 0")
     message = pb.EmbedRequest(
         request_id=request.request_id,
-        inputs=_inputs(body.input),
+        inputs=_inputs([given] if is_one else given),
         dimensions=body.dimensions or 0,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
@@ -54,7 +60,7 @@ async def create(service: Service, request: Request) -> Answer:
         embedded = await service.embeddings.embed(message)
     except InvalidArgumentError as error:
         if error.field.startswith("inputs"):
-            raise ParameterError(f"input{error.field[len('inputs') :]}", error.reason) from error
+            raise ParameterError(_path(error.field, is_one=is_one), error.reason) from error
         raise
     as_text = body.encoding_format == "base64"
     usage: dict[str, Any] = {
@@ -72,10 +78,13 @@ async def create(service: Service, request: Request) -> Answer:
     return b'{"object":"list","data":[%s],%s' % (b",".join(data), rest[1:])
 
 
-def _inputs(given: Any) -> list[pb.EmbedInput]:
-    """The inputs of a text, of token ids, or of a list of either."""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
+def _path(field: str, *, is_one: bool) -> str:
+    """The path in the body of a field of the message: input[3] for inputs[3].text."""
+    path = re.sub(r"\.(text|token_ids|prompt)", "", field.replace("inputs", "input", 1))
+    return path.replace("[0]", "", 1) if is_one else path
+
+
+def _inputs(given: Sequence[Any]) -> list[pb.EmbedInput]:
     return [
         pb.EmbedInput(text=each)
         if isinstance(each, str)

@@ -33,7 +33,8 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     defaults: SamplingNumbers = DEFAULTS  # for parameters that a request leaves unset
     created: int = 0
-    pooling: Pooling = Pooling.LAST  # how its embeddings are made
+    pooling: Pooling = Pooling.LAST  # how its embeddings are made; NONE: in no way that is served
+    hidden_size: int = 0  # of its embeddings
 
     def ending_with(self, token_ids: Iterable[int]) -> ModelFacts:
         """These facts with further end-of-sequence tokens. Ids outside of the vocabulary are left
@@ -68,6 +69,7 @@ def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
         defaults=_sampling_defaults(generation, generation_path, vocab_size),
         created=int(config_path.stat().st_mtime),
         pooling=_pooling(directory / "1_Pooling" / "config.json"),
+        hidden_size=size if isinstance(size := config.get("hidden_size"), int) else 0,
     )
     return facts.ending_with(
         [*_end_tokens(generation, generation_path), *_end_tokens(config, config_path)]
@@ -98,9 +100,12 @@ def check_tokenizer_files(directory: Path) -> None:
 
 def _pooling(path: Path) -> Pooling:
     """The pooling of a model for sentence-transformers, which has this file."""
-    if path.exists() and _read_json(path).get("pooling_mode_mean_tokens"):
-        return Pooling.MEAN
-    return Pooling.LAST
+    if not path.exists():
+        return Pooling.LAST
+    modes = {name for name, value in _read_json(path).items() if value is True}
+    modes = {name for name in modes if name.startswith("pooling_mode_")}
+    known = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
+    return known.get(modes.pop(), Pooling.NONE) if len(modes) == 1 else Pooling.NONE
 
 
 def _sampling_defaults(generation: dict[str, Any], path: Path, vocab_size: int) -> SamplingNumbers:

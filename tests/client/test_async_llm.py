@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from nano_vllm_grpc import AsyncLLM, SamplingParams
+from nano_vllm_grpc.async_llm import _parts
 from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService
 
 
@@ -33,3 +34,12 @@ def test_a_client_is_created_before_its_event_loop(server: FakeServer) -> None:
             return len(await llm.tokenize("abc"))
 
     assert asyncio.run(use()) == 3
+
+
+def test_prompts_to_embed_are_sent_in_parts() -> None:
+    """As many as a call may have, or as fit into a message."""
+    long = "é" * 350_000
+    prompts = ["a", "b", "c", long, [1] * 100_000, long, "d"]
+    parts = [*_parts(prompts, 2)]
+    assert parts == [["a", "b"], ["c", long], [[1] * 100_000], [long, "d"]]
+    assert [*_parts([], 2)] == []

@@ -156,7 +156,7 @@ async def test_usage_is_counted_by_client(lines: Lines) -> None:
     acme = Tenant("acme")
     for finish in ("EOS", "LENGTH", ""):
         call = Call("GenerateStream", "unix:", acme)
-        call.work = lambda finish=finish: Work("id", "demo", 10, 4, 7, finish)
+        call.works = [lambda finish=finish: Work("id", "demo", 10, 4, 7, finish)]
         with contextlib.suppress(asyncio.CancelledError), audit.records(call):
             if not finish:
                 raise asyncio.CancelledError

@@ -123,7 +123,9 @@ def test_missing_and_unreadable_files_are_named(tmp_path: Path) -> None:
     [
         (None, Pooling.LAST),
         ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, Pooling.LAST),
-        ({"pooling_mode_mean_tokens": True}, Pooling.MEAN),
+        ({"pooling_mode_mean_tokens": True, "include_prompt": True}, Pooling.MEAN),
+        ({"pooling_mode_cls_token": True}, Pooling.NONE),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, Pooling.NONE),
     ],
 )
 def test_pooling_is_that_of_sentence_transformers(

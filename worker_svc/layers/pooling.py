@@ -20,8 +20,8 @@ def pool(
         hidden: those of all tokens [T, size]; read for sums only.
         query_lens: the step's column, [S].
     """
-    rows = torch.tensor(pooled.rows.tolist(), dtype=torch.long, device=last.device)
-    found = last[rows].float()
+    # Without a tensor of indices, whose copy to a GPU would wait for the step.
+    found = torch.cat([last[row : row + 1] for row in pooled.rows.tolist()]).float()
     ends = np.cumsum(query_lens)
     for place in np.flatnonzero(pooled.sums):
         row = pooled.rows[place]

@@ -100,5 +100,7 @@ def read_model_file(model_dir: Path) -> tuple[Family, dict[str, Any]]:
     if len(names) != 1 or name not in FAMILIES:
         found, served = ", ".join(names), ", ".join(FAMILIES)
         raise ModelError(f"architectures: {found} is not served; served are {served}")
+    if fields.get("is_causal") is False:
+        raise ModelError("is_causal: models whose tokens attend to later ones are not served")
     family = FAMILIES[name]
     return family, {**family.defaults, **fields}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.errors import InvalidArgumentError
 from shared.pb.worker_pb2 import Pooling, PromptLogprobs, SamplingFeatures
 from shared.sampling_params import COLUMNS, FILTERS, PENALTIES, Parameter
 from worker_svc.step.wire import (
@@ -158,6 +159,8 @@ def decode_pooling(message: Pooling, num_seqs: int) -> PooledRows:
     """
     rows = decode_column("pooling.rows", message.rows, INT32)
     sums = decode_column("pooling.sums", message.sums, UINT8)
+    if not len(rows):
+        raise InvalidArgumentError("pooling.rows", "no rows")
     check_ascending("pooling.rows", rows, num_seqs)
     check_length("pooling.sums", sums, len(rows))
     check_values("pooling.sums", sums, sums <= 1, "0 or 1")

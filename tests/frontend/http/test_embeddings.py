@@ -15,10 +15,12 @@ from grpc import aio
 from frontend import embeddings
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
+from tests.frontend import fake_scheduler
 from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS, embedding
 from tests.frontend.http.conftest import HttpService, Json
 
 PATH = "/v1/embeddings"
+FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 PROMPTS = [[105, 300, 511], [7], [600, 42]]
 
 
@@ -112,16 +114,14 @@ async def test_a_lost_scheduler_delays_an_embedding(service: HttpService) -> Non
     assert [list(each.values) for each in (await call).embeddings] == [*map(expected, PROMPTS)]
 
 
-async def test_an_input_that_fails_ends_the_others(service: HttpService) -> None:
-    service.scheduler.automatic = False
+async def test_a_wrong_input_is_found_before_others_are_computed(service: HttpService) -> None:
     error = await failure(service.stub.Embed(request([[1, 2], [3, 4000], [5]])))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     reason = "4000 is not below the vocabulary size, 1536"
     assert error.details() == f"inputs[1].token_ids[1]: {reason}"
-    while service.scheduler.connection.live:
-        await service.scheduler.aborts.get()
+    assert service.scheduler.submits.empty()  # none was computed
     status, body = await service.error(PATH, {"input": [[1, 2], [3, 4000], [5]]})
-    assert (status, body["error"]["param"]) == (400, "input[1].token_ids[1]")
+    assert (status, body["error"]["param"]) == (400, "input[1][1]")
 
 
 async def test_a_client_that_leaves_ends_its_inputs(service: HttpService) -> None:
@@ -139,8 +139,8 @@ async def test_a_client_that_leaves_ends_its_inputs(service: HttpService) -> Non
         (request([[1]] * 2049), "inputs: 2049 inputs; must be 1 to 2048"),
         (request([[1], []]), "inputs[1].token_ids: empty; a prompt needs at least one token"),
         (pb.EmbedRequest(inputs=[pb.EmbedInput()]), "inputs[0].prompt: missing"),
-        (request(dimensions=-1), "dimensions: -1; must be 0 or more"),
-        (request(dimensions=5), "dimensions: 5; the model has 4"),
+        (request(dimensions=-1), "dimensions: -1; must be 0 to 192"),
+        (request(dimensions=193), "dimensions: 193; must be 0 to 192"),
         (request([[1] * 200]), "inputs[0].token_ids: 200 tokens; the limit is 127"),
         (request(request_id="\n"), "request_id: must be printable"),
     ],
@@ -158,7 +158,10 @@ async def test_what_is_refused(
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [""]}, "input[0].text"),
+        ({"input": [""]}, "input[0]"),
+        ({"input": ""}, "input"),
+        ({"input": [5, 4000]}, "input[1]"),
+        ({"input": [[]] * 3000}, "input"),
         ({"input": {"a": 1}}, "input"),
         ({"dimensions": 0}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"),
@@ -170,6 +173,54 @@ async def test_what_http_refuses(service: HttpService, change: Json, param: str)
     status, body = await service.error(PATH, {"input": "a"} | change)
     assert status == (404 if param == "model" else 400)
     assert body["error"]["param"] == param
+
+
+async def test_the_numbers_of_an_answer_have_a_limit(
+    service: HttpService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embeddings, "MAX_NUMBERS", 400)
+    await service.stub.Embed(request(dimensions=130))
+    error = await failure(service.stub.Embed(request()))
+    assert error.details() == "inputs: 3 inputs; with 192 dimensions the limit is 2"
+
+
+async def test_as_many_inputs_as_are_allowed(service: HttpService) -> None:
+    """Each has its part in what is recorded of the call."""
+    answer = await service.post(PATH, {"input": [[5, 6]] * embeddings.MAX_INPUTS})
+    assert answer["usage"]["prompt_tokens"] == 2 * embeddings.MAX_INPUTS
+
+
+async def test_a_full_queue_delays_inputs_if_others_are_accepted(service: HttpService) -> None:
+    """So a request that its client's limit stops midway does not begin anew for ever."""
+    scheduler = service.scheduler
+    scheduler.rejection = scheduler_pb2.Finished(
+        cause=scheduler_pb2.FINISH_CAUSE_QUEUE_FULL, message="full", retry_after_s=0.01
+    )
+    assert (await failure(service.stub.Embed(request()))).code() == FULL
+    scheduler.rejection, scheduler.automatic = None, False
+    call = asyncio.ensure_future(service.stub.Embed(request([[1], [2]])))
+    while len(scheduler.connection.live) < 2:
+        await scheduler.submits.get()
+    second = [*scheduler.connection.live][1]
+    rejected = scheduler.connection.live.pop(second)
+    assert rejected.prompt == [2]
+    finished = scheduler_pb2.Finished(
+        request=second, cause=scheduler_pb2.FINISH_CAUSE_QUEUE_FULL, retry_after_s=0.01
+    )
+    scheduler.send((), [finished])
+    while len(scheduler.connection.live) < 2:  # it comes again
+        await scheduler.submits.get()
+    scheduler.step()
+    found = [list(each.values) for each in (await call).embeddings]
+    assert found == [expected([1]), expected([2])]
+
+
+@pytest.mark.parametrize("values", [[0, 0], [1, float("nan")], [1, float("inf")]])
+async def test_a_vector_without_a_direction_is_an_error(
+    service: HttpService, values: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_scheduler, "embedding", lambda *_: values)
+    assert (await failure(service.stub.Embed(request()))).code() == grpc.StatusCode.INTERNAL
 
 
 async def test_an_engine_without_an_embedding_is_an_error(service: HttpService) -> None:

@@ -172,6 +172,7 @@ def test_a_malformed_target_is_named(column: str, value: bytes, reason: str) -> 
 @pytest.mark.parametrize(
     ("column", "value", "reason"),
     [
+        ("rows", b"", "no rows"),
         ("rows", i4([2, 0]), "not ascending"),
         ("rows", i4([0, 3]), "3 is not in 0..2"),
         ("rows", i4([-1, 0]), "-1 is not in 0..2"),
