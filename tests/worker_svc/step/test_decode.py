@@ -169,7 +169,7 @@ def test_the_size_of_a_graph() -> None:
     assert decode_step(request, CAPTURING, None).graph == graph_size(1, 1, 5, 3, 17)
     request.prompt_logprobs.rows = i4([])
     request.prompt_logprobs.target_offsets = i4([0])
-    with pytest.raises(InvalidArgumentError, match=r"^graph: the step has features or prompt"):
+    with pytest.raises(InvalidArgumentError, match=r"^graph: the step has features, prompt "):
         decode_step(request, CAPTURING, None)
 
 
