@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from frontend.generation import Generation, Totals
 from frontend.generations import Generations
-from frontend.request import GenerationRequest, Pooling
+from frontend.request import GenerationRequest
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InternalError, InvalidArgumentError, QueueFullError
+from shared.sampling_params import Pooling
 
 log = structlog.get_logger(__name__)
 
@@ -124,7 +125,7 @@ class Embeddings:
 
 
 class _Queue:
-    """Repeats inputs that engines have no room for, as long as others of the request go on."""
+    """Repeats inputs that engines have no room for, while other inputs of the request run."""
 
     def __init__(self) -> None:
         self._num_accepted = 0  # inputs that are at an engine, or have ended there

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 from frontend.callers.tenants import Tenant
-from shared.sampling_params import Grammar, SamplingNumbers
-
-
-class Pooling(IntEnum):
-    """The numbers are those of `scheduler.proto`."""
-
-    NONE = 0
-    LAST = 1
-    MEAN = 2
+from shared.sampling_params import Grammar, Pooling, SamplingNumbers
 
 
 @dataclass(frozen=True, slots=True)

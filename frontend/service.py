@@ -18,7 +18,6 @@ from frontend.generations import Generations
 from frontend.http.app import App
 from frontend.http.server import HttpServer
 from frontend.metrics import RequestMetrics
-from frontend.request import Pooling
 from frontend.settings import FrontendSettings
 from frontend.text.model_files import ModelFacts, ModelFilesError, read_model_facts
 from frontend.text.tokenizer import Tokenizer
@@ -26,6 +25,7 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared.process.ports import SharedListener
 from shared.rpc.server import Server
+from shared.sampling_params import Pooling
 from shared.telemetry.tracing import open_tracing
 
 _TOKENIZER_THREADS = 2

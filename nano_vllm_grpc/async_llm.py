@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any, Self, TypeVar, Unpack, cast
 
 from nano_vllm_grpc import wire
-from nano_vllm_grpc.calls import Calls
+from nano_vllm_grpc.calls import Calls, seconds_until
 from nano_vllm_grpc.connections import Connections, split_addresses
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.progress import Progress
@@ -200,7 +200,7 @@ class AsyncLLM:
             request = wire.encode_embed(part, dimensions, priority, cache_salt)
             async with slots:
                 answer = await self._calls.unary(
-                    lambda stub: stub.Embed(request, timeout=_seconds_until(deadline)), deadline
+                    lambda stub: stub.Embed(request, timeout=seconds_until(deadline)), deadline
                 )
             return [list(each.values) for each in answer.embeddings]
 
@@ -261,10 +261,6 @@ def _parts(
         size += length
     if start < len(prompts):
         yield prompts[start:]
-
-
-def _seconds_until(deadline: float) -> float | None:
-    return None if deadline == math.inf else deadline - time.monotonic()
 
 
 async def _complete(

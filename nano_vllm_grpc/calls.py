@@ -26,6 +26,11 @@ Item = TypeVar("Item")
 Received = tuple[Call, pb.GenerateStreamResponse]
 
 
+def seconds_until(deadline: float) -> float | None:
+    """The timeout of a call, for a deadline by `time.monotonic`; None if that is infinite."""
+    return None if deadline == math.inf else deadline - time.monotonic()
+
+
 class Calls:
     """Makes calls, and repeats them if that may help. All methods may raise `LLMError`.
 
@@ -55,7 +60,7 @@ class Calls:
         deadline = request.deadline
         retries = Retries(self._max_retry_wait_s, deadline)
         while True:
-            timeout_s = None if deadline == math.inf else deadline - time.monotonic()
+            timeout_s = seconds_until(deadline)
             with self._connections.lend() as connection:
                 stream = connection.stub.GenerateStream(call.message, timeout=timeout_s)
                 try:

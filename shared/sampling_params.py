@@ -13,6 +13,7 @@ import enum
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import IntEnum
 from typing import Any
 
 _MAX = sys.float_info.max
@@ -149,6 +150,15 @@ class GrammarKind(enum.IntEnum):
     EBNF = 3
     JSON = 4  # any object or array; no text
     STRUCTURAL_TAG = 5
+
+
+class Pooling(IntEnum):
+    """How an embedding is made of a prompt's hidden states. The numbers are those of
+    `scheduler.proto`."""
+
+    NONE = 0
+    LAST = 1
+    MEAN = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ async def kill_a_worker(llm: AsyncLLM) -> list[float | None]:
     """Kills the worker amid streams -> the pause of each.
 
     Raises:
-        BenchError: a stream did not go on to its end.
+        BenchError: a stream ended early.
     """
     vocab_size = (await llm.get_model()).vocab_size
     requests = [random_request(vocab_size, STREAM_PROMPT, KILLED_TOKENS) for _ in range(KILLED)]

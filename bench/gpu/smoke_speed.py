@@ -34,8 +34,8 @@ PROMPTS = 8
 # The maximum distance of a token's logit below the largest logit, as a share of the largest less
 # the mean. In bfloat16, rounding decides near ties. A wrong token's share is near 1.
 TOLERANCE = 0.05
-# Layers of the 8B shape, with few tokens in its vocabulary so that it is made in seconds.
 WEIGHTS = ROOT.glob("models/*/*.safetensors")
+# Layers of the 8B shape, with few tokens in its vocabulary so that it is made in seconds.
 TWO_LAYERS = ("--shape", "qwen3-8b", "--set", "num_hidden_layers=2", "--set", "vocab_size=4096")
 
 pytestmark = pytest.mark.timeout(120)  # the first part compiles

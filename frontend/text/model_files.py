@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from frontend.request import Pooling
 from shared.model_directory import (
     MAX_TOKENIZER_BYTES,
     ModelFileError,
@@ -16,7 +15,7 @@ from shared.model_directory import (
     is_plain_name,
     read_text,
 )
-from shared.sampling_params import DEFAULTS, NUMBERS, SamplingNumbers
+from shared.sampling_params import DEFAULTS, NUMBERS, Pooling, SamplingNumbers
 
 
 class ModelFilesError(Exception):

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from operator import attrgetter
 
-from shared.sampling_params import COLUMNS, Grammar, SamplingNumbers
+from shared.sampling_params import COLUMNS, Grammar, Pooling, SamplingNumbers
 
 _column_values = attrgetter(*COLUMNS)
 _ALL_OFF = tuple(each.default for each in COLUMNS.values())
-
-
-class Pooling(IntEnum):
-    """How an embedding is made of a prompt's hidden states. The numbers are those of
-    `scheduler.proto`."""
-
-    NONE = 0
-    LAST = 1
-    MEAN = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.client_usage import ClientUsage
 from scheduler_svc.core.features import features_of
 from scheduler_svc.core.guesses.guess import Guess
-from scheduler_svc.core.sampling import Pooling, SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
+from shared.sampling_params import Pooling
 
 
 class Status(Enum):

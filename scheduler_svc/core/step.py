@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.sampling import Pooling
 from scheduler_svc.core.sequence import FinishCause, Row, Sequence, Status
+from shared.sampling_params import Pooling
 
 
 # Not frozen: a frozen step would cost several times as much.

@@ -9,12 +9,12 @@ import numpy as np
 
 from scheduler_svc.core.admission import MAX_BAD_WORDS
 from scheduler_svc.core.client import ANONYMOUS, Client
-from scheduler_svc.core.sampling import Pooling, SamplingParams
+from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import End, Output
 from shared.errors import InvalidArgumentError
 from shared.pb import scheduler_pb2
-from shared.sampling_params import NUMBERS, Grammar
+from shared.sampling_params import NUMBERS, Grammar, Pooling
 
 _ZEROS = [(name, each.zero) for name, each in NUMBERS.items()]
 

@@ -11,11 +11,10 @@ from struct import pack
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.sampling import Pooling
 from scheduler_svc.core.sequence import Row
 from scheduler_svc.core.step import Logprobs
 from shared.pb import worker_pb2
-from shared.sampling_params import BANNED, COLUMNS
+from shared.sampling_params import BANNED, COLUMNS, Pooling
 
 _NEVER = float("-inf")
 # Name, type and value of each parameter that is a column.

@@ -37,7 +37,7 @@ def test_a_client_is_created_before_its_event_loop(server: FakeServer) -> None:
 
 
 def test_prompts_to_embed_are_sent_in_parts() -> None:
-    """As many as a call may have, or as fit into a message."""
+    """A part has at most as many as a call may have, and fits into a message."""
     long = "é" * 350_000
     prompts = ["a", "b", "c", long, [1] * 100_000, long, "d"]
     parts = [*_parts(prompts, 2)]

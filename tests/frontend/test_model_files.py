@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from frontend.request import Pooling
 from frontend.text.model_files import ModelFilesError, read_model_facts
-from shared.sampling_params import SamplingNumbers
+from shared.sampling_params import Pooling, SamplingNumbers
 
 ABSENT: Any = object()
 

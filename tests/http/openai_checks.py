@@ -53,7 +53,7 @@ def check_models(given: Any) -> None:
 
 
 def check_embeddings(given: Any) -> None:
-    """As numbers, and as base64, which the client asks for and decodes by default."""
+    """The client asks for base64 by default, and decodes it; numbers are the other form."""
     create = client(given).embeddings.create
     for options in ({}, {"encoding_format": "float"}):
         found = create(model="demo", input=[given["prompt"], "another"], **options)

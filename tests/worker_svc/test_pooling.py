@@ -72,7 +72,7 @@ def test_hidden_states_of_chunks_beside_others(
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_saved_without_a_head(tmp_path: Path, tied: bool) -> None:
-    """As models for embeddings are. Its tensors have no prefix."""
+    """Models for embeddings are saved so, and their tensors have no prefix."""
     whole = save_model(tmp_path / "whole", tie_word_embeddings=tied)
     whole.model.save_pretrained(tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""What a loaded model tells a scheduler."""
+"""The properties of a loaded model that a scheduler needs."""
 
 from __future__ import annotations
 

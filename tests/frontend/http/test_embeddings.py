@@ -191,7 +191,7 @@ async def test_as_many_inputs_as_are_allowed(service: HttpService) -> None:
 
 
 async def test_a_full_queue_delays_inputs_if_others_are_accepted(service: HttpService) -> None:
-    """So a request that its client's limit stops midway does not begin anew for ever."""
+    """Each repeat of a request that its client's limit stops midway makes progress."""
     scheduler = service.scheduler
     scheduler.rejection = scheduler_pb2.Finished(
         cause=scheduler_pb2.FINISH_CAUSE_QUEUE_FULL, message="full", retry_after_s=0.01

@@ -31,7 +31,7 @@ def advance(tensors: StepTensors, block_size: int) -> None:
 
 @triton.jit
 def _splitmix64(x: tl.tensor) -> tl.tensor:
-    """As in `step.uniforms`."""
+    """Computes `step.uniforms._splitmix64`."""
     z = x + 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB

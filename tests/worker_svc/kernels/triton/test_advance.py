@@ -43,7 +43,7 @@ def make_run(rows: int, block_size: int) -> list[StepArrays]:
 
 
 def columns(step: StepArrays, rows: int) -> StepTensors:
-    """Of a graph of `rows` decodes, on the device."""
+    """The columns of a graph of `rows` decodes, on the device."""
     wide = padded(step, GraphSize(rows, 0, 0))
     return upload_step(wide, wide.query_lens[:0], DEVICE)
 
