@@ -29,7 +29,9 @@ class Sampling(SamplingNumbers):
     grammar: Grammar | None = None
     include_stop: bool = False  # whether the text includes the stop string or token
     show_special: bool = False  # whether the text includes special tokens
-    pooling: Pooling = Pooling.NONE  # how an embedding is made of the prompt's tokens
+    pooling: Pooling = Pooling.NONE  # what is made of the prompt's hidden states
+    yes_id: int = 0  # of a score, as in `scheduler.proto`
+    no_id: int = 0
 
     @property
     def num_completions(self) -> int:

@@ -34,8 +34,8 @@ from nano_vllm_grpc.types import (
 
 Result = TypeVar("Result")
 
-_EMBEDDED_AT_ONCE = 64  # prompts of a call
-_EMBEDDED_BYTES = 2 << 20  # of a call, well below the limit of a message
+_INPUTS_OF_CALL = 64  # to embed or to score
+_BYTES_OF_CALL = 2 << 20  # of these, well below the limit of a message
 _MAX_BYTES_OF_UNIT = 5  # of a token id; a character has up to 4
 
 
@@ -192,20 +192,71 @@ class AsyncLLM:
             priority, cache_salt: see `RequestOptions`.
         """
         items = cast(list[str | Sequence[int]], as_prompts(prompts))
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        at_once = min(_EMBEDDED_AT_ONCE, self._max_in_flight)
-        slots = asyncio.Semaphore(self._max_in_flight // at_once)
 
-        async def embed(part: Sequence[str | Sequence[int]]) -> list[list[float]]:
-            request = wire.encode_embed(part, dimensions, priority, cache_salt)
-            async with slots:
-                answer = await self._calls.unary(
-                    lambda stub: stub.Embed(request, timeout=seconds_until(deadline)), deadline
-                )
+        async def embed(part: slice, deadline: float) -> list[list[float]]:
+            request = wire.encode_embed(items[part], dimensions, priority, cache_salt)
+            answer = await self._calls.unary(
+                lambda stub: stub.Embed(request, timeout=seconds_until(deadline)), deadline
+            )
             return [list(each.values) for each in answer.embeddings]
 
-        found = await _gather([embed(part) for part in _parts(items, at_once)])
-        return [vector for vectors in found for vector in vectors]
+        return await self._in_parts([len(each) for each in items], embed, timeout_s)
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        instruction: str = "",
+        *,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[float]:
+        """Returns how relevant each document is to its query, from 0 to 1, in their order.
+
+        Args:
+            queries: one for all documents, or one for each.
+            instruction: what makes a document relevant; empty: the model's default.
+            timeout_s: for all documents together.
+            priority, cache_salt: see `RequestOptions`.
+
+        Raises:
+            ValueError: there are several queries, but not one for each document.
+        """
+        documents = [documents] if isinstance(documents, str) else documents
+        queries = [queries] if isinstance(queries, str) else queries
+        if len(queries) not in (1, len(documents)):
+            raise ValueError(f"{len(queries)} queries for {len(documents)} documents")
+        pairs = [(queries[i % len(queries)], each) for i, each in enumerate(documents)]
+
+        async def score(part: slice, deadline: float) -> list[float]:
+            own = queries if len(queries) == 1 else queries[part]
+            request = wire.encode_score(own, documents[part], instruction, priority, cache_salt)
+            answer = await self._calls.unary(
+                lambda stub: stub.Score(request, timeout=seconds_until(deadline)), deadline
+            )
+            return list(answer.scores)
+
+        return await self._in_parts([sum(map(len, pair)) for pair in pairs], score, timeout_s)
+
+    async def _in_parts(
+        self,
+        lengths: Sequence[int],
+        send: Callable[[slice, float], Coroutine[Any, Any, list[Result]]],
+        timeout_s: float | None,
+    ) -> list[Result]:
+        """Sends parts of a list of inputs of these lengths, several at a time, with a common
+        deadline. Returns what they give, in order."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        at_once = min(_INPUTS_OF_CALL, self._max_in_flight)
+        slots = asyncio.Semaphore(self._max_in_flight // at_once)
+
+        async def run(part: slice) -> list[Result]:
+            async with slots:
+                return await send(part, deadline)
+
+        found = await _gather([run(part) for part in _parts(lengths, at_once)])
+        return [each for part in found for each in part]
 
     async def tokenize(self, prompt: str | Sequence[Message] | Chat) -> list[int]:
         """Returns the token ids of a text, or of a chat as the model's template renders it."""
@@ -248,19 +299,17 @@ async def _gather(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _parts(
-    prompts: Sequence[str | Sequence[int]], count: int
-) -> Iterator[Sequence[str | Sequence[int]]]:
-    """Yields up to `count` prompts at a time, fewer if they are long."""
+def _parts(lengths: Sequence[int], count: int) -> Iterator[slice]:
+    """Yields up to `count` inputs at a time, fewer if they are long."""
     start, size = 0, 0
-    for end, prompt in enumerate(prompts):
-        length = _MAX_BYTES_OF_UNIT * len(prompt)
-        if end > start and (end - start == count or size + length > _EMBEDDED_BYTES):
-            yield prompts[start:end]
+    for end, length in enumerate(lengths):
+        num_bytes = _MAX_BYTES_OF_UNIT * length
+        if end > start and (end - start == count or size + num_bytes > _BYTES_OF_CALL):
+            yield slice(start, end)
             start, size = end, 0
-        size += length
-    if start < len(prompts):
-        yield prompts[start:]
+        size += num_bytes
+    if start < len(lengths):
+        yield slice(start, len(lengths))
 
 
 async def _complete(

@@ -163,6 +163,16 @@ class LLM:
         """Returns the embeddings of one prompt or a list of them, as `AsyncLLM.embed` does."""
         return self._run(self._llm.embed(prompts, dimensions, **options))
 
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        instruction: str = "",
+        **options: Unpack[RequestOptions],
+    ) -> list[float]:
+        """Returns how relevant each document is to its query, as `AsyncLLM.score` does."""
+        return self._run(self._llm.score(queries, documents, instruction, **options))
+
     def tokenize(self, prompt: str | Sequence[Message] | Chat) -> list[int]:
         """Returns the token ids of a text, or of a chat as the model's template renders it."""
         return self._run(self._llm.tokenize(prompt))

@@ -87,6 +87,30 @@ def encode_embed(
         raise InvalidRequestError(f"the request cannot be sent: {error}") from error
 
 
+def encode_score(
+    queries: Sequence[str],
+    documents: Sequence[str],
+    instruction: str,
+    priority: int,
+    cache_salt: str,
+) -> pb.ScoreRequest:
+    """Encodes documents to score.
+
+    Raises:
+        InvalidRequestError: a text is not valid Unicode.
+    """
+    try:
+        return pb.ScoreRequest(
+            queries=queries,
+            documents=documents,
+            instruction=instruction,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
+
+
 def encode_tokenize(prompt: str | Sequence[Message] | Chat) -> pb.TokenizeRequest:
     """Encodes a text or a chat to tokenize.
 

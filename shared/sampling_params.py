@@ -153,12 +153,13 @@ class GrammarKind(enum.IntEnum):
 
 
 class Pooling(IntEnum):
-    """How an embedding is made of a prompt's hidden states. The numbers are those of
-    `scheduler.proto`."""
+    """What is made of a prompt's hidden states: an embedding, or a score, the difference of two
+    logits. The numbers are those of `scheduler.proto`."""
 
     NONE = 0
     LAST = 1
     MEAN = 2
+    SCORE = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,12 +180,19 @@ def fail(message: str) -> NoReturn:
 
 
 def hidden_states(step: StepArrays) -> npt.NDArray[np.float32]:
-    """Those of pooled rows [P, 2]. A token's hidden state is its id and its position."""
-    found = []
-    if step.pooling is not None:
+    """Those of pooled rows, and then the scores. A token's hidden state is its id and its position.
+    The logit of token t is then t * id + position."""
+    found: list[float] = []
+    scores: list[float] = []
+    if (pooling := step.pooling) is not None:
         states = np.stack((step.input_ids, step.positions), axis=1).astype(np.float32)
-        for row, is_sum in zip(step.pooling.rows, step.pooling.sums, strict=True):
+        for place, row in enumerate(pooling.rows):
             first = step.first_tokens[row]
             tokens = states[first : first + step.query_lens[row]]
-            found.append(tokens.sum(0) if is_sum else tokens[-1])
-    return np.array(found, "<f4")
+            yes, no = pooling.yes_ids[place], pooling.no_ids[place]
+            if yes >= 0:
+                logits = [each * tokens[-1][0] + tokens[-1][1] for each in (yes, no)]
+                scores.append(logits[0] - (logits[1] if no >= 0 else 0))
+            else:
+                found += (tokens.sum(0) if pooling.sums[place] else tokens[-1]).tolist()
+    return np.array(found + scores, "<f4")

@@ -32,7 +32,7 @@ from worker_svc.kv_cache import (
     copy_blocks,
 )
 from worker_svc.layers.embedding import VocabPartition
-from worker_svc.layers.pooling import pool
+from worker_svc.layers.pooling import pool, score
 from worker_svc.rank_models.draft_model import DraftModel
 from worker_svc.rank_models.info import RunnerInfo
 from worker_svc.rank_models.rank_model import RankModel
@@ -301,15 +301,19 @@ class ModelRunner:
         self, step: StepArrays, tensors: StepTensors
     ) -> tuple[torch.Tensor, list[Logprobs], list[torch.Tensor]]:
         """Does what `_run` does -> its logits, the log-probabilities of prompts, and the hidden
-        states of pooled rows, if there are any."""
+        states and scores of pooled rows, if there are any."""
         targets, pooling = step.prompt_targets, step.pooling
         every_token = targets is not None or (pooling is not None and bool(pooling.sums.any()))
         longest = int(step.context_lens.max())
         hidden = self._hidden_states(step, tensors, longest, every_token=every_token)
         last = hidden[tensors.query_starts[1:] - 1] if every_token else hidden
         logprobs = self._features.score(targets, step, hidden) if targets else []
-        pooled = [pool(pooling, last, hidden, step.query_lens)] if pooling else []
-        return self._sample(last, tensors), logprobs, pooled
+        logits = self._sample(last, tensors)
+        pooled: list[torch.Tensor] = []
+        if pooling:
+            scores = score(pooling, logits, self._vocab, self._tp)
+            pooled = [torch.cat((pool(pooling, last, hidden, step.query_lens), scores))]
+        return logits, logprobs, pooled
 
     def _hidden_states(
         self,

@@ -23,7 +23,7 @@ class StepResult(NamedTuple):
     logprob_ids: Int32s  # laid out as in `StepResponse`
     logprob_values: Float32s  # laid out as in `StepResponse`
     draft_ids: Int32s = _NO_IDS  # of the rows whose tokens were drafted
-    hidden_states: Float32s = _NO_VALUES  # [P, size] of pooled rows
+    hidden_states: Float32s = _NO_VALUES  # laid out as in `StepResponse`
 
 
 @dataclass(frozen=True)

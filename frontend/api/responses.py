@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from frontend.embeddings import Embedded
 from frontend.engines.token_stream import FinishReason
 from frontend.generation import CompletionReader, Ending, Totals
 from frontend.logprobs import LogprobRow
+from frontend.pooled import Pooled
+from frontend.scores import Scored
 from frontend.text.completion import Delta
 from frontend.text.model_files import ModelFacts
 from frontend.text.threads import in_pieces
@@ -97,16 +98,27 @@ def whole_response(request_id: str, completions: Sequence[bytes], totals: Totals
     )
 
 
-async def embed_response(embedded: Embedded) -> pb.EmbedResponse:
+async def embed_response(embedded: Pooled) -> pb.EmbedResponse:
     """Makes the message. There may be millions of numbers, so others have their turns meanwhile."""
-    usage = pb.Usage(
-        prompt_tokens=embedded.prompt_tokens, cached_prompt_tokens=embedded.cached_prompt_tokens
-    )
-    response = pb.EmbedResponse(request_id=embedded.request_id, usage=usage)
+    response = pb.EmbedResponse(request_id=embedded.request_id, usage=_usage(embedded))
     for vector in embedded.vectors:
         response.embeddings.add().values.extend(vector.tolist())
         await asyncio.sleep(0)
     return response
+
+
+def score_response(scored: Scored) -> pb.ScoreResponse:
+    return pb.ScoreResponse(
+        request_id=scored.prompts.request_id,
+        scores=scored.probabilities,
+        usage=_usage(scored.prompts),
+    )
+
+
+def _usage(pooled: Pooled) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=pooled.prompt_tokens, cached_prompt_tokens=pooled.cached_prompt_tokens
+    )
 
 
 def logprobs(rows: Sequence[LogprobRow], table: Mapping[int, bytes]) -> list[pb.Logprobs]:

@@ -13,6 +13,7 @@ from frontend.api.responses import WholeCompletion, stream_response
 from frontend.embeddings import Embeddings
 from frontend.generation import Generation
 from frontend.generations import Generations
+from frontend.scores import Scores
 from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceServicer
@@ -25,9 +26,10 @@ SERVICE_NAME = "nanovllm.v1.InferenceService"
 class InferenceServicer(InferenceServiceServicer):
     """Serves `frontend.proto` for one model."""
 
-    def __init__(self, generations: Generations, embeddings: Embeddings) -> None:
+    def __init__(self, generations: Generations, embeddings: Embeddings, scores: Scores) -> None:
         self._generations = generations
         self._embeddings = embeddings
+        self._scores = scores
         self._tokenizer = generations.tokenizer
 
     async def Generate(  # type: ignore[override]  # serialized already
@@ -94,6 +96,10 @@ class InferenceServicer(InferenceServiceServicer):
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         embedded = await self._embeddings.embed(request, context.time_remaining())
         return await responses.embed_response(embedded)
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        scored = await self._scores.score(request, context.time_remaining())
+        return responses.score_response(scored)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         token_ids = await self._generations.encode(request, validation.MAX_TOKENIZED)

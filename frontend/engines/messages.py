@@ -100,6 +100,8 @@ def _token_sampling(stream: TokenStream) -> pb.TokenSampling:
         length_penalty=sampling.length_penalty,
         grammar=_grammar(sampling.grammar),
         pooling=pb.Pooling.ValueType(sampling.pooling),
+        yes_id=sampling.yes_id,
+        no_id=sampling.no_id,
         **{name: getattr(sampling, name) for name in NUMBERS},
     )
     bias = dict(sampling.logit_bias)

@@ -18,11 +18,12 @@ from frontend.callers.admission import Admission
 from frontend.callers.call import Call
 from frontend.embeddings import Embeddings
 from frontend.generations import Generations
-from frontend.http import chat, completions, embeddings, messages, models, responses
+from frontend.http import chat, completions, embeddings, messages, models, responses, scores
 from frontend.http.background.responses import BackgroundResponses
 from frontend.http.errors import HttpError
 from frontend.http.exchange import Answer, Exchange, Request
 from frontend.http.service import Service
+from frontend.scores import Scores
 from frontend.settings import FrontendSettings
 from frontend.validation import check_request_id
 from nano_vllm_grpc.channels import stays_on_host
@@ -38,6 +39,8 @@ _ROUTES: Sequence[tuple[str, str, Handler]] = (
     ("POST", "/v1/chat/completions", chat.create),
     ("POST", "/v1/completions", completions.create),
     ("POST", "/v1/embeddings", embeddings.create),
+    *(("POST", f"{version}/rerank", scores.rerank) for version in ("", "/v1", "/v2")),
+    *(("POST", f"{version}/score", scores.score) for version in ("", "/v1")),
     ("POST", "/v1/responses", responses.create),
     ("GET", "/v1/responses/{id}", responses.retrieve),
     ("DELETE", "/v1/responses/{id}", responses.delete),
@@ -67,6 +70,7 @@ class App:
         settings: FrontendSettings,
         generations: Generations,
         embeddings: Embeddings,
+        scores: Scores,
         admission: Admission,
         calls: OpenCalls,
     ) -> None:
@@ -88,7 +92,7 @@ class App:
             reports_cached=settings.report_cached_tokens,
         )
         self._service = Service(
-            generations, embeddings, settings.report_cached_tokens, self.background
+            generations, embeddings, scores, settings.report_cached_tokens, self.background
         )
         self._app: ASGIApp = self._serve
         if settings.http_origins:

@@ -12,11 +12,11 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from frontend.embeddings import check_count
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
 from frontend.http.parameters import Body, Int32, Items, TokenId, read_body
 from frontend.http.service import Service
+from frontend.pooled import check_count
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 
@@ -45,7 +45,7 @@ async def create(service: Service, request: Request) -> Answer:
     service.check_model(body.model)
     given: Any = body.input
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-    check_count("input", 1 if is_one else len(given))
+    check_count("input", [given] if is_one else given)
     if body.dimensions is not None and body.dimensions < 1:
         raise ParameterError("dimensions", f"{body.dimensions}; must be above 0")
     message = pb.EmbedRequest(
@@ -63,18 +63,12 @@ async def create(service: Service, request: Request) -> Answer:
             raise ParameterError(_path(error.field, is_one=is_one), error.reason) from error
         raise
     as_text = body.encoding_format == "base64"
-    usage: dict[str, Any] = {
-        "prompt_tokens": embedded.prompt_tokens,
-        "total_tokens": embedded.prompt_tokens,
-    }
-    if service.reports_cached:
-        usage["prompt_tokens_details"] = {"cached_tokens": embedded.cached_prompt_tokens}
     data = []
     for index, vector in enumerate(embedded.vectors):
         each = {"object": "embedding", "index": index, "embedding": _encoded(vector, as_text)}
         data.append(orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY))
         await asyncio.sleep(0)  # there may be millions of numbers
-    rest = orjson.dumps({"model": service.model, "usage": usage})
+    rest = orjson.dumps({"model": service.model, "usage": service.usage(embedded)})
     return b'{"object":"list","data":[%s],%s' % (b",".join(data), rest[1:])
 
 

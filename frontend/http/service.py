@@ -15,6 +15,8 @@ from frontend.http.exchange import Request
 from frontend.http.formats.tool_format import ToolFormat
 from frontend.http.parameters import SamplingFields, generate_request
 from frontend.http.prompts import Tools, force_calls
+from frontend.pooled import Pooled
+from frontend.scores import Scores
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 
 
@@ -28,6 +30,7 @@ class Service:
 
     generations: Generations
     embeddings: Embeddings
+    scores: Scores
     reports_cached: bool
     background: BackgroundResponses
 
@@ -46,6 +49,16 @@ class Service:
         """
         if name is not None and name != self.model:
             raise unknown_model(name)
+
+    def usage(self, pooled: Pooled) -> dict[str, Any]:
+        """The numbers of tokens of prompts without completions, as in OpenAI's API."""
+        found: dict[str, Any] = {
+            "prompt_tokens": pooled.prompt_tokens,
+            "total_tokens": pooled.prompt_tokens,
+        }
+        if self.reports_cached:
+            found["prompt_tokens_details"] = {"cached_tokens": pooled.cached_prompt_tokens}
+        return found
 
     def chat_request(
         self, fields: SamplingFields, request: Request, chat: pb.Chat, max_tokens: int | None

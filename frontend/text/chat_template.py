@@ -14,7 +14,14 @@ from shared.errors import InvalidArgumentError
 # Every template renders these roles, or fails with a reason.
 _PLAIN_ROLES = ("system", "user", "assistant")
 _OTHER_ROLES = ("developer", "tool")
+_PAIR_ROLES = ("query", "document")  # of a reranker's template for sentence-transformers
 _PROBE = "a probe's content"
+# The prompt that Qwen3-Reranker was trained with (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+_JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 class ChatTemplate:
@@ -37,10 +44,8 @@ class ChatTemplate:
             raise InvalidArgumentError("chat", "this model has no chat template")
         template = ""
         try:
-            template = self._tokenizer.get_chat_template(tools=conversation.tools)
-            if template not in self._understood:
-                self._understood[template] = self._understand(template)
-            _check(conversation, self._understood[template])
+            template, understood = self._template_for(conversation.tools)
+            _check(conversation, understood)
             text: str = self._tokenizer.apply_chat_template(
                 conversation.messages,
                 tools=conversation.tools,
@@ -63,6 +68,37 @@ class ChatTemplate:
             raise InvalidArgumentError("chat", f"the chat template failed{reason}") from error
         return text
 
+    def render_pair(self, query: str, document: str, instruction: str) -> str:
+        """Renders the question whether a document is relevant to a query. A template that names
+        the roles of both renders them as messages. Others render Qwen3-Reranker's prompt.
+
+        Args:
+            instruction: what makes a document relevant; if empty, the default of the prompt.
+
+        Raises:
+            InvalidArgumentError: there is no template, or it fails.
+        """
+        understood = self._template_for(None)[1] if self._tokenizer.chat_template else None
+        kwargs: dict[str, Any] = {}
+        if understood and set(_PAIR_ROLES) <= set(understood.roles):
+            messages = [("query", query), ("document", document)]
+            if instruction:
+                messages.insert(0, ("system", instruction))
+        else:
+            task = f"<Instruct>: {instruction or _INSTRUCTION}"
+            user = f"{task}\n<Query>: {query}\n<Document>: {document}"
+            messages = [("system", _JUDGE), ("user", user)]
+            if understood and "enable_thinking" in understood.kwargs:
+                kwargs = {"enable_thinking": False}
+        chat = [{"role": role, "content": content} for role, content in messages]
+        return self.render(Conversation(chat, None, kwargs, continue_final_message=False))
+
+    def _template_for(self, tools: list[dict[str, Any]] | None) -> tuple[str, _Understood]:
+        template = self._tokenizer.get_chat_template(tools=tools)
+        if template not in self._understood:
+            self._understood[template] = self._understand(template)
+        return template, self._understood[template]
+
     def _understand(self, template: str) -> _Understood:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -72,7 +108,8 @@ class ChatTemplate:
         variables = meta.find_undeclared_variables(tree)
         return _Understood(
             roles=_PLAIN_ROLES
-            + tuple(r for r in _OTHER_ROLES if r in texts or self._renders(template, r)),
+            + tuple(r for r in _OTHER_ROLES if r in texts or self._renders(template, r))
+            + (_PAIR_ROLES if texts.issuperset(_PAIR_ROLES) else ()),
             takes_tools="tools" in variables,
             message_keys=frozenset({"tool_calls", "reasoning_content"} & names),
             kwargs=frozenset(variables - self._reserved),

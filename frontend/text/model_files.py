@@ -34,6 +34,8 @@ class ModelFacts:
     created: int = 0
     pooling: Pooling = Pooling.LAST  # how its embeddings are made; NONE: in no way that is served
     hidden_size: int = 0  # of its embeddings
+    # The tokens whose logits tell a score, if its files name them; the second one is -1 for none.
+    answer_ids: tuple[int, int] | None = None
 
     def ending_with(self, token_ids: Iterable[int]) -> ModelFacts:
         """These facts with further end-of-sequence tokens. Ids outside of the vocabulary are left
@@ -69,6 +71,7 @@ def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
         created=int(config_path.stat().st_mtime),
         pooling=_pooling(directory / "1_Pooling" / "config.json"),
         hidden_size=size if isinstance(size := config.get("hidden_size"), int) else 0,
+        answer_ids=_answer_ids(directory / "1_LogitScore" / "config.json", vocab_size),
     )
     return facts.ending_with(
         [*_end_tokens(generation, generation_path), *_end_tokens(config, config_path)]
@@ -105,6 +108,20 @@ def _pooling(path: Path) -> Pooling:
     modes = {name for name in modes if name.startswith("pooling_mode_")}
     known = {"pooling_mode_lasttoken": Pooling.LAST, "pooling_mode_mean_tokens": Pooling.MEAN}
     return known.get(modes.pop(), Pooling.NONE) if len(modes) == 1 else Pooling.NONE
+
+
+def _answer_ids(path: Path, vocab_size: int) -> tuple[int, int] | None:
+    """The tokens of a reranker for sentence-transformers, which has this file."""
+    if not path.exists():
+        return None
+    fields, ids = _read_json(path), []
+    for name, default in (("true_token_id", None), ("false_token_id", -1)):
+        value = fields.get(name)
+        value = default if value is None else value
+        if type(value) is not int or not (value == default or 0 <= value < vocab_size):
+            raise ModelFilesError(f"{path}: {name} is {value!r}; must be a token id")
+        ids.append(value)
+    return ids[0], ids[1]
 
 
 def _sampling_defaults(generation: dict[str, Any], path: Path, vocab_size: int) -> SamplingNumbers:

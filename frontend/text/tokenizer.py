@@ -93,6 +93,30 @@ class Tokenizer:
         with part_of_call("tokenize"):
             return await self.on_thread(encode)
 
+    async def encode_pair(
+        self, query: str, document: str, instruction: str, max_tokens: int
+    ) -> list[int]:
+        """Encodes the question whether a document is relevant to a query.
+
+        Args:
+            instruction, max_tokens: as for `ChatTemplate.render_pair` and `encode_text`.
+
+        Raises:
+            InvalidArgumentError: the template rejects it, or it is too long.
+        """
+
+        def encode() -> list[int]:
+            text = self._template.render_pair(query, document, instruction)
+            return self._encode("document", text, max_tokens, special=False)
+
+        with part_of_call("tokenize"):
+            return await self.on_thread(encode)
+
+    def token_id(self, text: str) -> int | None:
+        """The token that is exactly this text, if there is one."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
     def is_special(self, text: str) -> bool:
         """Whether a text is a special token, which completions omit by default."""
         token_id = self._backend.token_to_id(text)

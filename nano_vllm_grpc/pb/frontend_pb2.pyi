@@ -992,6 +992,90 @@ class EmbedResponse(_message.Message):
 Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
 
 @_typing.final
+class ScoreRequest(_message.Message):
+    """Documents to compare with queries."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    QUERIES_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    INSTRUCTION_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """echoed; generated if empty"""
+    instruction: _builtins.str
+    """says what makes a document relevant; empty: the model's default"""
+    priority: _builtins.int
+    """as of GenerateRequest, like those that follow"""
+    cache_salt: _builtins.str
+    """who shares cached prefixes"""
+    engine: _builtins.str
+    """the name of the engine to run the request on"""
+    @_builtins.property
+    def queries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """one for all documents, or one for each"""
+
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """1 to 2,048"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        queries: _abc.Iterable[_builtins.str] | None = ...,
+        documents: _abc.Iterable[_builtins.str] | None = ...,
+        instruction: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
+        engine: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "documents", b"documents", "engine", b"engine", "instruction", b"instruction", "priority", b"priority", "queries", b"queries", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
+
+@_typing.final
+class ScoreResponse(_message.Message):
+    """The scores of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """of the request"""
+    @_builtins.property
+    def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """In the order of the documents, each the probability of "yes" against "no" as the next token."""
+
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """of all documents"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        scores: _abc.Iterable[_builtins.float] | None = ...,
+        usage: Global___Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "scores", b"scores", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
 class TokenizeRequest(_message.Message):
     """A prompt to tokenize."""
 

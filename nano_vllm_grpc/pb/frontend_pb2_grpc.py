@@ -49,6 +49,11 @@ class InferenceServiceStub:
                 request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/nanovllm.v1.InferenceService/Score',
+                request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/nanovllm.v1.InferenceService/Tokenize',
                 request_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.TokenizeRequest.SerializeToString,
@@ -86,6 +91,13 @@ class InferenceServiceServicer:
 
     def Embed(self, request, context):
         """Returns the embeddings of prompts, of length 1, in their order. One that fails fails all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Returns how relevant each document is to its query. One that fails fails all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,6 +141,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Embed,
                     request_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedRequest.FromString,
                     response_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.ScoreRequest.FromString,
+                    response_serializer=nano__vllm__grpc_dot_pb_dot_frontend__pb2.ScoreResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -227,6 +244,33 @@ class InferenceService:
             '/nanovllm.v1.InferenceService/Embed',
             nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedRequest.SerializeToString,
             nano__vllm__grpc_dot_pb_dot_frontend__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanovllm.v1.InferenceService/Score',
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.ScoreRequest.SerializeToString,
+            nano__vllm__grpc_dot_pb_dot_frontend__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

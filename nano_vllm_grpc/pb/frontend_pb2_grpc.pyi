@@ -39,6 +39,8 @@ class InferenceServiceStub:
     """Streams the same completion as deltas. Joined, they equal the completion that Generate returns."""
     Embed: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.EmbedRequest, _frontend_pb2.EmbedResponse]
     """Returns the embeddings of prompts, of length 1, in their order. One that fails fails all."""
+    Score: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.ScoreRequest, _frontend_pb2.ScoreResponse]
+    """Returns how relevant each document is to its query. One that fails fails all."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.TokenizeRequest, _frontend_pb2.TokenizeResponse]
     """Returns the token ids that Generate would use for a text or a chat."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.DetokenizeRequest, _frontend_pb2.DetokenizeResponse]
@@ -57,6 +59,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Streams the same completion as deltas. Joined, they equal the completion that Generate returns."""
     Embed: _aio.UnaryUnaryMultiCallable[_frontend_pb2.EmbedRequest, _frontend_pb2.EmbedResponse]  # type: ignore[assignment]
     """Returns the embeddings of prompts, of length 1, in their order. One that fails fails all."""
+    Score: _aio.UnaryUnaryMultiCallable[_frontend_pb2.ScoreRequest, _frontend_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Returns how relevant each document is to its query. One that fails fails all."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_frontend_pb2.TokenizeRequest, _frontend_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Returns the token ids that Generate would use for a text or a chat."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_frontend_pb2.DetokenizeRequest, _frontend_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -90,6 +94,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_frontend_pb2.EmbedResponse, _abc.Awaitable[_frontend_pb2.EmbedResponse]]:
         """Returns the embeddings of prompts, of length 1, in their order. One that fails fails all."""
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _frontend_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_frontend_pb2.ScoreResponse, _abc.Awaitable[_frontend_pb2.ScoreResponse]]:
+        """Returns how relevant each document is to its query. One that fails fails all."""
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -11,7 +11,7 @@ from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import FinishCause, Sequence
 from scheduler_svc.core.step import End
 from scheduler_svc.core.waiting_queue import WaitingQueue
-from shared.sampling_params import BOUNDS, MAX_ITEMS, NUMBERS, GrammarKind, Range
+from shared.sampling_params import BOUNDS, MAX_ITEMS, NUMBERS, GrammarKind, Pooling, Range
 
 _MAX_REQUEST = (1 << 64) - 1
 _RANGES = {name: BOUNDS[name].engine for name in (*NUMBERS, "beam_width", "length_penalty")}
@@ -167,7 +167,11 @@ def _token_problem(params: SamplingParams, vocab_size: int) -> str:
         return "sampling.logit_bias: values must be finite numbers"
     if len(params.bad_words) > MAX_BAD_WORDS or not all(params.bad_words):
         return f"sampling.bad_words: must be at most {MAX_BAD_WORDS}, of one token or more"
+    answer_ids = [params.yes_id] if params.pooling is Pooling.SCORE else []
+    if answer_ids and params.no_id != -1:
+        answer_ids.append(params.no_id)
     for name, ids in (
+        ("pooling", answer_ids),
         ("logit_bias", params.bias_ids),
         *(("bad_words", word) for word in params.bad_words),
         # The workers receive these only to ban them before min_tokens.

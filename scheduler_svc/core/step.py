@@ -109,7 +109,7 @@ class Output:
     end: End | None = None
     logprobs: Logprobs | None = None  # of the token
     prompt_logprobs: Logprobs | None = None
-    embedding: npt.NDArray[np.float32] | None = None  # with the first token
+    embedding: npt.NDArray[np.float32] | None = None  # or a score [1]; with the first token
 
     @property
     def finished(self) -> FinishCause | None:
@@ -119,12 +119,12 @@ class Output:
 
 def add_embeddings(step: Step, answer: Answer, outputs: list[Output]) -> None:
     """Adds an answer's hidden states to those of their prompts, and gives the outputs, which have
-    the prompts' first tokens, the embeddings."""
+    the prompts' first tokens, the embeddings. A score is treated like a hidden state."""
     for place, states in answer.hidden_states.items():
         row, features = step.rows[place], step.rows[place].seq.features
         assert features is not None
         before = features.pooled
-        if before is None or row.start == 0 or row.seq.params.pooling is Pooling.LAST:
+        if before is None or row.start == 0 or row.seq.params.pooling is not Pooling.MEAN:
             before = np.zeros(len(states))
         features.pooled = before + states
     for output in outputs:

@@ -42,8 +42,15 @@ def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
     if scored:
         request.prompt_logprobs.CopyFrom(_prompt_logprobs(scored))
     if pooled := {i: row for i, row in asking.items() if _is_pooled(row)}:
-        sums = [row.seq.params.pooling is Pooling.MEAN for row in pooled.values()]
-        request.pooling.CopyFrom(worker_pb2.Pooling(rows=_column("i", pooled), sums=bytes(sums)))
+        params = [row.seq.params for row in pooled.values()]
+        request.pooling.CopyFrom(
+            worker_pb2.Pooling(
+                rows=_column("i", pooled),
+                sums=bytes(each.pooling is Pooling.MEAN for each in params),
+                yes_ids=_column("i", [each.yes_id for each in params]),
+                no_ids=_column("i", [each.no_id for each in params]),
+            )
+        )
 
 
 def read_logprobs(
@@ -75,20 +82,29 @@ def read_logprobs(
 def read_hidden_states(
     request: worker_pb2.StepRequest, response: worker_pb2.StepResponse
 ) -> dict[int, npt.NDArray[np.float32]]:
-    """The hidden states of pooled rows, by row.
+    """The hidden states, or the scores [1], of pooled rows, by row.
 
     Raises:
-        MalformedAnswerError: their number is no multiple of the rows'.
+        MalformedAnswerError: their number does not fit the rows.
     """
-    rows, states = _ints(request.pooling.rows), np.frombuffer(response.hidden_states, "<f4")
-    if not len(states) or len(states) % len(rows):
-        raise MalformedAnswerError(f"{len(states)} numbers of hidden states for {len(rows)} rows")
-    return dict(zip(rows, states.reshape(len(rows), -1), strict=True))
+    rows = np.frombuffer(request.pooling.rows, "<i4")
+    scored = np.frombuffer(request.pooling.yes_ids, "<i4") >= 0
+    values, num_scores = np.frombuffer(response.hidden_states, "<f4"), np.count_nonzero(scored)
+    num_states, size = len(rows) - num_scores, len(values) - num_scores
+    if size < num_states or (size % num_states if num_states else size):
+        raise MalformedAnswerError(
+            f"{len(values)} numbers for {num_states} hidden states and {num_scores} scores"
+        )
+    states = values[:size].reshape(num_states, -1) if num_states else values[:0]
+    found: dict[int, npt.NDArray[np.float32]] = {}
+    found.update(zip(rows[~scored].tolist(), states, strict=True))
+    found.update(zip(rows[scored].tolist(), values[size:, None], strict=True))
+    return found
 
 
 def _is_pooled(row: Row) -> bool:
     pooling = row.seq.params.pooling
-    return pooling is Pooling.MEAN or (pooling is Pooling.LAST and row.samples)
+    return pooling is Pooling.MEAN or (pooling is not Pooling.NONE and row.samples)
 
 
 def _split(

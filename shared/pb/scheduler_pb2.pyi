@@ -26,21 +26,23 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """there is no embedding"""
+    """nothing"""
     POOLING_LAST: _Pooling.ValueType  # 1
     POOLING_MEAN: _Pooling.ValueType  # 2
     """no token of the prompt comes from the prefix cache"""
+    POOLING_SCORE: _Pooling.ValueType  # 3
+    """one number: the logit of yes_id after the prompt, minus that of no_id"""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
-    """How an embedding is made of the final hidden states of a prompt's tokens. It comes with the first
-    token.
-    """
+    """An engine makes this of the final hidden states of a prompt's tokens. It comes with the first token."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""there is no embedding"""
+"""nothing"""
 POOLING_LAST: Pooling.ValueType  # 1
 POOLING_MEAN: Pooling.ValueType  # 2
 """no token of the prompt comes from the prefix cache"""
+POOLING_SCORE: Pooling.ValueType  # 3
+"""one number: the logit of yes_id after the prompt, minus that of no_id"""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 class _GrammarKind:
@@ -260,6 +262,8 @@ class TokenSampling(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    YES_ID_FIELD_NUMBER: _builtins.int
+    NO_ID_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy"""
     seed: _builtins.int
@@ -287,6 +291,10 @@ class TokenSampling(_message.Message):
     """0: sample"""
     length_penalty: _builtins.float
     pooling: Global___Pooling.ValueType
+    yes_id: _builtins.int
+    """of POOLING_SCORE"""
+    no_id: _builtins.int
+    """of POOLING_SCORE; -1: none, its logit counts as 0"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty if the request ignores EOS"""
@@ -323,10 +331,12 @@ class TokenSampling(_message.Message):
         grammar: Global___Grammar | None = ...,
         bad_words: _abc.Iterable[_builtins.bytes] | None = ...,
         pooling: Global___Pooling.ValueType = ...,
+        yes_id: _builtins.int = ...,
+        no_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "bad_words", b"bad_words", "beam_width", b"beam_width", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "eos_token_ids", b"eos_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "pooling", b"pooling", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "bad_words", b"bad_words", "beam_width", b"beam_width", "bias_ids", b"bias_ids", "bias_values", b"bias_values", "eos_token_ids", b"eos_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "length_penalty", b"length_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "no_id", b"no_id", "pooling", b"pooling", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "yes_id", b"yes_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -543,7 +553,7 @@ Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
 
 @_typing.final
 class Embedding(_message.Message):
-    """The embedding of a request's prompt, not normalized."""
+    """The embedding of a request's prompt, not normalized, or its score."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -551,7 +561,7 @@ class Embedding(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     values: _builtins.bytes
-    """float32[hidden size]"""
+    """float32[hidden size], or float32[1]"""
     def __init__(
         self,
         *,

@@ -394,25 +394,37 @@ Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Pooling(_message.Message):
-    """Rows of the step, P of them, that request final hidden states, of which embeddings are made."""
+    """Rows of the step, P of them, that request final hidden states, of which embeddings are made, or a
+    score.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROWS_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
+    YES_IDS_FIELD_NUMBER: _builtins.int
+    NO_IDS_FIELD_NUMBER: _builtins.int
     rows: _builtins.bytes
     """int32[P], ascending"""
     sums: _builtins.bytes
     """uint8[P], 0: that of the row's last token, 1: the sum of all the row's tokens"""
+    yes_ids: _builtins.bytes
+    """An int32[P]. A row with -1 has no score. A score compares two tokens that may follow the row: it
+    subtracts the logit of no_ids from that of yes_ids.
+    """
+    no_ids: _builtins.bytes
+    """int32[P], -1: nothing is subtracted"""
     def __init__(
         self,
         *,
         rows: _builtins.bytes = ...,
         sums: _builtins.bytes = ...,
+        yes_ids: _builtins.bytes = ...,
+        no_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "sums", b"sums"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_ids", b"no_ids", "rows", b"rows", "sums", b"sums", "yes_ids", b"yes_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,7 +463,7 @@ class StepResponse(_message.Message):
     dropped: _builtins.bool
     """the step was not run; then nothing else but its id is set"""
     hidden_states: _builtins.bytes
-    """float32[P, hidden size], of the rows of pooling, on rank 0 only"""
+    """float32[], of the rows of pooling, on rank 0 only: the hidden states, then the scores."""
     def __init__(
         self,
         *,

@@ -48,7 +48,9 @@ def echo_from_seed(live: Live) -> int:
 
 
 def embedding(prompt: Sequence[int], pooling: int) -> list[int]:
-    """The embedding of a prompt, not normalized."""
+    """The embedding of a prompt, not normalized, or its score."""
+    if pooling == pb.POOLING_SCORE:
+        return [len(prompt) - 40]
     return [sum(prompt), len(prompt), -pooling, 4]
 
 

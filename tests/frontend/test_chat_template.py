@@ -310,3 +310,46 @@ async def test_a_role_that_a_template_renders_without_naming_it_is_accepted(tmp_
     expected = await tokenizer.encode_text("[developer] Be brief.\n[tool] a\n")
     assert await tokenizer.encode_chat(chat) == expected
     tokenizer.close()
+
+
+QWEN3_RERANKER = """<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
+Note that the answer can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: %s
+<Query>: Who?
+<Document>: Anna.<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+"""
+# As of sentence-transformers: it renders a query and a document, and their instruction.
+PAIRS = (
+    "{% for m in messages %}{% if m.role in ('system', 'query', 'document') %}"
+    "[{{ m.role }}] {{ m.content }}\n{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("instruction", ["", "Find people."])
+async def test_pairs_are_rendered_as_the_model_was_trained(
+    tokenizer: Tokenizer, tmp_path: Path, instruction: str
+) -> None:
+    """By Qwen3's template they are what Qwen3-Reranker's page builds of texts."""
+    ids = await tokenizer.encode_pair("Who?", "Anna.", instruction, 1000)
+    default = "Given a web search query, retrieve relevant passages that answer the query"
+    text = QWEN3_RERANKER % (instruction or default)
+    (expected,) = await tokenizer.encode_words([text])
+    assert ids == expected
+    link_with_qwen3_template(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.jinja").write_text(PAIRS)
+    own = Tokenizer(tmp_path, threads=1)
+    ids = await own.encode_pair("Who?", "Anna.", instruction, 1000)
+    system = f"[system] {instruction}\n" if instruction else ""
+    (expected,) = await own.encode_words([f"{system}[query] Who?\n[document] Anna.\n"])
+    assert ids == expected
+    with pytest.raises(InvalidArgumentError, match=f"{len(ids)} tokens; the limit is 5"):
+        await own.encode_pair("Who?", "Anna.", instruction, 5)
+    own.close()

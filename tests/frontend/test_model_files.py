@@ -135,3 +135,28 @@ def test_pooling_is_that_of_sentence_transformers(
         (tmp_path / "1_Pooling").mkdir()
         write(tmp_path / "1_Pooling", modes)
     assert read_model_facts(tmp_path).pooling is pooling
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"true_token_id": 7, "false_token_id": 99}, (7, 99)),
+        ({"true_token_id": 7, "false_token_id": None}, (7, -1)),
+        ({"true_token_id": 7}, (7, -1)),
+        ({"true_token_id": 100}, "true_token_id is 100; must be a token id"),
+        ({"true_token_id": 7, "false_token_id": "no"}, "false_token_id is 'no'"),
+        ({"false_token_id": 7}, "true_token_id is None"),
+    ],
+)
+def test_tokens_of_scores_are_those_of_sentence_transformers(
+    tmp_path: Path, fields: Any, expected: Any
+) -> None:
+    write(tmp_path, {"vocab_size": 100})
+    assert read_model_facts(tmp_path).answer_ids is None
+    (tmp_path / "1_LogitScore").mkdir()
+    write(tmp_path / "1_LogitScore", fields)
+    if isinstance(expected, tuple):
+        assert read_model_facts(tmp_path).answer_ids == expected
+    else:
+        with pytest.raises(ModelFilesError, match=expected):
+            read_model_facts(tmp_path)

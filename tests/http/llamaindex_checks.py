@@ -6,6 +6,7 @@ from typing import Any
 
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
+from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
@@ -50,6 +51,16 @@ def check_completion(given: Any) -> None:
     assert model.complete(given["prompt"]).text == given["completion"]
     streamed = model.stream_complete(given["prompt"])
     assert "".join(part.delta or "" for part in streamed) == given["completion"]
+
+
+def check_embeddings(given: Any) -> None:
+    model = OpenAILikeEmbedding(
+        model_name="demo", api_base=given["url"] + "/v1", api_key="none", max_retries=0
+    )
+    prompt = given["prompt"]
+    found = [model.get_query_embedding(prompt), *model.get_text_embedding_batch([prompt] * 3)]
+    for vector in found:
+        assert all(abs(a - b) < 1e-5 for a, b in zip(vector, given["embedding"], strict=True))
 
 
 def check_tools(given: Any) -> None:

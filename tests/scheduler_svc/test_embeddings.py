@@ -1,4 +1,6 @@
-"""Embeddings of prompts, from hidden states that can be computed by hand: see `tests.sanitizer`."""
+"""Embeddings and scores of prompts, from hidden states that can be computed by hand.
+
+See `tests.sanitizer`."""
 
 from __future__ import annotations
 
@@ -13,18 +15,22 @@ from tests.fake_worker import FakeWorker
 from tests.scheduler_svc.stacks import Frontend, stack_of
 
 LAST, MEAN = scheduler_pb2.POOLING_LAST, scheduler_pb2.POOLING_MEAN
+SCORE = scheduler_pb2.POOLING_SCORE
+YES, NO = 5, 3
 Pooling = scheduler_pb2.Pooling.ValueType
 
 
 def expected(prompt: list[int], pooling: Pooling) -> list[float]:
+    if pooling == SCORE:
+        return [(YES - NO) * prompt[-1]]
     if pooling == LAST:
         return [prompt[-1], len(prompt) - 1]
     return [float(np.float32(sum(prompt) / len(prompt))), (len(prompt) - 1) / 2]
 
 
 async def embed(frontend: Frontend, prompts: dict[int, list[int]], pooling: Pooling) -> None:
-    """Checks the embeddings of prompts, by request."""
-    sampling = scheduler_pb2.TokenSampling(max_tokens=1, pooling=pooling)
+    """Checks the embeddings or scores of prompts, by request."""
+    sampling = scheduler_pb2.TokenSampling(max_tokens=1, pooling=pooling, yes_id=YES, no_id=NO)
     for request, prompt in prompts.items():
         await frontend.submit(request, prompt, sampling=sampling)
     await frontend.read_until_finished(*prompts)
@@ -37,7 +43,7 @@ def texts(first: int, lengths: list[int]) -> dict[int, list[int]]:
     return {first + i: [first + i, *range(1, length)] for i, length in enumerate(lengths)}
 
 
-@pytest.mark.parametrize("pooling", [LAST, MEAN])
+@pytest.mark.parametrize("pooling", [LAST, MEAN, SCORE])
 async def test_prompts_in_chunks_beside_completions(tmp_path: Path, pooling: Pooling) -> None:
     worker = FakeWorker()
     async with stack_of(tmp_path, worker, max_num_batched_tokens=8) as stack:
@@ -63,7 +69,7 @@ async def test_only_the_last_token_need_not_be_cached(tmp_path: Path) -> None:
         assert cached == [16, 0]
 
 
-@pytest.mark.parametrize("pooling", [LAST, MEAN])
+@pytest.mark.parametrize("pooling", [LAST, MEAN, SCORE])
 @pytest.mark.parametrize("loses_cache", [False, True])
 async def test_lost_workers(tmp_path: Path, pooling: Pooling, loses_cache: bool) -> None:
     """Chunks that were answered count once, whether their cache is kept or computed again."""
@@ -81,6 +87,33 @@ async def test_lost_workers(tmp_path: Path, pooling: Pooling, loses_cache: bool)
         frontend = await stack.frontend()
         await asyncio.wait_for(embed(frontend, texts(1, [30, 12]), pooling), 60)
     assert [bool(each.keep_cache_id) for each in worker.configured[1:]] == [not loses_cache] * 2
+
+
+async def test_embeddings_and_scores_share_a_step(tmp_path: Path) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        kinds = {1: SCORE, 2: LAST, 3: SCORE, 4: MEAN}
+        for request, pooling in kinds.items():
+            no_id = NO if request == 1 else -1
+            sampling = scheduler_pb2.TokenSampling(
+                max_tokens=1, pooling=pooling, yes_id=YES, no_id=no_id
+            )
+            await frontend.submit(request, [request, 7, 9], sampling=sampling)
+        await frontend.read_until_finished(*kinds)
+        for request, pooling in kinds.items():
+            right = [YES * 9 + 2.0] if request == 3 else expected([request, 7, 9], pooling)
+            assert frontend.embeddings[request] == right
+
+
+@pytest.mark.parametrize(("yes", "no"), [(-1, 3), (1000, 3), (5, -2), (5, 1000)])
+async def test_tokens_of_a_score_are_checked(tmp_path: Path, yes: int, no: int) -> None:
+    async with stack_of(tmp_path, FakeWorker()) as stack:
+        frontend = await stack.frontend()
+        sampling = scheduler_pb2.TokenSampling(max_tokens=1, pooling=SCORE, yes_id=yes, no_id=no)
+        await frontend.submit(1, [1, 2], sampling=sampling)
+        await frontend.read_until_finished(1)
+        assert frontend.finished[1].cause == scheduler_pb2.FINISH_CAUSE_INVALID
+        assert frontend.finished[1].field == "sampling.pooling"
 
 
 async def test_a_preempted_prompt_is_summed_anew(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import decode_step
 
 NUM_BLOCKS = 64
+YES, NO = 7, 40
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30, 4, 8], [3], [11, 12, 13, 14]]
 
 
@@ -34,6 +35,13 @@ def expected(oracle: Any, prompt: list[int]) -> NDArray[np.float32]:
         states = oracle.model(torch.tensor([prompt])).last_hidden_state[0]
     found: NDArray[np.float32] = states.numpy()
     return found
+
+
+def pooling(rows: list[int], sums: list[int], scores: dict[int, tuple[int, int]]) -> Pooling:
+    """`scores`: the tokens of those of the rows that have a score."""
+    ids = [scores.get(row, (-1, -1)) for row in rows]
+    yes_ids, no_ids = i4([yes for yes, _ in ids]), i4([no for _, no in ids])
+    return Pooling(rows=i4(rows), sums=bytes(sums), yes_ids=yes_ids, no_ids=no_ids)
 
 
 @pytest.mark.parametrize("platform", [CpuPlatform, InterpretedPlatform])
@@ -56,7 +64,7 @@ def test_hidden_states_of_chunks_beside_others(
         ([(3, long)], [0], [0]),
     ):
         request = batch.request(chunks, silent=[0] if chunks[0][1] == long[:6] else [])
-        request.pooling.CopyFrom(Pooling(rows=i4(rows), sums=bytes(sums)))
+        request.pooling.CopyFrom(pooling(rows, sums, {}))
         previous = step = decode_step(request, batch.limits, previous)
         result = runner.launch(step).wait()
         found.append(result.hidden_states)
@@ -67,7 +75,32 @@ def test_hidden_states_of_chunks_beside_others(
         (states[:6].sum(0), states[6:].sum(0), expected(oracle, short)[-1], states[-1]),
         strict=True,
     ):
-        np.testing.assert_allclose(actual[0], right, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", [CpuPlatform, InterpretedPlatform])
+def test_scores_beside_hidden_states(model: tuple[Path, Any], platform: type[CpuPlatform]) -> None:
+    """Scores come last, whichever rows have them. One has a single token."""
+    path, oracle = model
+    settings = worker_settings(path, block_size=16, max_num_seqs=4, attention="auto")
+    runner = ModelRunner(settings, platform(settings))
+    runner.configure(1, NUM_BLOCKS)
+    batch = batch_for(runner, NUM_BLOCKS)
+    request = batch.request([*enumerate(PROMPTS), (3, [9, 9])])
+    request.pooling.CopyFrom(pooling([0, 1, 2, 3], [0, 0, 0, 1], {0: (YES, NO), 2: (NO, -1)}))
+    step = decode_step(request, batch.limits, None)
+    found = runner.launch(step).wait().hidden_states
+    with torch.inference_mode():
+        logits = [oracle(torch.tensor([each])).logits[0, -1].numpy() for each in PROMPTS]
+    states = [expected(oracle, PROMPTS[1])[-1], expected(oracle, [9, 9]).sum(0)]
+    scores = [logits[0][YES] - logits[0][NO], logits[2][NO]]
+    np.testing.assert_allclose(found, np.concatenate([*states, scores]), rtol=1e-5, atol=1e-5)
+    request = batch.request([(0, [5])])
+    request.pooling.CopyFrom(pooling([0], [0], {0: (YES, NO)}))
+    (one,) = runner.launch(decode_step(request, batch.limits, step)).wait().hidden_states
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([[*PROMPTS[0], 5]])).logits[0, -1]
+    assert one == pytest.approx(float(logits[YES] - logits[NO]), abs=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -84,7 +117,7 @@ def test_a_model_saved_without_a_head(tmp_path: Path, tied: bool) -> None:
         runner.configure(1, NUM_BLOCKS)
         batch = batch_for(runner, NUM_BLOCKS)
         request = batch.request([(0, PROMPTS[0])])
-        request.pooling.CopyFrom(Pooling(rows=i4([0]), sums=bytes(1)))
+        request.pooling.CopyFrom(pooling([0], [0], {}))
         found = runner.launch(decode_step(request, batch.limits, None)).wait().hidden_states
         right = expected(whole, PROMPTS[0])[-1]
-        np.testing.assert_allclose(found[0], right, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)

@@ -149,7 +149,7 @@ def _with_features(step: StepArrays, request: StepRequest, limits: StepLimits) -
     if request.HasField("prompt_logprobs"):
         targets = decode_prompt_targets(request.prompt_logprobs, step.query_lens, limits.vocab_size)
     if request.HasField("pooling"):
-        pooling = decode_pooling(request.pooling, step.num_seqs)
+        pooling = decode_pooling(request.pooling, step.samples, limits.vocab_size)
     if features is None and targets is None and pooling is None:
         return step
     return replace(step, features=features, prompt_targets=targets, pooling=pooling)

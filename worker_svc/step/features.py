@@ -85,6 +85,8 @@ class PooledRows:
 
     rows: Int32s  # [P]
     sums: NDArray[np.bool_]  # [P]
+    yes_ids: Int32s  # [P]
+    no_ids: Int32s  # [P]
 
 
 def decode_features(
@@ -151,8 +153,11 @@ def decode_prompt_targets(
     return PromptTargets(rows, counts, offsets, targets)
 
 
-def decode_pooling(message: Pooling, num_seqs: int) -> PooledRows:
-    """Decodes and checks which hidden states a step of `num_seqs` sequences returns.
+def decode_pooling(message: Pooling, samples: NDArray[np.bool_], vocab_size: int) -> PooledRows:
+    """Decodes and checks which hidden states and scores a step returns.
+
+    Args:
+        samples: the step's column, [S].
 
     Raises:
         InvalidArgumentError: a column is malformed. The message names the column.
@@ -161,10 +166,16 @@ def decode_pooling(message: Pooling, num_seqs: int) -> PooledRows:
     sums = decode_column("pooling.sums", message.sums, UINT8)
     if not len(rows):
         raise InvalidArgumentError("pooling.rows", "no rows")
-    check_ascending("pooling.rows", rows, num_seqs)
+    check_ascending("pooling.rows", rows, len(samples))
     check_length("pooling.sums", sums, len(rows))
     check_values("pooling.sums", sums, sums <= 1, "0 or 1")
-    return PooledRows(rows, sums.view(np.bool_))
+    yes_ids = decode_column("pooling.yes_ids", message.yes_ids, INT32)
+    no_ids = decode_column("pooling.no_ids", message.no_ids, INT32)
+    for name, ids in (("yes_ids", yes_ids), ("no_ids", no_ids)):
+        check_length(f"pooling.{name}", ids, len(rows))
+        valid = (ids >= -1) & (ids < vocab_size)
+        check_values(f"pooling.{name}", ids, valid, f"in -1..{vocab_size - 1}")
+    return PooledRows(rows, sums.view(np.bool_), yes_ids, no_ids)
 
 
 def _numbers(message: SamplingFeatures, parameter: Parameter) -> NDArray[Any]:

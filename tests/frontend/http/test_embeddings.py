@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from grpc import aio
 
-from frontend import embeddings
+from frontend import embeddings, pooled
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend import fake_scheduler
@@ -88,7 +88,7 @@ async def test_another_way_to_pool(service: HttpService) -> None:
 async def test_many_inputs_do_not_fill_the_queue(
     service: HttpService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embeddings, "_AT_ONCE", 3)
+    monkeypatch.setattr(pooled, "_AT_ONCE", 3)
     service.scheduler.automatic = False
     prompts = [[number + 1] for number in range(10)]
     call = service.stub.Embed(request(prompts))
@@ -186,8 +186,8 @@ async def test_the_numbers_of_an_answer_have_a_limit(
 
 async def test_as_many_inputs_as_are_allowed(service: HttpService) -> None:
     """Each has its part in what is recorded of the call."""
-    answer = await service.post(PATH, {"input": [[5, 6]] * embeddings.MAX_INPUTS})
-    assert answer["usage"]["prompt_tokens"] == 2 * embeddings.MAX_INPUTS
+    answer = await service.post(PATH, {"input": [[5, 6]] * pooled.MAX_INPUTS})
+    assert answer["usage"]["prompt_tokens"] == 2 * pooled.MAX_INPUTS
 
 
 async def test_a_full_queue_delays_inputs_if_others_are_accepted(service: HttpService) -> None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from pydantic import BaseModel
 
-from frontend.http import chat, completions, messages, models, responses
+from frontend.http import chat, completions, embeddings, messages, models, responses, scores
 from tests.frontend.fake_scheduler import FakeScheduler
 from tests.frontend.http.conftest import POSTS, HttpService, Json
 from tests.frontend.http.test_parameters import BIASES, CONSTRAINTS, ROUTED, SAMPLING
@@ -53,6 +53,9 @@ VALID: dict[str, Json] = {
         "max_tokens": 2,
     },
     "/v1/messages/count_tokens": {"messages": [USER]},
+    "/v1/embeddings": {"input": ["hi", "a"], "dimensions": 2, "encoding_format": "float"},
+    "/v1/rerank": {"query": "hi", "documents": ["a", {"text": "b"}], "top_n": 1},
+    "/v1/score": {"queries": ["hi", "a"], "documents": ["a", "b"], "instruction": "i"},
     "/tokenize": {"messages": [USER], "chat_template_kwargs": {}},
     "/detokenize": {"tokens": [1, 2]},
 }
@@ -62,6 +65,9 @@ MODELS: dict[str, type[BaseModel]] = {
     "/v1/responses": responses.ResponseBody,
     "/v1/messages": messages.MessageBody,
     "/v1/messages/count_tokens": messages.PromptBody,
+    "/v1/embeddings": embeddings.EmbeddingBody,
+    "/v1/rerank": scores.RerankBody,
+    "/v1/score": scores.ScoreBody,
     "/tokenize": models.TokenizeBody,
     "/detokenize": models.DetokenizeBody,
 }

@@ -1,0 +1,153 @@
+"""Runs many prompts of which no completion is wanted, but a vector or a number."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frontend.generation import Generation
+from frontend.generations import Generations
+from frontend.request import GenerationRequest
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from shared.errors import InvalidArgumentError, QueueFullError
+
+MAX_INPUTS = 2048  # of a request
+MAX_TOKENS = 1 << 22  # of all inputs; a query counts with each of its documents
+_AT_ONCE = 64  # inputs of a request that an engine has, so that they do not fill its queue
+_GREEDY = pb.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What a request's prompts gave, a float32 array for each, and the numbers of their tokens."""
+
+    request_id: str
+    vectors: list[NDArray[np.float32]]
+    prompt_tokens: int
+    cached_prompt_tokens: int
+
+
+class PooledRequest:
+    """One request with many prompts.
+
+    Args:
+        message: the request, whose common fields hold for all prompts.
+        timeout_s: after this time it fails; None: never.
+        sampling: fields of `Sampling`, which say what is made of a prompt.
+    """
+
+    def __init__(
+        self,
+        generations: Generations,
+        message: pb.EmbedRequest | pb.ScoreRequest,
+        timeout_s: float | None,
+        **sampling: Any,
+    ) -> None:
+        self._generations = generations
+        self._message = message
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._sampling = sampling
+        self.request_id = message.request_id or uuid.uuid4().hex
+        self._checked: list[GenerationRequest] = []
+        self._num_tokens = 0
+
+    async def add(self, field: str, **prompt: Any) -> None:
+        """Checks a prompt, given as fields of `GenerateRequest`, before any one is computed.
+
+        Raises:
+            InvalidArgumentError: a field is wrong; `field` is that of the prompt.
+            ServiceError: as `Generations.check`.
+        """
+        message = pb.GenerateRequest(
+            request_id=self.request_id,
+            sampling=_GREEDY,
+            priority=self._message.priority,
+            cache_salt=self._message.cache_salt,
+            engine=self._message.engine,
+            **prompt,
+        )
+        try:
+            request = await self._generations.check(message, self._deadline, None)
+        except InvalidArgumentError as error:
+            if error.field not in ("text", "prompt") and "token_ids" not in error.field:
+                raise
+            raise InvalidArgumentError(f"{field}.{error.field}", error.reason) from error
+        self._num_tokens += len(request.prompt_ids)
+        if self._num_tokens > MAX_TOKENS:
+            count = f"{self._num_tokens} tokens with those before"
+            raise InvalidArgumentError(field, f"{count}; the limit is {MAX_TOKENS}")
+        sampling = replace(request.sampling, **self._sampling)
+        self._checked.append(replace(request, sampling=sampling))
+
+    async def run(self) -> Pooled:
+        """Runs the prompts. If one fails, it cancels the others.
+
+        Raises:
+            ServiceError: as `Generations.begin`, or an engine failed.
+        """
+        slots, queue = asyncio.Semaphore(_AT_ONCE), _Queue()
+
+        async def run(each: GenerationRequest) -> Generation:
+            async with slots:
+                return await queue.run(lambda: self._run(each))
+
+        tasks = [asyncio.create_task(run(each)) for each in self._checked]
+        try:
+            ended = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        totals = [generation.totals() for generation in ended]
+        return Pooled(
+            self.request_id,
+            [generation.embedding for generation in ended],
+            sum(each.prompt_tokens for each in totals),
+            sum(each.cached_prompt_tokens for each in totals),
+        )
+
+    async def _run(self, request: GenerationRequest) -> Generation:
+        """Runs a request to its end, which is that of its prompt: its one token means nothing."""
+        with closing(await self._generations.begin(request, time.monotonic())) as generation:
+            while not generation.ended:
+                await generation.next_deltas()
+        return generation
+
+
+class _Queue:
+    """Repeats inputs that engines have no room for, while other inputs of the request run."""
+
+    def __init__(self) -> None:
+        self._num_accepted = 0  # inputs that are at an engine, or have ended there
+
+    async def run(self, start: Callable[[], Awaitable[Generation]]) -> Generation:
+        """
+        Raises:
+            QueueFullError: no input of the request was accepted.
+        """
+        while True:
+            self._num_accepted += 1
+            try:
+                return await start()
+            except QueueFullError as error:
+                self._num_accepted -= 1
+                if not self._num_accepted:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+
+
+def check_count(field: str, inputs: Sequence[Any]) -> None:
+    """
+    Raises:
+        InvalidArgumentError: there are no inputs, or too many.
+    """
+    if not 1 <= len(inputs) <= MAX_INPUTS:
+        raise InvalidArgumentError(field, f"{len(inputs)} inputs; must be 1 to {MAX_INPUTS}")

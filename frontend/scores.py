@@ -1,0 +1,88 @@
+"""Scores of documents for queries, by the token with which the model would answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import structlog
+
+from frontend.generations import Generations
+from frontend.pooled import Pooled, PooledRequest, check_count
+from nano_vllm_grpc.pb import frontend_pb2 as pb
+from shared.errors import InternalError, InvalidArgumentError
+from shared.sampling_params import Pooling
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The log-odds of the documents of a request, and their prompts."""
+
+    log_odds: list[float]
+    prompts: Pooled
+
+    @property
+    def probabilities(self) -> list[float]:
+        return [_sigmoid(each) for each in self.log_odds]
+
+
+class Scores:
+    """Scores documents with one model."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+
+    async def score(self, message: pb.ScoreRequest, timeout_s: float | None = None) -> Scored:
+        """Scores the documents of a request.
+
+        Raises:
+            InvalidArgumentError: a field is wrong, or the model has no tokens that tell a score.
+            ServiceError: as `Generations.start`, or an engine failed.
+        """
+        check_count("documents", message.documents)
+        if len(message.queries) not in (1, len(message.documents)):
+            raise InvalidArgumentError(
+                "queries", f"{len(message.queries)}; must be 1, or one for each document"
+            )
+        yes, no = self._answer_ids()
+        request = PooledRequest(
+            self._generations, message, timeout_s, pooling=Pooling.SCORE, yes_id=yes, no_id=no
+        )
+        limit = self._generations.engines.limits.max_model_len - 1
+        for index, document in enumerate(message.documents):
+            query, field = message.queries[index % len(message.queries)], f"documents[{index}]"
+            try:
+                ids = await self._generations.tokenizer.encode_pair(
+                    query, document, message.instruction, limit
+                )
+            except InvalidArgumentError as error:
+                raise InvalidArgumentError(field, error.reason) from error
+            await request.add(field, token_ids=pb.TokenIds(ids=ids))
+        prompts = await request.run()
+        log_odds = [float(vector[0]) for vector in prompts.vectors]
+        if not all(map(math.isfinite, log_odds)):
+            log.error("a score is not finite")
+            raise InternalError("internal error")
+        return Scored(log_odds, prompts)
+
+    def _answer_ids(self) -> tuple[int, int]:
+        """The tokens whose logits tell a score; -1 if there is no second one.
+
+        Raises:
+            InvalidArgumentError: the model has none.
+        """
+        if ids := self._generations.facts.answer_ids:
+            return ids
+        token_id = self._generations.tokenizer.token_id
+        yes, no = token_id("yes"), token_id("no")
+        if yes is None or no is None:
+            raise InvalidArgumentError(
+                "documents", 'this model gives no scores: its vocabulary lacks "yes" or "no"'
+            )
+        return yes, no
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
