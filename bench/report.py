@@ -21,6 +21,7 @@ MODES = {
     "kill": "bench.kill",
     "recovery": "bench.recovery",
     "peers": "bench.peers.compare",
+    "embeddings": "bench.embeddings",
 }
 
 

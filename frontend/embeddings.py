@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import structlog
 from numpy.typing import NDArray
@@ -40,9 +38,7 @@ class Embeddings:
             kind = given.WhichOneof("prompt")
             prompt = {kind: getattr(given, kind)} if kind else {}
             await request.add(f"inputs[{index}]", **prompt)
-        pooled = await request.run()
-        vectors = [_normalized(each, message.dimensions) for each in pooled.vectors]
-        return replace(pooled, vectors=vectors)
+        return await request.run(lambda vector: _normalized(vector, message.dimensions))
 
     def _check_dimensions(self, message: pb.EmbedRequest) -> None:
         """

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frontend.generation import Generation
+from frontend.generation import Generation, Totals
 from frontend.generations import Generations
 from frontend.request import GenerationRequest
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError, QueueFullError
 
+Vector = NDArray[np.float32]
 MAX_INPUTS = 2048  # of a request
 MAX_TOKENS = 1 << 22  # of all inputs; a query counts with each of its documents
 _AT_ONCE = 64  # inputs of a request that an engine has, so that they do not fill its queue
@@ -30,7 +31,7 @@ class Pooled:
     """What a request's prompts gave, a float32 array for each, and the numbers of their tokens."""
 
     request_id: str
-    vectors: list[NDArray[np.float32]]
+    vectors: list[Vector]
     prompt_tokens: int
     cached_prompt_tokens: int
 
@@ -87,17 +88,21 @@ class PooledRequest:
         sampling = replace(request.sampling, **self._sampling)
         self._checked.append(replace(request, sampling=sampling))
 
-    async def run(self) -> Pooled:
+    async def run(self, finish: Callable[[Vector], Vector]) -> Pooled:
         """Runs the prompts. If one fails, it cancels the others.
 
+        Args:
+            finish: makes what is kept of what a prompt gave.
+
         Raises:
-            ServiceError: as `Generations.begin`, or an engine failed.
+            ServiceError: as `Generations.begin`, an engine failed, or `finish` raised it.
         """
         slots, queue = asyncio.Semaphore(_AT_ONCE), _Queue()
 
-        async def run(each: GenerationRequest) -> Generation:
+        async def run(each: GenerationRequest) -> tuple[Vector, Totals]:
             async with slots:
-                return await queue.run(lambda: self._run(each))
+                generation = await queue.run(lambda: self._run(each))
+            return finish(generation.embedding), generation.totals()
 
         tasks = [asyncio.create_task(run(each)) for each in self._checked]
         try:
@@ -106,12 +111,11 @@ class PooledRequest:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        totals = [generation.totals() for generation in ended]
         return Pooled(
             self.request_id,
-            [generation.embedding for generation in ended],
-            sum(each.prompt_tokens for each in totals),
-            sum(each.cached_prompt_tokens for each in totals),
+            [vector for vector, _ in ended],
+            sum(totals.prompt_tokens for _, totals in ended),
+            sum(totals.cached_prompt_tokens for _, totals in ended),
         )
 
     async def _run(self, request: GenerationRequest) -> Generation:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from frontend.generations import Generations
 from frontend.pooled import Pooled, PooledRequest, check_count
@@ -58,30 +60,44 @@ class Scores:
                     query, document, message.instruction, limit
                 )
             except InvalidArgumentError as error:
-                raise InvalidArgumentError(field, error.reason) from error
+                if error.field == "chat":
+                    raise InvalidArgumentError("documents", error.reason) from error
+                reason = f"with its query and the instruction {error.reason}"
+                raise InvalidArgumentError(field, reason) from error
             await request.add(field, token_ids=pb.TokenIds(ids=ids))
-        prompts = await request.run()
-        log_odds = [float(vector[0]) for vector in prompts.vectors]
-        if not all(map(math.isfinite, log_odds)):
-            log.error("a score is not finite")
-            raise InternalError("internal error")
-        return Scored(log_odds, prompts)
+        prompts = await request.run(_check_finite)
+        return Scored([float(vector[0]) for vector in prompts.vectors], prompts)
 
     def _answer_ids(self) -> tuple[int, int]:
-        """The tokens whose logits tell a score; -1 if there is no second one.
+        """The tokens whose logits tell a score.
 
         Raises:
             InvalidArgumentError: the model has none.
         """
         if ids := self._generations.facts.answer_ids:
+            if ids[0] == ids[1]:
+                raise InvalidArgumentError(
+                    "documents", "1_LogitScore/config.json names one token; must be two"
+                )
             return ids
         token_id = self._generations.tokenizer.token_id
         yes, no = token_id("yes"), token_id("no")
         if yes is None or no is None:
             raise InvalidArgumentError(
-                "documents", 'this model gives no scores: its vocabulary lacks "yes" or "no"'
+                "documents", 'the model has no tokens "yes" and "no", by which it would score'
             )
         return yes, no
+
+
+def _check_finite(score: NDArray[np.float32]) -> NDArray[np.float32]:
+    """
+    Raises:
+        InternalError: it is not finite.
+    """
+    if not np.isfinite(score).all():
+        log.error("a score is not finite")
+        raise InternalError("internal error")
+    return score
 
 
 def _sigmoid(x: float) -> float:

@@ -30,6 +30,7 @@ from shared.sampling_params import Pooling
 from shared.telemetry.tracing import open_tracing
 
 _TOKENIZER_THREADS = 2
+_MIN_TOKENS = 100  # transformers makes a tokenizer of no files, too, with special tokens alone
 # By path.
 _METHODS = {
     f"/{SERVICE_NAME}/{name}": name
@@ -130,10 +131,9 @@ def _read_model(directory: Path, name: str) -> tuple[ModelFacts, Tokenizer]:
         ModelFilesError: a file cannot be used, or is missing.
     """
     facts, tokenizer = read_model_facts(directory, name), Tokenizer(directory, _TOKENIZER_THREADS)
-    if 2 * len(tokenizer.vocabulary.tokens) < facts.vocab_size:
-        # transformers makes a tokenizer of no files, too.
+    if (count := len(tokenizer.vocabulary.tokens)) < _MIN_TOKENS and 2 * count < facts.vocab_size:
         raise ModelFilesError(
-            f"{directory}: the tokenizer has {len(tokenizer.vocabulary.tokens)} tokens, but the "
-            f"model has {facts.vocab_size}; copy or download its files again"
+            f"{directory}: the tokenizer has {count} tokens, but the model has {facts.vocab_size}; "
+            "copy or download its files again"
         )
     return facts.ending_with(tokenizer.eos_token_ids), tokenizer

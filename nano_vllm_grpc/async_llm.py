@@ -227,7 +227,9 @@ class AsyncLLM:
         queries = [queries] if isinstance(queries, str) else queries
         if len(queries) not in (1, len(documents)):
             raise ValueError(f"{len(queries)} queries for {len(documents)} documents")
-        pairs = [(queries[i % len(queries)], each) for i, each in enumerate(documents)]
+        lengths = [len(each) for each in documents]
+        if len(queries) > 1:
+            lengths = [len(query) + length for query, length in zip(queries, lengths, strict=True)]
 
         async def score(part: slice, deadline: float) -> list[float]:
             own = queries if len(queries) == 1 else queries[part]
@@ -237,7 +239,7 @@ class AsyncLLM:
             )
             return list(answer.scores)
 
-        return await self._in_parts([sum(map(len, pair)) for pair in pairs], score, timeout_s)
+        return await self._in_parts(lengths, score, timeout_s)
 
     async def _in_parts(
         self,

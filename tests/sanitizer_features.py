@@ -192,7 +192,7 @@ def hidden_states(step: StepArrays) -> npt.NDArray[np.float32]:
             yes, no = pooling.yes_ids[place], pooling.no_ids[place]
             if yes >= 0:
                 logits = [each * tokens[-1][0] + tokens[-1][1] for each in (yes, no)]
-                scores.append(logits[0] - (logits[1] if no >= 0 else 0))
+                scores.append(logits[0] - logits[1])
             else:
                 found += (tokens.sum(0) if pooling.sums[place] else tokens[-1]).tolist()
     return np.array(found + scores, "<f4")

@@ -311,7 +311,7 @@ class ModelRunner:
         logits = self._sample(last, tensors)
         pooled: list[torch.Tensor] = []
         if pooling:
-            scores = score(pooling, logits, self._vocab, self._tp)
+            scores = score(pooling, last, self._model.decoder.lm_head, self._vocab, self._tp)
             pooled = [torch.cat((pool(pooling, last, hidden, step.query_lens), scores))]
         return logits, logprobs, pooled
 

@@ -44,8 +44,10 @@ class ChatTemplate:
             raise InvalidArgumentError("chat", "this model has no chat template")
         template = ""
         try:
-            template, understood = self._template_for(conversation.tools)
-            _check(conversation, understood)
+            template = self._tokenizer.get_chat_template(tools=conversation.tools)
+            if template not in self._understood:
+                self._understood[template] = self._understand(template)
+            _check(conversation, self._understood[template])
             text: str = self._tokenizer.apply_chat_template(
                 conversation.messages,
                 tools=conversation.tools,
@@ -69,35 +71,39 @@ class ChatTemplate:
         return text
 
     def render_pair(self, query: str, document: str, instruction: str) -> str:
-        """Renders the question whether a document is relevant to a query. A template that names
-        the roles of both renders them as messages. Others render Qwen3-Reranker's prompt.
+        """Renders the question whether a document is relevant to a query, for a model that answers
+        without thinking. A template that names the roles of both renders them as messages. Others
+        render Qwen3-Reranker's prompt, within the user's message if they have no system message.
 
         Args:
             instruction: what makes a document relevant; if empty, the default of the prompt.
 
         Raises:
-            InvalidArgumentError: there is no template, or it fails.
+            InvalidArgumentError: there is no template, or it fails, or it leaves a part out.
         """
-        understood = self._template_for(None)[1] if self._tokenizer.chat_template else None
-        kwargs: dict[str, Any] = {}
-        if understood and set(_PAIR_ROLES) <= set(understood.roles):
-            messages = [("query", query), ("document", document)]
-            if instruction:
-                messages.insert(0, ("system", instruction))
-        else:
-            task = f"<Instruct>: {instruction or _INSTRUCTION}"
-            user = f"{task}\n<Query>: {query}\n<Document>: {document}"
-            messages = [("system", _JUDGE), ("user", user)]
-            if understood and "enable_thinking" in understood.kwargs:
-                kwargs = {"enable_thinking": False}
-        chat = [{"role": role, "content": content} for role, content in messages]
-        return self.render(Conversation(chat, None, kwargs, continue_final_message=False))
-
-    def _template_for(self, tools: list[dict[str, Any]] | None) -> tuple[str, _Understood]:
-        template = self._tokenizer.get_chat_template(tools=tools)
-        if template not in self._understood:
-            self._understood[template] = self._understand(template)
-        return template, self._understood[template]
+        task = f"<Instruct>: {instruction or _INSTRUCTION}"
+        user = f"{task}\n<Query>: {query}\n<Document>: {document}"
+        system = [("system", instruction)] if instruction else []
+        reads_thinking = "enable_thinking" in str(self._tokenizer.chat_template)
+        kwargs = {"enable_thinking": False} if reads_thinking else {}
+        incomplete = InvalidArgumentError("chat", "the chat template leaves out parts of it")
+        failure = incomplete
+        for messages in (
+            [*system, ("query", query), ("document", document)],
+            [("system", _JUDGE), ("user", user)],
+            [("user", f"{_JUDGE}\n{user}")],
+        ):
+            chat = [{"role": role, "content": content} for role, content in messages]
+            conversation = Conversation(chat, None, kwargs, continue_final_message=False)
+            try:
+                text = self.render(conversation)
+            except InvalidArgumentError as error:
+                failure = error
+                continue
+            if all(content.strip() in text for _, content in messages):
+                return _without_thinking(text)
+            failure = incomplete
+        raise failure
 
     def _understand(self, template: str) -> _Understood:
         from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -125,6 +131,12 @@ class ChatTemplate:
         except Exception:  # a template may raise anything
             return False
         return _PROBE in text
+
+
+def _without_thinking(text: str) -> str:
+    """A prompt whose answer begins after the thoughts, which are empty as of Qwen3."""
+    begun = text.rstrip().endswith("<think>")
+    return f"{text.rstrip()}\n\n</think>\n\n" if begun else text
 
 
 @dataclass(frozen=True, slots=True)

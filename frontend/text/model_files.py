@@ -34,7 +34,7 @@ class ModelFacts:
     created: int = 0
     pooling: Pooling = Pooling.LAST  # how its embeddings are made; NONE: in no way that is served
     hidden_size: int = 0  # of its embeddings
-    # The tokens whose logits tell a score, if its files name them; the second one is -1 for none.
+    # The tokens for "yes" and "no" whose logits tell a score, if its files name them.
     answer_ids: tuple[int, int] | None = None
 
     def ending_with(self, token_ids: Iterable[int]) -> ModelFacts:
@@ -111,17 +111,21 @@ def _pooling(path: Path) -> Pooling:
 
 
 def _answer_ids(path: Path, vocab_size: int) -> tuple[int, int] | None:
-    """The tokens of a reranker for sentence-transformers, which has this file."""
+    """The tokens of a reranker for sentence-transformers, which has this file. If it names only
+    one, both are that one, and `Scores` accepts no request."""
     if not path.exists():
         return None
-    fields, ids = _read_json(path), []
-    for name, default in (("true_token_id", None), ("false_token_id", -1)):
+    fields = _read_json(path)
+
+    def token_id(name: str, default: int | None = None) -> int:
         value = fields.get(name)
         value = default if value is None else value
-        if type(value) is not int or not (value == default or 0 <= value < vocab_size):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
             raise ModelFilesError(f"{path}: {name} is {value!r}; must be a token id")
-        ids.append(value)
-    return ids[0], ids[1]
+        return value
+
+    yes = token_id("true_token_id")
+    return yes, token_id("false_token_id", yes)
 
 
 def _sampling_defaults(generation: dict[str, Any], path: Path, vocab_size: int) -> SamplingNumbers:

@@ -167,9 +167,7 @@ def _token_problem(params: SamplingParams, vocab_size: int) -> str:
         return "sampling.logit_bias: values must be finite numbers"
     if len(params.bad_words) > MAX_BAD_WORDS or not all(params.bad_words):
         return f"sampling.bad_words: must be at most {MAX_BAD_WORDS}, of one token or more"
-    answer_ids = [params.yes_id] if params.pooling is Pooling.SCORE else []
-    if answer_ids and params.no_id != -1:
-        answer_ids.append(params.no_id)
+    answer_ids = (params.yes_id, params.no_id) if params.pooling is Pooling.SCORE else ()
     for name, ids in (
         ("pooling", answer_ids),
         ("logit_bias", params.bias_ids),

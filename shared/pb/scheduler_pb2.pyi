@@ -294,7 +294,7 @@ class TokenSampling(_message.Message):
     yes_id: _builtins.int
     """of POOLING_SCORE"""
     no_id: _builtins.int
-    """of POOLING_SCORE; -1: none, its logit counts as 0"""
+    """of POOLING_SCORE"""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty if the request ignores EOS"""

@@ -413,7 +413,7 @@ class Pooling(_message.Message):
     subtracts the logit of no_ids from that of yes_ids.
     """
     no_ids: _builtins.bytes
-    """int32[P], -1: nothing is subtracted"""
+    """An int32[P]; ignored in rows without a score."""
     def __init__(
         self,
         *,

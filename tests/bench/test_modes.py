@@ -130,3 +130,15 @@ def test_http(bench: Bench) -> None:
     found = bench("--mode http --streams 2 --tokens 4 --pairs 1")
     assert found["ratio"] > 0
     assert found["http_ttft_ms"] > 0
+
+
+@pytest.mark.system
+def test_embeddings(bench: Bench) -> None:
+    """This server's part. Both stacks have the same weights, in another format."""
+    words = "--mode embeddings --only nano-float32 nano-int8 --texts 3 --rounds 1"
+    found = bench(f"{words} --min-input 4 --max-input 9")
+    first, second = found["entries"]
+    assert (first["name"], second["name"]) == ("nano-float32", "nano-int8")
+    assert first["tokens_per_s"] > 0
+    assert first["least_cosine_to_the_first"] == pytest.approx(1, abs=1e-6)
+    assert 0.9 < second["least_cosine_to_the_first"] < 1

@@ -61,6 +61,21 @@ async def test_a_known_reason_not_to_start_is_one_line_and_status_2(tmp_path: Pa
     assert "nowhere" in json.loads(line)["reason"]
 
 
+async def test_a_tokenizer_may_have_few_of_the_models_tokens(tmp_path: Path) -> None:
+    """Models with random weights have the demo model's."""
+    for path in DEMO_MODEL.glob("*.json"):
+        shutil.copy(path, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 151936}))
+    process = await start("--model", str(tmp_path), "--port", str(free_port()))
+    assert process.stderr is not None
+    async for line in process.stderr:
+        if (event := json.loads(line)["event"]) in ("listening", "cannot start"):
+            break
+    process.terminate()
+    assert (event, await process.wait()) == ("listening", 0)
+
+
 async def test_a_model_without_its_tokenizer_is_not_served(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, tmp_path)

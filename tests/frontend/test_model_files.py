@@ -141,8 +141,8 @@ def test_pooling_is_that_of_sentence_transformers(
     ("fields", "expected"),
     [
         ({"true_token_id": 7, "false_token_id": 99}, (7, 99)),
-        ({"true_token_id": 7, "false_token_id": None}, (7, -1)),
-        ({"true_token_id": 7}, (7, -1)),
+        ({"true_token_id": 7, "false_token_id": None}, (7, 7)),
+        ({"true_token_id": 7}, (7, 7)),
         ({"true_token_id": 100}, "true_token_id is 100; must be a token id"),
         ({"true_token_id": 7, "false_token_id": "no"}, "false_token_id is 'no'"),
         ({"false_token_id": 7}, "true_token_id is None"),

@@ -12,14 +12,16 @@ import torch
 from numpy.typing import NDArray
 
 from shared.pb.worker_pb2 import Pooling
-from tests.worker_svc.harness import batch_for, i4, save_model, worker_settings
+from tests.worker_svc.harness import Batch, batch_for, i4, save_model, worker_settings
 from tests.worker_svc.interpreted import InterpretedPlatform
 from worker_svc.devices.cpu import CpuPlatform
+from worker_svc.kernels import cpu_features
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.decode import decode_step
 
 NUM_BLOCKS = 64
 YES, NO = 7, 40
+AMX = cpu_features.has("amx-bf16")  # oneDNN returns bfloat16
 PROMPTS = [[5, 9, 2, 7, 7, 1, 30, 4, 8], [3], [11, 12, 13, 14]]
 
 
@@ -87,13 +89,13 @@ def test_scores_beside_hidden_states(model: tuple[Path, Any], platform: type[Cpu
     runner.configure(1, NUM_BLOCKS)
     batch = batch_for(runner, NUM_BLOCKS)
     request = batch.request([*enumerate(PROMPTS), (3, [9, 9])])
-    request.pooling.CopyFrom(pooling([0, 1, 2, 3], [0, 0, 0, 1], {0: (YES, NO), 2: (NO, -1)}))
+    request.pooling.CopyFrom(pooling([0, 1, 2, 3], [0, 0, 0, 1], {0: (YES, NO), 2: (NO, 3)}))
     step = decode_step(request, batch.limits, None)
     found = runner.launch(step).wait().hidden_states
     with torch.inference_mode():
         logits = [oracle(torch.tensor([each])).logits[0, -1].numpy() for each in PROMPTS]
     states = [expected(oracle, PROMPTS[1])[-1], expected(oracle, [9, 9]).sum(0)]
-    scores = [logits[0][YES] - logits[0][NO], logits[2][NO]]
+    scores = [logits[0][YES] - logits[0][NO], logits[2][NO] - logits[2][3]]
     np.testing.assert_allclose(found, np.concatenate([*states, scores]), rtol=1e-5, atol=1e-5)
     request = batch.request([(0, [5])])
     request.pooling.CopyFrom(pooling([0], [0], {0: (YES, NO)}))
@@ -101,6 +103,29 @@ def test_scores_beside_hidden_states(model: tuple[Path, Any], platform: type[Cpu
     with torch.inference_mode():
         logits = oracle(torch.tensor([[*PROMPTS[0], 5]])).logits[0, -1]
     assert one == pytest.approx(float(logits[YES] - logits[NO]), abs=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("platform", [CpuPlatform, InterpretedPlatform])
+def test_scores_in_bfloat16_are_not_rounded(
+    tmp_path: Path, platform: type[CpuPlatform], tied: bool
+) -> None:
+    oracle = save_model(tmp_path, dtype=torch.bfloat16, std=0.5, tie_word_embeddings=tied)
+    settings = worker_settings(tmp_path, block_size=16, max_num_seqs=8, dtype="bfloat16")
+    runner = ModelRunner(settings, platform(settings))
+    runner.configure(1, NUM_BLOCKS)
+    batch = batch_for(runner, NUM_BLOCKS)
+    prompts = [[first, 5, 9] for first in range(8)]
+    request = batch.request([*enumerate(prompts)])
+    rows = [*range(8)]
+    request.pooling.CopyFrom(pooling(rows, [0] * 8, dict.fromkeys(rows, (YES, NO))))
+    found = runner.launch(decode_step(request, batch.limits, None)).wait().hidden_states
+    request = Batch(batch.limits).request([*enumerate(prompts)])
+    request.pooling.CopyFrom(pooling(rows, [0] * 8, {}))
+    states = runner.launch(decode_step(request, batch.limits, None)).wait().hidden_states
+    head = oracle.lm_head.weight.detach().float().numpy()
+    right = states.reshape(8, -1) @ (head[YES] - head[NO])
+    np.testing.assert_allclose(found, right, rtol=1e-2 if AMX else 1e-4)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -95,3 +95,22 @@ class VocabParallelHead:
         if not isinstance(self._weight, PlainWeight):
             return out[: len(hidden)].copy_(self._weight.matmul(hidden, None))
         return torch.mm(hidden, self._weight.weight.t(), out=out[: len(hidden)])
+
+    def difference(
+        self, hidden: torch.Tensor, vocab: VocabPartition, yes_id: int, no_id: int
+    ) -> torch.Tensor:
+        """Hidden states [S, hidden] -> what this rank adds to the logits of `yes_id` minus those of
+        `no_id`, [S]. In float32, because logits in bfloat16 would often be equal."""
+        hidden = hidden.float()
+
+        def row(matrix: torch.Tensor, token: int) -> torch.Tensor:
+            place = token - vocab.start
+            if 0 <= place < vocab.num_tokens:
+                return matrix[place].float()
+            return torch.zeros_like(matrix[0], dtype=torch.float32)
+
+        if isinstance(self._weight, PlainWeight):
+            weight = self._weight.weight
+            return hidden @ (row(weight, yes_id) - row(weight, no_id))
+        logits = self._weight.matmul(hidden, None).T
+        return row(logits, yes_id) - row(logits, no_id)

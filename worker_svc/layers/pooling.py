@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from worker_svc.distributed import TensorParallel
-from worker_svc.layers.embedding import VocabPartition
+from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
 from worker_svc.step.features import PooledRows
 from worker_svc.step.wire import Int32s
 
@@ -37,22 +37,25 @@ def pool(
 
 
 def score(
-    pooled: PooledRows, logits: torch.Tensor, vocab: VocabPartition, tp: TensorParallel
+    pooled: PooledRows,
+    last: torch.Tensor,
+    head: VocabParallelHead,
+    vocab: VocabPartition,
+    tp: TensorParallel,
 ) -> torch.Tensor:
     """Returns the scores of the Q pooled rows that have one, equal on all ranks, float32 [Q].
 
     Args:
-        logits: this rank's, [S, shard_size].
+        last: the hidden states [S, size] of the rows' last tokens.
     """
-    none = logits.new_zeros(1, dtype=torch.float32)
-
-    def logit(row: int, token: int) -> torch.Tensor:
-        column = token - vocab.start
-        here = token >= 0 and 0 <= column < vocab.num_tokens
-        return logits[row, column : column + 1].float() if here else none
-
-    columns = (pooled.rows.tolist(), pooled.yes_ids.tolist(), pooled.no_ids.tolist())
-    found = [
-        logit(row, yes) - logit(row, no) for row, yes, no in zip(*columns, strict=True) if yes >= 0
-    ]
-    return tp.all_reduce(torch.cat(found)) if found else none[:0]
+    places = np.flatnonzero(pooled.yes_ids >= 0)
+    columns = (pooled.yes_ids[places].tolist(), pooled.no_ids[places].tolist())
+    pairs = [*zip(*columns, strict=True)]
+    found = last.new_empty(len(pairs), dtype=torch.float32)
+    for pair in dict.fromkeys(pairs):  # nearly always only one
+        own = [i for i, each in enumerate(pairs) if each == pair]
+        rows = pooled.rows[places[own]].tolist()
+        values = head.difference(torch.cat([last[row : row + 1] for row in rows]), vocab, *pair)
+        for i, value in zip(own, values.split(1), strict=True):
+            found[i : i + 1] = value
+    return tp.all_reduce(found) if pairs else found

@@ -173,8 +173,8 @@ def decode_pooling(message: Pooling, samples: NDArray[np.bool_], vocab_size: int
     no_ids = decode_column("pooling.no_ids", message.no_ids, INT32)
     for name, ids in (("yes_ids", yes_ids), ("no_ids", no_ids)):
         check_length(f"pooling.{name}", ids, len(rows))
-        valid = (ids >= -1) & (ids < vocab_size)
-        check_values(f"pooling.{name}", ids, valid, f"in -1..{vocab_size - 1}")
+        valid = ((ids >= 0) & (ids < vocab_size)) | (yes_ids == -1)
+        check_values(f"pooling.{name}", ids, valid, f"in 0..{vocab_size - 1}")
     return PooledRows(rows, sums.view(np.bool_), yes_ids, no_ids)
 
 

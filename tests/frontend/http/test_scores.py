@@ -208,7 +208,21 @@ class TestWithoutTokens:
 
     async def test_a_model_may_lack_the_tokens(self, service: HttpService) -> None:
         error = await failure(service.stub.Score(request()))
-        assert 'its vocabulary lacks "yes" or "no"' in str(error.details())
+        reason = 'the model has no tokens "yes" and "no", by which it would score'
+        assert error.details() == f"documents: {reason}"
+
+
+class TestWithOneToken:
+    @pytest.fixture
+    def changes(self, without_answers: str) -> Json:
+        path = Path(without_answers) / "1_LogitScore"
+        path.mkdir()
+        (path / "config.json").write_text('{"true_token_id": 5}')
+        return {"model": without_answers}
+
+    async def test_its_logit_has_no_scale(self, service: HttpService) -> None:
+        error = await failure(service.stub.Score(request()))
+        assert "1_LogitScore/config.json names one token; must be two" in str(error.details())
 
 
 class TestWithTokens:

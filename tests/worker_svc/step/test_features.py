@@ -181,8 +181,9 @@ def test_a_malformed_target_is_named(column: str, value: bytes, reason: str) -> 
         ("sums", b"\x01", "1 entries, expected 2"),
         ("sums", b"\x01\x02", "2 is not 0 or 1"),
         ("yes_ids", i4([1]), "1 entries, expected 2"),
-        ("yes_ids", i4([1, 70]), "70 is not in -1..69"),
-        ("no_ids", i4([-2, 1]), "-2 is not in -1..69"),
+        ("yes_ids", i4([-1, 70]), "70 is not in 0..69"),
+        ("yes_ids", i4([-2, 7]), "-2 is not in 0..69"),
+        ("no_ids", i4([70, -1]), "-1 is not in 0..69"),
     ],
 )
 def test_malformed_pooling_is_named(column: str, value: bytes, reason: str) -> None:
@@ -219,7 +220,9 @@ def test_random_bytes_never_pass_as_something_else(seed: int) -> None:
         assert step.prompt_targets
         assert step.pooling
         assert (step.pooling.rows < step.num_seqs).all()
-        assert (np.maximum(step.pooling.yes_ids, step.pooling.no_ids) < VOCAB).all()
+        scored = step.pooling.yes_ids >= 0
+        for ids in (step.pooling.yes_ids[scored], step.pooling.no_ids[scored]):
+            assert ((ids >= 0) & (ids < VOCAB)).all()
         assert step.samples[step.features.rows].all()
         assert (step.features.masked < len(step.features.rows)).all()
         indices = step.prompt_targets.token_indices(step.query_lens)
