@@ -27,7 +27,10 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
 }
+_PAIRED = ("llama", "smollm3")  # whose halves of heads are interleaved
 # 256 bytes, and some text.
 SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
 SPM_TOKENS += ["▁", "a", "b", "▁a", "ab", "▁ab", "é", "<|im_end|>"]
@@ -64,7 +67,7 @@ def write_gguf(
         tensors: more tensors, of F32.
     """
     config = model.config
-    arch = config.model_type
+    arch, rope = config.model_type, config.rope_parameters
     values = {
         f"{arch}.context_length": config.max_position_embeddings,
         f"{arch}.embedding_length": config.hidden_size,
@@ -74,8 +77,9 @@ def write_gguf(
         f"{arch}.attention.head_count_kv": config.num_key_value_heads,
         f"{arch}.attention.key_length": config.head_dim,
         f"{arch}.attention.value_length": config.head_dim,
+        f"{arch}.rope.dimension_count": int(config.head_dim * rope.get("partial_rotary_factor", 1)),
         f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        f"{arch}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        f"{arch}.rope.freq_base": float(rope["rope_theta"]),
         **spm_keys(config.vocab_size),
         **(keys or {}),
     }
@@ -90,7 +94,7 @@ def write_gguf(
         array = parameter.data.numpy()
         heads = {"self_attn.q_proj": config.num_attention_heads}
         heads["self_attn.k_proj"] = config.num_key_value_heads
-        paired = arch == "llama" and stem in heads
+        paired = arch in _PAIRED and stem in heads
         if paired:
             array = _pair(array, heads[stem])
         kind = matrices if array.ndim == 2 else Type.F32
@@ -120,7 +124,7 @@ def read_gguf(path: Path, model: Any) -> None:
         if layer := re.fullmatch(r"blk\.(\d+)\.(.*)", stem):
             prefix, stem = f"model.layers.{layer[1]}.", layer[2]
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if config.model_type == "llama" and stem in heads:
+        if config.model_type in _PAIRED and stem in heads:
             values = _unpair(values, heads[stem])
         weights.pop(f"{prefix}{names[stem]}.{suffix}").data = torch.from_numpy(values.copy())
     assert not weights

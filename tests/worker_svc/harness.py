@@ -32,6 +32,7 @@ TINY: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 512,
+    "pad_token_id": None,
     "tie_word_embeddings": True,
 }
 

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from shared.model_directory import MAX_JSON_BYTES
 from tests.worker_svc.harness import TINY
@@ -41,6 +49,9 @@ def test_reads_sizes_and_dtype(tmp_path: Path) -> None:
         ("Qwen3ForCausalLM", Qwen3Config()),
         ("Qwen2ForCausalLM", Qwen2Config()),
         ("LlamaForCausalLM", LlamaConfig()),
+        ("MistralForCausalLM", MistralConfig()),
+        ("SmolLM3ForCausalLM", SmolLM3Config()),
+        ("Phi3ForCausalLM", Phi3Config()),
     ],
 )
 def test_assumes_what_transformers_does(
@@ -63,7 +74,8 @@ def test_assumes_what_transformers_does(
     assert config.num_layers == oracle.num_hidden_layers
     assert config.num_heads == oracle.num_attention_heads
     assert config.num_kv_heads == oracle.num_key_value_heads
-    assert config.max_model_len == oracle.max_position_embeddings
+    window = getattr(oracle, "sliding_window", None) or oracle.max_position_embeddings
+    assert config.max_model_len == min(window, oracle.max_position_embeddings)
     assert config.rope.theta == oracle.rope_parameters["rope_theta"]
 
 

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
+)
 
 from tests.gguf_files import split_gguf, write_gguf
 from tests.worker_svc.harness import save_model
@@ -37,6 +44,14 @@ CASES: dict[str, tuple[type[PreTrainedModel], Type, dict[str, Any]]] = {
     "qwen2, Q8_0": (Qwen2ForCausalLM, Type.Q8_0, {}),
     "qwen3, F16, untied": (Qwen3ForCausalLM, Type.F16, {"tie_word_embeddings": False}),
     "qwen3, BF16": (Qwen3ForCausalLM, Type.BF16, {}),
+    "smollm3, Q8_0": (SmolLM3ForCausalLM, Type.Q8_0, {"no_rope_layers": [1, 1, 1]}),
+    "smollm3, each fourth layer": (SmolLM3ForCausalLM, Type.Q4_0, {"num_hidden_layers": 4}),
+    "phi3, Q8_0, untied": (Phi3ForCausalLM, Type.Q8_0, {"tie_word_embeddings": False}),
+    "phi3, F16, partial": (
+        Phi3ForCausalLM,
+        Type.F16,
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75}},
+    ),
 }
 # Types whose values `gguf` can read but not write are tested with random blocks.
 BLOCKS = [
@@ -88,6 +103,29 @@ def test_llama3_rope_comes_as_a_tensor(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", oracle, tensors={"rope_freqs.weight": factors})
     runner, batch = make_runner(unpack(tmp_path / "model.gguf"))
     text = prompts(301, [400])[0]
+    logits = runner.logits(batch.step([(0, text)]))[0, :301]
+    assert (logits - oracle_logits(oracle, text)[-1]).abs().max() < 1e-4
+
+
+def test_longrope_comes_as_two_tensors(tmp_path: Path) -> None:
+    rope: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0] * 4}
+    rope |= {"long_factor": [1.0, 1.5, 4.0, 16.0]}
+    rope |= {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    shape = SHAPE | {"head_dim": 16, "rope_parameters": rope, "original_max_position_embeddings": 2}
+    oracle = save_model(tmp_path / "original", family=Phi3ForCausalLM, **shape)
+    keys = {
+        "phi3.rope.scaling.original_context_length": 2,
+        "phi3.rope.scaling.attn_factor": float(oracle.model.rotary_emb.attention_scaling),
+        "phi3.attention.sliding_window": 300,
+    }
+    tensors = {
+        f"rope_factors_{name}.weight": np.array(rope[f"{name}_factor"], np.float32)
+        for name in ("short", "long")
+    }
+    write_gguf(tmp_path / "model.gguf", oracle, keys=keys, tensors=tensors)
+    runner, batch = make_runner(unpack(tmp_path / "model.gguf"))
+    assert runner.info.max_model_len == 300
+    text = prompts(301, [250])[0]
     logits = runner.logits(batch.step([(0, text)]))[0, :301]
     assert (logits - oracle_logits(oracle, text)[-1]).abs().max() < 1e-4
 

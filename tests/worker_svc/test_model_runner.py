@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
+)
 
 from tests.worker_svc.harness import Batch, batch_for, save_model, worker_settings
 from worker_svc.devices import cpu
@@ -20,7 +28,22 @@ from worker_svc.kernels.cpu_features import has
 from worker_svc.model_runner import ModelRunner
 
 NUM_BLOCKS = 256
-FAMILIES = (Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM)
+FAMILIES = (
+    Qwen3ForCausalLM,
+    Qwen2ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    SmolLM3ForCausalLM,
+    Phi3ForCausalLM,
+)
+# The factors for long contexts hold from the third token on, in transformers too.
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0],
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 1e4,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -78,6 +101,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "attention_bias": True,
         "mlp_bias": True,
+    },
+    "Mistral": {"family": MistralForCausalLM, "tie_word_embeddings": False},
+    "SmolLM3": {"family": SmolLM3ForCausalLM, "num_hidden_layers": 5},
+    "SmolLM3, layers as listed": {
+        "family": SmolLM3ForCausalLM,
+        "no_rope_layers": [0, 1, 0],
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+    },
+    "Phi-3, MHA": {"family": Phi3ForCausalLM, "num_key_value_heads": 4},
+    "Phi-4-mini, longrope": {
+        "family": Phi3ForCausalLM,
+        "rope_parameters": LONGROPE,
+        "original_max_position_embeddings": 2,
+        "max_shard_size": "60KB",
+    },
+    "Phi-4-mini, short": {
+        "family": Phi3ForCausalLM,
+        "rope_parameters": LONGROPE
+        | {"factor": 4.0, "partial_rotary_factor": 0.5}
+        | {"short_factor": [1.0, 1.2, 1.5, 3.0], "long_factor": [1.0] * 4},
+        "original_max_position_embeddings": 512,
     },
 }
 
@@ -175,7 +220,8 @@ def test_bfloat16_is_as_close_as_transformers_own(
     tmp_path: Path, family: type[PreTrainedModel]
 ) -> None:
     """They round differently; ours may not be further from float32 than theirs."""
-    rounded = save_model(tmp_path, family=family, dtype=torch.bfloat16, attention_bias=True)
+    biases = {} if family is MistralForCausalLM else {"attention_bias": True}
+    rounded = save_model(tmp_path, family=family, dtype=torch.bfloat16, **biases)
     runner, batch = make_runner(tmp_path)
     assert runner.info.dtype == "bfloat16"
     text = prompts(301, [50])[0]

@@ -18,7 +18,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    SmolLM3ForCausalLM,
+)
 
 from deploy.health import CHANNEL_OPTIONS, SERVING, check_health
 from deploy.ports import free_port
@@ -165,6 +170,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "smollm3": {"family": SmolLM3ForCausalLM, "no_rope_layers": [0, 1, 0]},
+    # Partial heads, and one key-value head for two ranks.
+    "phi3": {
+        "family": Phi3ForCausalLM,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    },
 }
 
 
@@ -180,7 +192,7 @@ def answers_of_one(model: Path, requests: list[StepRequest]) -> list[StepResult]
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3", 4), ("qwen2", 2), ("llama", 3)],
+    params=[("qwen3", 4), ("qwen2", 2), ("llama", 3), ("smollm3", 2), ("phi3", 2)],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def several(

@@ -18,7 +18,11 @@ def page() -> str:
         "reasoning that are read over HTTP.",
         "A worker finds the family by `architectures` in `config.json`, or by "
         "`general.architecture` in a GGUF file. It does not start with another architecture.",
-        table(("Models", "`architectures`", "`general.architecture`"), _names()),
+        "Tests compare each family with transformers, in small sizes with random weights. The last "
+        "column names published weights that tests load.",
+        table(
+            ("Models", "`architectures`", "`general.architecture`", "Published weights"), _names()
+        ),
         "## Tool calls and reasoning",
         "The chat template of a model determines the format of its tool calls. The first row whose "
         "text the template contains decides.",
@@ -31,7 +35,8 @@ def page() -> str:
 
 def _names() -> Iterator[tuple[str, ...]]:
     for family in FAMILIES.values():
-        yield family.models, code(family.architecture), code(family.gguf)
+        names = code(family.architecture), code(family.gguf)
+        yield family.models, *names, family.tested or "none"
 
 
 def _formats() -> Iterator[tuple[str, ...]]:

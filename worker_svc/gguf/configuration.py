@@ -13,10 +13,14 @@ from worker_svc.models.families import FAMILIES, Family
 
 # Tokens that end a turn. Most files name only one of them by a key (llama.cpp has a similar list,
 # `llama_vocab::impl::load`).
-_ENDS = frozenset(
-    ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "</s>")
-)
-ROPE_FACTORS = "rope_freqs.weight"  # the tensor of llama3's factors
+_ENDS = frozenset(("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"))
+_ENDS |= {"<|end|>", "</s>"}
+# Tensors with a factor per frequency, and their parameters in config.json: of llama3, of longrope.
+ROPE_FACTORS = {
+    "rope_freqs.weight": "frequency_factors",
+    "rope_factors_short.weight": "short_factor",
+    "rope_factors_long.weight": "long_factor",
+}
 _ADDED = 3, 4  # of tokenizer.ggml.token_type: control and user-defined, as some converters write
 _REQUIRED: Any = object()
 
@@ -53,7 +57,7 @@ def family_of(keys: Keys) -> Family:
         GgufError: the model's architecture is not served.
     """
     name = keys.get("general.architecture", str)
-    families = {family.gguf: family for family in FAMILIES.values()}
+    families = {family.gguf: family for family in reversed(FAMILIES.values())}
     if name not in families:
         served = ", ".join(families)
         raise GgufError(f"general.architecture: {name} is not served; served are {served}")
@@ -69,7 +73,8 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
     keys, arch = Keys(header.keys), family.gguf
     if keys.get(f"{arch}.expert_count", int, 0):
         raise GgufError(f"{arch}.expert_count: mixtures of experts are not served")
-    if keys.get(f"{arch}.attention.sliding_window", int, 0):
+    window = keys.get(f"{arch}.attention.sliding_window", int, 0)
+    if window and not family.has_window:
         raise GgufError(f"{arch}.attention.sliding_window: windows are not served")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -82,9 +87,13 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
     if not heads or hidden < heads:
         raise GgufError(f"{arch}.attention.head_count: {heads} of {hidden} channels")
     head_dim = keys.get(f"{arch}.attention.key_length", int, hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if (value := keys.get(f"{arch}.{name}", int, head_dim)) != head_dim:
-            raise GgufError(f"{arch}.{name}: {value} is not the heads' size, {head_dim}")
+    if (value := keys.get(f"{arch}.attention.value_length", int, head_dim)) != head_dim:
+        raise GgufError(f"{arch}.attention.value_length: {value} is not that of keys, {head_dim}")
+    rotated = keys.get(f"{arch}.rope.dimension_count", int, head_dim)
+    if rotated != head_dim and family.gguf_pairs:
+        raise GgufError(
+            f"{arch}.rope.dimension_count: {rotated} is not the heads' size, {head_dim}"
+        )
     return {
         "architectures": [family.architecture],
         "model_type": family.module,
@@ -97,7 +106,14 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": keys.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
         "max_position_embeddings": keys.get(f"{arch}.context_length", int),
-        "rope_parameters": _rope(keys, arch, ROPE_FACTORS in header.tensors),
+        "original_max_position_embeddings": keys.get(
+            f"{arch}.rope.scaling.original_context_length", int, None
+        ),
+        "sliding_window": window or None,
+        "rope_parameters": {
+            "partial_rotary_factor": rotated / head_dim,
+            **_rope(keys, arch, [name for name in ROPE_FACTORS if name in header.tensors]),
+        },
         "attention_bias": "blk.0.attn_output.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -122,23 +138,27 @@ def end_tokens(keys: Keys) -> list[int]:
     return list(dict.fromkeys(token for token in (*given, *known) if token is not None))
 
 
-def _rope(keys: Keys, arch: str, has_factors: bool) -> dict[str, Any]:
+def _rope(keys: Keys, arch: str, factors: list[str]) -> dict[str, Any]:
+    """
+    Args:
+        factors: those of `ROPE_FACTORS` that the file has. The caller adds their values.
+    """
     theta = {"rope_theta": keys.get(f"{arch}.rope.freq_base", float, 10000.0)}
     kind = keys.get(f"{arch}.rope.scaling.type", str, "none")
-    if has_factors:
-        # `frequency_factors` is added by the caller, who reads the tensor.
-        kind = "factors" if kind in ("none", "llama3") else f"{kind} with {ROPE_FACTORS}"
-    if kind == "none":
-        return {"rope_type": "default", **theta}
-    if kind == "factors":
-        return {"rope_type": "factors", **theta}
-    if kind not in ("linear", "yarn"):
+    if factors:
+        found = "longrope" if len(factors) == 2 else "factors"
+        kind = found if kind in ("none", "llama3", "longrope") else f"{kind} with {factors[0]}"
+    if kind in ("none", "factors"):
+        return {"rope_type": "default" if kind == "none" else kind, **theta}
+    if kind not in ("linear", "yarn") and not (kind == "longrope" and factors):
         raise GgufError(f"{arch}.rope.scaling.type: {kind} is not served; linear and yarn are")
-    scaling = {"rope_type": kind, "factor": keys.get(f"{arch}.rope.scaling.factor", float)}
-    original = keys.get(f"{arch}.rope.scaling.original_context_length", int, None)
-    if original is not None:
-        scaling["original_max_position_embeddings"] = original
-    return {**scaling, **theta}
+    scaling: dict[str, Any] = {"rope_type": kind, **theta}
+    if kind == "longrope":
+        attention = keys.get(f"{arch}.rope.scaling.attn_factor", float, None)
+        scaling["attention_factor"] = attention
+    else:
+        scaling["factor"] = keys.get(f"{arch}.rope.scaling.factor", float)
+    return scaling
 
 
 def _dtype(header: Header) -> str:

@@ -43,8 +43,8 @@ def weight_index(
     names = {file: link for link, file in links.items()}
     weights = {}
     for name, tensor in header.tensors.items():
-        if name != ROPE_FACTORS:
-            weights[_weight(name)] = {
+        if name not in ROPE_FACTORS:
+            weights[_weight(name, {**_LAYER, **family.gguf_names})] = {
                 "type": tensor.type.name,
                 "shape": list(tensor.shape),
                 "file": names[tensor.file],
@@ -57,11 +57,11 @@ def weight_index(
     return weights
 
 
-def _weight(name: str) -> str:
+def _weight(name: str, of_layers: Mapping[str, str]) -> str:
     stem, _, suffix = name.rpartition(".")
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if layer and layer[2] in _LAYER:
-        return f"model.layers.{layer[1]}.{_LAYER[layer[2]]}.{suffix}"
+    if layer and layer[2] in of_layers:
+        return f"model.layers.{layer[1]}.{of_layers[layer[2]]}.{suffix}"
     if stem in _MODEL:
         return f"{_MODEL[stem]}.{suffix}"
     raise GgufError(f"{name}: the tensor belongs to no part of the model that is served")

@@ -108,8 +108,9 @@ def _texts(
     keys = Keys(header.keys)
     family = family_of(keys)
     config = model_config(header, family)
-    if ROPE_FACTORS in header.tensors:
-        config["rope_parameters"]["frequency_factors"] = _vector(header, ROPE_FACTORS)
+    for name, parameter in ROPE_FACTORS.items():
+        if name in header.tensors:
+            config["rope_parameters"][parameter] = _vector(header, name)
     contents: dict[str, Any] = {
         "config.json": config,
         "generation_config.json": {**generation, "eos_token_id": end_tokens(keys)},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,9 +16,9 @@ class RopeConfig:
     rope_type: str  # one of `ROPE_TYPES`
     theta: float
     factor: float = 1.0
-    original_max_position_embeddings: int = 0  # yarn and llama3
+    original_max_position_embeddings: int = 0  # yarn, llama3 and longrope
+    attention_factor: float | None = None  # yarn and longrope
     # yarn
-    attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     beta_fast: float = 32.0
@@ -28,20 +28,41 @@ class RopeConfig:
     low_freq_factor: float = 0.0
     high_freq_factor: float = 0.0
     frequency_factors: tuple[float, ...] = ()  # factors
+    # longrope
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    partial_rotary_factor: float = 1.0  # of a head's channels, the first ones are rotated
+
+    def rotated_size(self, head_dim: int) -> int:
+        """How many channels of a head are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 def rotary_table(
     head_dim: int, max_model_len: int, rope: RopeConfig, device: torch.device
 ) -> torch.Tensor:
-    """Cosines and sines by position, [max_model_len, 2, head_dim / 2] float32.
+    """Cosines and sines by position, [max_model_len, 2, head_dim / 2] float32. Channels that are
+    not rotated come last, with an angle of 0.
 
     Source: Su et al., "RoFormer" (2021), in the half-split layout of Hugging Face checkpoints.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    if rope.rope_type == "longrope":
+        is_long = max_model_len > rope.original_max_position_embeddings
+        rope = replace(rope, frequency_factors=rope.long_factor if is_long else rope.short_factor)
+    size = rope.rotated_size(head_dim)
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     inv_freq, factor = _SCALINGS[rope.rope_type](rope, rope.theta**exponents)
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inv_freq)
-    table = torch.stack((angles.cos(), angles.sin()), dim=1) * factor
-    return table.to(device)
+    table = identity_table(head_dim, max_model_len, device)
+    table[:, :, : size // 2] = torch.stack((angles.cos(), angles.sin()), dim=1) * factor
+    return table
+
+
+def identity_table(head_dim: int, max_model_len: int, device: torch.device) -> torch.Tensor:
+    """A `rotary_table` that rotates nothing."""
+    table = torch.zeros(max_model_len, 2, head_dim // 2, device=device)
+    table[:, 0] = 1
+    return table
 
 
 def _default(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
@@ -105,6 +126,16 @@ def _factors(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor,
     return 1.0 / (frequencies * torch.tensor(rope.frequency_factors)), 1.0
 
 
+def _longrope(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Divides each frequency by a factor of its own, and scales attention (Ding et al., "LongRoPE",
+    2024). Which factors, depends on the longest sequence that is served."""
+    inv_freq, factor = _factors(rope, frequencies)[0], rope.attention_factor
+    if factor is None:
+        original = math.log(rope.original_max_position_embeddings)
+        factor = math.sqrt(1 + math.log(rope.factor) / original) if rope.factor > 1 else 1.0
+    return inv_freq, factor
+
+
 # Powers of theta [head_dim / 2] -> the inverse frequencies, and a factor on cosines and sines.
 _SCALINGS: dict[str, Callable[[RopeConfig, torch.Tensor], tuple[torch.Tensor, float]]] = {
     "default": _default,
@@ -112,6 +143,7 @@ _SCALINGS: dict[str, Callable[[RopeConfig, torch.Tensor], tuple[torch.Tensor, fl
     "yarn": _yarn,
     "llama3": _llama3,
     "factors": _factors,
+    "longrope": _longrope,
 }
 # The fields that config.json must have.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -120,4 +152,5 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "factors": ("frequency_factors",),
+    "longrope": ("short_factor", "long_factor"),
 }

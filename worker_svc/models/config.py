@@ -36,6 +36,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_model_len: int
     rope: RopeConfig
+    rotated_layers: tuple[bool, ...]  # whether each layer has a rotary embedding
     dtype: torch.dtype
     # The file's `quantization_config`, which `worker_svc.weights.quantization` reads.
     quantization: Mapping[str, Any] | None = None
@@ -61,6 +62,7 @@ class _ConfigFile(BaseModel, strict=True):
     head_dim: PositiveInt | None = None  # None: hidden_size / num_attention_heads
     hidden_act: str = "silu"
     max_position_embeddings: PositiveInt
+    original_max_position_embeddings: PositiveInt | None = None
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -73,6 +75,9 @@ class _ConfigFile(BaseModel, strict=True):
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
     use_sliding_window: bool = False
+    sliding_window: PositiveInt | None = None
+    no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
+    no_rope_layer_interval: PositiveInt = 4
     layer_types: list[str] | None = None
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None  # its old name in compressed-tensors
@@ -105,9 +110,16 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
         )
     head_dim = file.head_dim or file.hidden_size // file.num_attention_heads
     rope = _rope(_rope_parameters(file))
-    factors, frequencies = len(rope.frequency_factors), head_dim // 2
-    if factors not in (0, frequencies):
-        raise ModelError(f"frequency_factors: {factors}, but there are {frequencies} frequencies")
+    rotated = rope.rotated_size(head_dim)
+    if rotated % 2 or head_dim % 2 or not 0 < rotated <= head_dim:
+        raise ModelError(
+            f"partial_rotary_factor: {rope.partial_rotary_factor} of {head_dim} channels; must be "
+            "an even number of both"
+        )
+    frequencies = rotated // 2
+    for name in ("frequency_factors", "short_factor", "long_factor"):
+        if (factors := len(getattr(rope, name))) not in (0, frequencies):
+            raise ModelError(f"{name}: {factors}, but there are {frequencies} frequencies")
     return ModelConfig(
         family=family,
         vocab_size=file.vocab_size,
@@ -121,8 +133,9 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
         attention_bias=file.attention_bias,
         mlp_bias=file.mlp_bias,
         tie_word_embeddings=file.tie_word_embeddings,
-        max_model_len=_max_model_len(file.max_position_embeddings, rope),
+        max_model_len=_max_model_len(family, file, rope),
         rope=rope,
+        rotated_layers=_rotated_layers(family, file),
         dtype=_dtype(file.dtype or file.torch_dtype or "float32"),
         quantization=file.quantization_config or file.compression_config,
     )
@@ -137,12 +150,18 @@ def _dtype(name: str) -> torch.dtype:
 
 def _rope_parameters(file: _ConfigFile) -> dict[str, Any]:
     given = file.rope_scaling or file.rope_parameters or {}
-    return {
+    parameters = {
         "rope_type": given.get("type", "default"),
         "rope_theta": file.rope_theta,
         "original_max_position_embeddings": file.max_position_embeddings,
         "partial_rotary_factor": file.partial_rotary_factor,
     } | {name: value for name, value in given.items() if value is not None}
+    if file.original_max_position_embeddings:
+        parameters["original_max_position_embeddings"] = file.original_max_position_embeddings
+    if parameters["rope_type"] in ("longrope", "su"):  # its first name, in files of Phi-3
+        extension = file.max_position_embeddings / parameters["original_max_position_embeddings"]
+        parameters = {"factor": extension} | parameters | {"rope_type": "longrope"}
+    return parameters
 
 
 def _rope(parameters: dict[str, Any]) -> RopeConfig:
@@ -152,8 +171,6 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
     if rope_type not in ROPE_TYPES:
         served = ", ".join(ROPE_TYPES)
         raise ModelError(f"rope_type: {rope_type} is not implemented; implemented are {served}")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError("partial_rotary_factor: only 1.0 is implemented")
     for name in ROPE_TYPES[rope_type]:
         if name not in parameters:
             raise ModelError(f"{name}: missing; rope_type {rope_type} needs it")
@@ -161,13 +178,26 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
     return TypeAdapter(RopeConfig).validate_python(parameters | theta)
 
 
-def _max_model_len(max_position_embeddings: int, rope: RopeConfig) -> int:
+def _max_model_len(family: Family, file: _ConfigFile, rope: RopeConfig) -> int:
     """The model's limit in tokens. Model cards say to enable yarn in the configuration without
-    changing `max_position_embeddings`, so this function computes the extended length."""
-    extended = 0
+    changing `max_position_embeddings`, so this function computes the extended length. A sequence
+    that fits into the window of all layers is computed as if there were none."""
+    length = file.max_position_embeddings
     if rope.rope_type == "yarn":
-        extended = int(rope.original_max_position_embeddings * rope.factor)
-    return max(max_position_embeddings, extended)
+        length = max(length, int(rope.original_max_position_embeddings * rope.factor))
+    if family.has_window and file.sliding_window:
+        length = min(length, file.sliding_window)
+    return length
+
+
+def _rotated_layers(family: Family, file: _ConfigFile) -> tuple[bool, ...]:
+    numbers = range(file.num_hidden_layers)
+    if family.module != "smollm3":
+        return tuple(True for _ in numbers)
+    given = file.no_rope_layers or [(n + 1) % file.no_rope_layer_interval for n in numbers]
+    if len(given) < len(numbers):
+        raise ModelError(f"no_rope_layers: {len(given)} entries for {len(numbers)} layers")
+    return tuple(given[number] != 0 for number in numbers)
 
 
 def _describe(error: ValidationError) -> str:

@@ -7,7 +7,7 @@ to which sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class Attention:
     Args:
         input_bias: whether q, k and v have biases.
         output_bias: whether the output projection has one.
+        fused: whether the checkpoint has q, k and v in one matrix, `qkv_proj`.
     """
 
     def __init__(
@@ -83,21 +84,24 @@ class Attention:
         *,
         input_bias: bool,
         output_bias: bool,
+        fused: bool = False,
     ) -> None:
         config, loader, tp = parts.config, parts.loader, parts.tp
         heads, kv_heads = local_heads(config, tp.size)
         dim = config.head_dim
         # With more ranks than key-value heads, neighbouring ranks hold copies of one head.
         first_kv_head = tp.rank * config.num_kv_heads // tp.size
+        names, starts = [f"{name}.{each}_proj" for each in "qkv"], [0, 0, 0]
+        if fused:
+            names = [f"{name}.qkv_proj"] * 3
+            starts = [0, config.num_heads * dim, (config.num_heads + config.num_kv_heads) * dim]
+        q, k = (
+            _rotated_rows(Rows(names[i], starts[i] + first * dim, count * dim), config)
+            for i, first, count in ((0, tp.rank * heads, heads), (1, first_kv_head, kv_heads))
+        )
+        v = Rows(names[2], starts[2] + first_kv_head * dim, kv_heads * dim)
         self.qkv_proj = ColumnParallelLinear(
-            loader,
-            [
-                Rows(f"{name}.q_proj", tp.rank * heads * dim, heads * dim),
-                Rows(f"{name}.k_proj", first_kv_head * dim, kv_heads * dim),
-                Rows(f"{name}.v_proj", first_kv_head * dim, kv_heads * dim),
-            ],
-            config.hidden_size,
-            bias=input_bias,
+            loader, [*q, *k, v], config.hidden_size, bias=input_bias
         )
         self.o_proj = RowParallelLinear(
             loader,
@@ -119,20 +123,21 @@ class Attention:
 
 
 class MLP:
-    """The gated feed-forward layer: down(silu(gate(x)) · up(x))."""
+    """The gated feed-forward layer: down(silu(gate(x)) · up(x)).
 
-    def __init__(self, parts: Parts, name: str, *, bias: bool = False) -> None:
+    Args:
+        fused: whether the checkpoint has gate and up in one matrix, `gate_up_proj`.
+    """
+
+    def __init__(self, parts: Parts, name: str, *, bias: bool = False, fused: bool = False) -> None:
         config, loader, tp = parts.config, parts.loader, parts.tp
         share = config.intermediate_size // tp.size
-        self.gate_up_proj = ColumnParallelLinear(
-            loader,
-            [
-                Rows(f"{name}.gate_proj", tp.rank * share, share),
-                Rows(f"{name}.up_proj", tp.rank * share, share),
-            ],
-            config.hidden_size,
-            bias=bias,
-        )
+        gate = Rows(f"{name}.gate_proj", tp.rank * share, share)
+        up = Rows(f"{name}.up_proj", tp.rank * share, share)
+        if fused:
+            gate = replace(gate, name=f"{name}.gate_up_proj")
+            up = replace(gate, start=config.intermediate_size + gate.start)
+        self.gate_up_proj = ColumnParallelLinear(loader, [gate, up], config.hidden_size, bias=bias)
         self.down_proj = RowParallelLinear(
             loader,
             tp,
@@ -146,6 +151,22 @@ class MLP:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         return self.down_proj(self._ops.silu_and_multiply(self.gate_up_proj(x)))
+
+
+def _rotated_rows(rows: Rows, config: ModelConfig) -> list[Rows]:
+    """The rows of whole heads of q or k, in an order in which the channels that are rotated with
+    each other are half a head apart. If the whole head is rotated, they are."""
+    dim = config.head_dim
+    size = config.rope.rotated_size(dim)
+    if size == dim:
+        return [rows]
+    half, rest = size // 2, (dim - size) // 2
+    pieces = ((0, half), (size, rest), (half, half), (size + rest, rest))
+    return [
+        Rows(rows.name, head + start, count)
+        for head in range(rows.start, rows.start + rows.count, dim)
+        for start, count in pieces
+    ]
 
 
 class DecoderLayer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,12 @@ class Family:
         models: the models that have it, for people.
         module: the name of its module in this folder, whose `build` makes a model of `Parts`.
         defaults: transformers' defaults for fields that config.json may leave out.
-        gguf: the family's `general.architecture` in GGUF files.
+        gguf: the family's `general.architecture` in GGUF files. Of several families with one name,
+            the first one reads the files.
         gguf_pairs: whether GGUF files interleave the two halves of each head's rows of q and k.
+        gguf_names: names of its tensors, where GGUF files call other tensors of other families so.
+        has_window: whether `sliding_window` in config.json holds for all layers, if it is a number.
+        tested: which published weights tests load.
     """
 
     architecture: str
@@ -35,6 +39,9 @@ class Family:
     defaults: Mapping[str, Any]
     gguf: str
     gguf_pairs: bool = False
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
+    has_window: bool = False
+    tested: str = ""
 
 
 _QWEN_DEFAULTS = {
@@ -75,6 +82,60 @@ _SERVED = (
         },
         gguf="llama",
         gguf_pairs=True,
+        tested="SmolLM2-135M-Instruct",
+    ),
+    Family(
+        architecture="MistralForCausalLM",
+        models="Mistral 7B, Nemo and Small (text), Ministral 8B: 7B to 24B",
+        module="llama",
+        defaults={
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+        gguf="llama",
+        has_window=True,
+    ),
+    Family(
+        architecture="SmolLM3ForCausalLM",
+        models="SmolLM3: 3B",
+        module="smollm3",
+        defaults={
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+        },
+        gguf="smollm3",
+        gguf_pairs=True,
+    ),
+    Family(
+        architecture="Phi3ForCausalLM",
+        models="Phi-3 and 3.5 (mini, medium), Phi-4, Phi-4-mini: 3.8B to 14B",
+        module="phi3",
+        defaults={
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        gguf="phi3",
+        gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        has_window=True,
     ),
 )
 FAMILIES = {family.architecture: family for family in _SERVED}

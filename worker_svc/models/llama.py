@@ -1,5 +1,5 @@
 """Llama 2 and 3 (Touvron et al., "Llama 2", 2023; Grattafiori et al., "The Llama 3 Herd of Models",
-2024), and models of their form, such as SmolLM2."""
+2024), and models of their form, such as Mistral and SmolLM2."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from worker_svc.models.decoder import MLP, Attention, Decoder, DecoderLayer, Par
 
 
 def build(parts: Parts) -> Decoder:
-    return Decoder(parts, _layer)
+    return Decoder(parts, layer)
 
 
-def _layer(parts: Parts, name: str) -> DecoderLayer:
+def layer(parts: Parts, name: str) -> DecoderLayer:
     config, bias = parts.config, parts.config.attention_bias
     return DecoderLayer(
         parts,

@@ -16,7 +16,12 @@ from frontend.http.formats.tool_format import (
     CALL_END,
     CALLS_BEGIN,
     CALLS_END,
+    MISTRAL_ARGUMENTS,
+    MISTRAL_CALLS,
+    MISTRAL_ID,
     NAME_END,
+    PHI_BEGIN,
+    PHI_END,
     PYTHON_TAG,
     ToolFormat,
 )
@@ -54,6 +59,7 @@ Event = Content | Reasoning | CallBegin | CallArguments
 ReasoningStart = Literal["none", "may_begin", "begun"]
 
 _NAME = re.compile(r"[^\n<]*")  # of a function, in DeepSeek's format
+_MISTRAL_NAME = re.compile(r"[^\n\[{]*")
 
 
 class _Trimmed:
@@ -162,7 +168,11 @@ class AnswerParser:
             yield from self._reason(begun=reasoning == "begun")
         match tools:
             case ToolFormat.HERMES:
-                yield from self._hermes()
+                yield from self._enclosed("<tool_call>", "</tool_call>")
+            case ToolFormat.PHI:
+                yield from self._enclosed(PHI_BEGIN, PHI_END)
+            case ToolFormat.MISTRAL | ToolFormat.MISTRAL_11:
+                yield from self._mistral()
             case ToolFormat.LLAMA:
                 yield from self._llama()
             case ToolFormat.DEEPSEEK:
@@ -192,22 +202,45 @@ class AnswerParser:
         else:
             reasoning.end()
 
-    def _hermes(self) -> Steps[None]:
-        """Reads calls between <tool_call> and </tool_call>: one, several, or a list of them."""
+    def _enclosed(self, begin: str, end: str) -> Steps[None]:
+        """Reads calls between two marks: one, several, or a list of them."""
+        while (yield from self._until(begin)):
+            yield from self._reader.run(SPACES)
+            yield from self._json_calls(end)
+
+    def _json_calls(self, end: str) -> Steps[None]:
+        """Reads calls that are JSON objects, up to a mark, or without one up to a list's end."""
         reader = self._reader
-        while (yield from self._until("<tool_call>")):
-            yield from reader.run(SPACES)
-            listed = yield from reader.skip("[")
-            yield from reader.run(SPACES)
-            while (yield from self._json_call()):
-                yield from reader.run(SEPARATORS)
-                if listed and (yield from reader.skip("]")):
-                    listed = False
-                    self._hold()
-                    yield from reader.run(SPACES)
-                if (yield from reader.skip("</tool_call>")):
-                    self._hold()
+        listed = yield from reader.skip("[")
+        yield from reader.run(SPACES)
+        while (yield from self._json_call()):
+            yield from reader.run(SEPARATORS)
+            if listed and (yield from reader.skip("]")):
+                listed = False
+                self._hold()
+                if not end:
                     break
+                yield from reader.run(SPACES)
+            if end and (yield from reader.skip(end)):
+                self._hold()
+                break
+
+    def _mistral(self) -> Steps[None]:
+        """Reads a list of calls after a mark, or calls that each have a mark, a name and arguments
+        (since version 11 of the tokenizer)."""
+        reader = self._reader
+        while (yield from self._until(MISTRAL_CALLS)):
+            yield from reader.run(SPACES)
+            if (yield from reader.peek()) in ("[", "{"):
+                yield from self._json_calls("")
+                continue
+            call = _Call((yield from reader.run(_MISTRAL_NAME)).strip(SPACE))
+            if (yield from reader.skip(MISTRAL_ID)):
+                yield from reader.run(_MISTRAL_NAME)
+            yield from reader.skip(MISTRAL_ARGUMENTS)
+            yield from reader.run(SPACES)
+            if call.name and (yield from reader.peek()) == "{":
+                yield from self._arguments(call)
 
     def _llama(self) -> Steps[None]:
         """Reads calls at the beginning of the content, or after a mark."""

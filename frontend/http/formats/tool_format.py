@@ -11,6 +11,9 @@ from typing import Any
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, NAME_END, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 PYTHON_TAG = "<|python_tag|>"
+# What is around Phi-4's calls, and in Mistral's.
+PHI_BEGIN, PHI_END = "<|tool_call|>", "<|/tool_call|>"
+MISTRAL_CALLS, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class ToolFormat(Enum):
@@ -19,18 +22,45 @@ class ToolFormat(Enum):
     HERMES = "Hermes"
     LLAMA = "Llama"
     DEEPSEEK = "DeepSeek"
+    MISTRAL = "Mistral, a list"
+    MISTRAL_11 = "Mistral, since tokenizer 11"
+    PHI = "Phi-4"
 
     @property
     def mark(self) -> str:
         """The text with which calls begin, which may be a special token."""
-        return next(mark for mark, form in TEMPLATE_MARKS.items() if form is self)
+        return _CALL_MARKS[self]
 
 
+_CALL_MARKS = {
+    ToolFormat.HERMES: "<tool_call>",
+    ToolFormat.LLAMA: PYTHON_TAG,
+    ToolFormat.DEEPSEEK: CALLS_BEGIN,
+    ToolFormat.MISTRAL: MISTRAL_CALLS,
+    ToolFormat.MISTRAL_11: MISTRAL_CALLS,
+    ToolFormat.PHI: PHI_BEGIN,
+}
+
+
+_SEPARATORS = {
+    ToolFormat.LLAMA: "; ",
+    ToolFormat.MISTRAL: ", ",
+    ToolFormat.MISTRAL_11: "",
+    ToolFormat.PHI: ", ",
+}
+_AROUND_CALLS = {
+    ToolFormat.DEEPSEEK: (CALLS_BEGIN, CALLS_END),
+    ToolFormat.MISTRAL: (f"{MISTRAL_CALLS}[", "]"),
+    ToolFormat.PHI: (f"{PHI_BEGIN}[", f"]{PHI_END}"),
+}
 # The first of these that a chat template contains decides.
 TEMPLATE_MARKS = {
     CALLS_BEGIN: ToolFormat.DEEPSEEK,
     "<tool_call>": ToolFormat.HERMES,
     PYTHON_TAG: ToolFormat.LLAMA,
+    MISTRAL_ARGUMENTS: ToolFormat.MISTRAL_11,
+    MISTRAL_CALLS: ToolFormat.MISTRAL,
+    "<|tool|>": ToolFormat.PHI,
     "<|im_start|>": ToolFormat.HERMES,  # the custom of models that are trained with these marks
 }
 
@@ -65,12 +95,13 @@ def forced_calls(
     calls = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": "; " if form is ToolFormat.LLAMA else "\n",
+        "separator": _SEPARATORS.get(form, "\n"),
         "at_least_one": True,
         "stop_after_first": not parallel,
     }
-    if form is ToolFormat.DEEPSEEK:
-        calls = {"type": "tag", "begin": CALLS_BEGIN, "content": calls, "end": CALLS_END}
+    if form in _AROUND_CALLS:
+        begin, end = _AROUND_CALLS[form]
+        calls = {"type": "tag", "begin": begin, "content": calls, "end": end}
     return {"type": "structural_tag", "format": calls}
 
 
@@ -88,6 +119,10 @@ def _around_arguments(form: ToolFormat, name: str) -> tuple[str, str]:
             return begin, "}\n</tool_call>"
         case ToolFormat.LLAMA:
             return f'{{"name": {json.dumps(name)}, "parameters": ', "}"
+        case ToolFormat.MISTRAL | ToolFormat.PHI:
+            return f'{{"name": {json.dumps(name)}, "arguments": ', "}"
+        case ToolFormat.MISTRAL_11:
+            return f"{MISTRAL_CALLS}{name}{MISTRAL_ARGUMENTS}", ""
         case ToolFormat.DEEPSEEK:
             begin = f"{CALL_BEGIN}function{NAME_END}{name}\n```json\n"
             return begin, f"\n```{CALL_END}"

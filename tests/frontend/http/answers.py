@@ -18,6 +18,7 @@ from frontend.http.formats.tool_format import ToolFormat
 Begins = Literal["none", "may_begin", "begun"]
 BEGINS: tuple[Begins, ...] = ("none", "may_begin", "begun")
 HERMES, LLAMA, DEEPSEEK = ToolFormat.HERMES, ToolFormat.LLAMA, ToolFormat.DEEPSEEK
+MISTRAL, MISTRAL_11, PHI = ToolFormat.MISTRAL, ToolFormat.MISTRAL_11, ToolFormat.PHI
 TOOLS = (None, *ToolFormat)
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -26,6 +27,10 @@ TAG = "<|python_tag|>"
 LLAMA_CALL = '{"name": "add", "parameters": {"a": 1}}'
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ONE, SEP, ONE_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+LISTED = '{"name": "add", "arguments": {"a": 1}}'
+MISTRAL_CALLS = "[TOOL_CALLS]"
+MISTRAL_CALL = '[TOOL_CALLS]add[ARGS]{"a": 1}'
+PHI_BEGIN, PHI_END = "<|tool_call|>", "<|/tool_call|>"
 V3_CALL = f'{ONE}function{SEP}add\n```json\n{{"a": 1}}\n```{ONE_END}'
 V31_CALL = f'{ONE}add{SEP}{{"a": 1}}{ONE_END}'
 

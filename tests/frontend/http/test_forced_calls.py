@@ -19,8 +19,13 @@ from tests.frontend.http.answers import (
     CALLS_END,
     DEEPSEEK,
     HERMES,
+    LISTED,
     LLAMA,
     LLAMA_CALL,
+    MISTRAL,
+    MISTRAL_11,
+    MISTRAL_CALL,
+    PHI,
     TAG,
     V3_CALL,
     whole,
@@ -52,6 +57,9 @@ def allows(tag: dict[str, Any], text: str) -> bool:
         (HERMES, CALL, "\n", "", ""),
         (LLAMA, LLAMA_CALL, "; ", "", ""),
         (DEEPSEEK, V3_CALL, "\n", CALLS, CALLS_END),
+        (MISTRAL, LISTED, ", ", "[TOOL_CALLS][", "]"),
+        (MISTRAL_11, MISTRAL_CALL, "", "", ""),
+        (PHI, LISTED, ", ", "<|tool_call|>[", "]<|/tool_call|>"),
     ],
 )
 def test_only_calls_that_the_parser_reads_are_allowed(

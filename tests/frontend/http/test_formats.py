@@ -19,10 +19,17 @@ from tests.frontend.http.answers import (
     CALLS_END,
     DEEPSEEK,
     HERMES,
+    LISTED,
     LLAMA,
     LLAMA_CALL,
+    MISTRAL,
+    MISTRAL_11,
+    MISTRAL_CALL,
     ONE,
     ONE_END,
+    PHI,
+    PHI_BEGIN,
+    PHI_END,
     SEP,
     TAG,
     TOOLS,
@@ -73,6 +80,9 @@ def test_reasoning(
         (LLAMA, LLAMA_CALL),
         (LLAMA, TAG + LLAMA_CALL),
         (DEEPSEEK, f"{CALLS}{V3_CALL}{CALLS_END}"),
+        (MISTRAL, f"[TOOL_CALLS][{LISTED}]"),
+        (MISTRAL_11, MISTRAL_CALL),
+        (PHI, f"{PHI_BEGIN}[{LISTED}]{PHI_END}"),
     ],
 )
 def test_calls_follow_on_reasoning_and_are_none_within(tools: ToolFormat, call: str) -> None:
@@ -260,6 +270,45 @@ def test_malformed_calls_of_deepseek_are_content(text: str) -> None:
     assert whole(f"{text}\n{CALLS}{V31_CALL}{CALLS_END}", DEEPSEEK) == events
 
 
+@pytest.mark.parametrize("form", [MISTRAL, MISTRAL_11])
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (f"[TOOL_CALLS] [{LISTED}]", ADD),
+        (f"[TOOL_CALLS][{LISTED}, {LISTED}]", ADD + ADD),
+        (f"a\n[TOOL_CALLS][{LISTED}] b", [Content("a"), *ADD, Content(" b")]),
+        (f"[TOOL_CALLS]{LISTED}", ADD),
+        (f"[TOOL_CALLS][{LISTED}][TOOL_CALLS][{LISTED}]", ADD + ADD),
+        (f"[TOOL_CALLS][{LISTED}", ADD),
+        (MISTRAL_CALL, ADD),
+        (f"a {MISTRAL_CALL}{MISTRAL_CALL}", [Content("a"), *ADD, *ADD]),
+        ('[TOOL_CALLS]add{"a": 1}', ADD),
+        ('[TOOL_CALLS] add [CALL_ID]a1b2[ARGS] {"a": 1}\n', ADD),
+        (f"{MISTRAL_CALL} b", [*ADD, Content(" b")]),
+        ('[TOOL_CALLS]add[ARGS]{"a": 1', [CallBegin("add"), CallArguments('{"a": 1')]),
+        *((text, content(text)) for text in ("[TOOL_CALLS]", "[TOOL_CALLS]add", "[TOOL_CALLS][]")),
+        ("[TOOL_CALLS]add[ARGS][1]", content("[TOOL_CALLS]add[ARGS][1]")),
+        ("[TOOL_CALLS][ARGS]{}", content("[TOOL_CALLS][ARGS]{}")),
+        ("[TOOL_CALLS]add[ARGS]", content("[TOOL_CALLS]add[ARGS]")),
+        (f"[TOOL_CALLS][1] {MISTRAL_CALL}", [Content("[TOOL_CALLS][1]"), *ADD]),
+    ],
+)
+def test_calls_of_mistral(form: ToolFormat, text: str, events: list[Event]) -> None:
+    assert whole(text, form) == events
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (f"{PHI_BEGIN}[{LISTED}, {LISTED}]{PHI_END}", ADD + ADD),
+        (f"a {PHI_BEGIN}{LISTED}{PHI_END} b", [Content("a"), *ADD, Content(" b")]),
+        (f"{PHI_BEGIN}[]{PHI_END}", content(f"{PHI_BEGIN}[]{PHI_END}")),
+    ],
+)
+def test_calls_of_phi(text: str, events: list[Event]) -> None:
+    assert whole(text, PHI) == events
+
+
 @pytest.mark.parametrize(
     ("template", "tools", "may_reason"),
     [
@@ -267,6 +316,9 @@ def test_malformed_calls_of_deepseek_are_content(text: str) -> None:
         ("<|im_start|> <tool_call> <|python_tag|>", HERMES, False),
         ("<|python_tag|> <|im_start|>", LLAMA, False),
         ("<|im_start|>assistant\n<think>\n", HERMES, True),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS] [ARGS]", MISTRAL_11, False),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", MISTRAL, False),
+        ("<|tool|> <|/tool|>", PHI, False),
         ("", HERMES, False),
     ],
 )

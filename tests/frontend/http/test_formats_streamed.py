@@ -27,10 +27,18 @@ from tests.frontend.http.answers import (
     CALLS_END,
     DEEPSEEK,
     HERMES,
+    LISTED,
     LLAMA,
     LLAMA_CALL,
+    MISTRAL,
+    MISTRAL_11,
+    MISTRAL_CALL,
+    MISTRAL_CALLS,
     ONE,
     ONE_END,
+    PHI,
+    PHI_BEGIN,
+    PHI_END,
     SEP,
     TAG,
     TOOLS,
@@ -69,6 +77,7 @@ PIECES = [
     *(" ", "\n\n", "a", "é", "<", ">", "|", "{", "}", "[", "]", ",", ":", ";", '"', "\\", "\\u"),
     *('"name"', '"arguments"', '"parameters"', '"id"', '"f"', "null", "1", "{}", '""', '"{}"'),
     *(CALLS + V3_CALL, f"{CALLS}{ONE}f{SEP}{{", f"{CALLS}{ONE}function{SEP}f\n```json\n"),
+    *(LISTED, MISTRAL_CALL, MISTRAL_CALLS, "[ARGS]", "[CALL_ID]", PHI_BEGIN, PHI_END),
     *('{"name": "f", "arguments": {', '{"arguments": {}, "name":', "\\ud800", '"\\u00e9"'),
 ]
 
@@ -136,17 +145,25 @@ def test_what_a_model_writes_is_read(
     expected: list[Event] = []
     written = []
     for name, values, indent, ascii_only in calls:
-        name = name if tools is not DEEPSEEK else "get_time"
+        name = name if tools not in (DEEPSEEK, MISTRAL_11) else "get_time"
         arguments = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
         expected += [CallBegin(name), CallArguments(arguments)]
         if tools is DEEPSEEK:
             written.append(f"{ONE}function{SEP}{name}\n```json\n{arguments}\n```{ONE_END}")
+        elif tools is MISTRAL_11:
+            written.append(f"{MISTRAL_CALLS}{name}[ARGS]{arguments}")
         else:
             written.append(f'{{"name": {json.dumps(name)}, "arguments": {arguments}}}')
     if tools is HERMES:
         text = "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in written)
     elif tools is LLAMA:
         text = TAG + "; ".join(written)
+    elif tools is MISTRAL:
+        text = f"{MISTRAL_CALLS} [{', '.join(written)}]"
+    elif tools is PHI:
+        text = f"{PHI_BEGIN}[{', '.join(written)}]{PHI_END}"
+    elif tools is MISTRAL_11:
+        text = "".join(written)
     else:
         text = CALLS + "\n".join(written) + CALLS_END
     events = parse(f"<think>\n{thought}\n</think>\n\n{before}{text}", "may_begin", tools)

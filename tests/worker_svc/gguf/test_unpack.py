@@ -171,7 +171,7 @@ def test_names_where_a_file_is_cut_short(tmp_path: Path) -> None:
     data = path.read_bytes()
     places = {
         0: "not a GGUF file",
-        40: "key 0 of 18: ",
+        40: "key 0 of 19: ",
         60: "general.architecture: ",
         3000: "tokenizer.ggml.tokens: ",
         len(data) - 1: "output_norm.weight: cut short",

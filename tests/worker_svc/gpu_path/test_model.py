@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    SmolLM3ForCausalLM,
+)
 
 from tests.worker_svc.device import DEVICE, by_device, cpu_only
 from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops
@@ -100,6 +105,16 @@ def check_logits(path: Path, oracle: Any, **overrides: Any) -> None:
         ({"attention_bias": True, "head_dim": 24, "tie_word_embeddings": False}, 7),
         ({"family": Qwen2ForCausalLM, "num_hidden_layers": 2}, 16),
         ({"family": LlamaForCausalLM, "num_hidden_layers": 2, "mlp_bias": True}, 16),
+        ({"family": SmolLM3ForCausalLM, "no_rope_layers": [0, 1], "num_hidden_layers": 2}, 16),
+        (
+            {
+                "family": Phi3ForCausalLM,
+                "num_hidden_layers": 2,
+                "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
+                "pad_token_id": None,
+            },
+            16,
+        ),
     ],
 )
 def test_logits_match_transformers(tmp_path: Path, shape: dict[str, Any], block_size: int) -> None:

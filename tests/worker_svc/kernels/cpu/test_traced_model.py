@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, Phi3ForCausalLM, SmolLM3ForCausalLM
 
 from tests.worker_svc.harness import Batch, limits, load_rank, save_model
 from tests.worker_svc.test_model_runner import prompts
@@ -30,6 +30,11 @@ NUM_BLOCKS = 64
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {},
     "Llama with biases": {"family": LlamaForCausalLM, "attention_bias": True, "mlp_bias": True},
+    "SmolLM3": {"family": SmolLM3ForCausalLM, "no_rope_layers": [1, 0, 1]},
+    "Phi-4-mini": {
+        "family": Phi3ForCausalLM,
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    },
 }
 FORMATS = [("none", torch.float32), ("none", torch.bfloat16), ("int8", torch.float32)]
 
