@@ -30,7 +30,14 @@ _NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
 }
-_PAIRED = ("llama", "smollm3")  # whose halves of heads are interleaved
+# Of Granite.
+_FACTORS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_PAIRED = ("llama", "smollm3", "granite")  # whose halves of heads are interleaved
 # 256 bytes, and some text.
 SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
 SPM_TOKENS += ["▁", "a", "b", "▁a", "ab", "▁ab", "é", "<|im_end|>"]
@@ -66,23 +73,8 @@ def write_gguf(
         keys: values that replace keys; None leaves a key out.
         tensors: more tensors, of F32.
     """
-    config = model.config
-    arch, rope = config.model_type, config.rope_parameters
-    values = {
-        f"{arch}.context_length": config.max_position_embeddings,
-        f"{arch}.embedding_length": config.hidden_size,
-        f"{arch}.block_count": config.num_hidden_layers,
-        f"{arch}.feed_forward_length": config.intermediate_size,
-        f"{arch}.attention.head_count": config.num_attention_heads,
-        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
-        f"{arch}.attention.key_length": config.head_dim,
-        f"{arch}.attention.value_length": config.head_dim,
-        f"{arch}.rope.dimension_count": int(config.head_dim * rope.get("partial_rotary_factor", 1)),
-        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        f"{arch}.rope.freq_base": float(rope["rope_theta"]),
-        **spm_keys(config.vocab_size),
-        **(keys or {}),
-    }
+    config, arch = model.config, model.config.model_type
+    values = {**_keys(config), **(keys or {})}
     writer = gguf.GGUFWriter(path, values.pop("general.architecture", arch))
     for name, value in values.items():
         _add(writer, name, value)
@@ -110,6 +102,30 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _keys(config: Any) -> dict[str, Any]:
+    """The keys of a file of a model with this configuration."""
+    arch, rope = config.model_type, config.rope_parameters
+    return {
+        f"{arch}.context_length": config.max_position_embeddings,
+        f"{arch}.embedding_length": config.hidden_size,
+        f"{arch}.block_count": config.num_hidden_layers,
+        f"{arch}.feed_forward_length": config.intermediate_size,
+        f"{arch}.attention.head_count": config.num_attention_heads,
+        f"{arch}.attention.head_count_kv": config.num_key_value_heads,
+        f"{arch}.attention.key_length": config.head_dim,
+        f"{arch}.attention.value_length": config.head_dim,
+        f"{arch}.rope.dimension_count": int(config.head_dim * rope.get("partial_rotary_factor", 1)),
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        f"{arch}.rope.freq_base": float(rope["rope_theta"]),
+        **{
+            f"{arch}.{key}": float(getattr(config, field))
+            for key, field in _FACTORS.items()
+            if hasattr(config, field)
+        },
+        **spm_keys(config.vocab_size),
+    }
 
 
 def read_gguf(path: Path, model: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -52,6 +53,7 @@ def test_reads_sizes_and_dtype(tmp_path: Path) -> None:
         ("MistralForCausalLM", MistralConfig()),
         ("SmolLM3ForCausalLM", SmolLM3Config()),
         ("Phi3ForCausalLM", Phi3Config()),
+        ("GraniteForCausalLM", GraniteConfig()),
     ],
 )
 def test_assumes_what_transformers_does(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import (
+    GraniteForCausalLM,
     LlamaForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -23,7 +24,7 @@ from transformers import (
 
 from tests.gguf_files import split_gguf, write_gguf
 from tests.worker_svc.harness import save_model
-from tests.worker_svc.test_model_runner import LLAMA3, make_runner, oracle_logits, prompts
+from tests.worker_svc.test_model_runner import GRANITE, LLAMA3, make_runner, oracle_logits, prompts
 from worker_svc.errors import ModelError
 from worker_svc.gguf.unpack import unpack
 from worker_svc.weights.files import WeightReader, weight_files
@@ -44,6 +45,7 @@ CASES: dict[str, tuple[type[PreTrainedModel], Type, dict[str, Any]]] = {
     "qwen2, Q8_0": (Qwen2ForCausalLM, Type.Q8_0, {}),
     "qwen3, F16, untied": (Qwen3ForCausalLM, Type.F16, {"tie_word_embeddings": False}),
     "qwen3, BF16": (Qwen3ForCausalLM, Type.BF16, {}),
+    "granite, Q8_0": (GraniteForCausalLM, Type.Q8_0, GRANITE),
     "smollm3, Q8_0": (SmolLM3ForCausalLM, Type.Q8_0, {"no_rope_layers": [1, 1, 1]}),
     "smollm3, each fourth layer": (SmolLM3ForCausalLM, Type.Q4_0, {"num_hidden_layers": 4}),
     "phi3, Q8_0, untied": (Phi3ForCausalLM, Type.Q8_0, {"tie_word_embeddings": False}),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Phi3ForCausalLM,
@@ -35,7 +36,16 @@ FAMILIES = (
     MistralForCausalLM,
     SmolLM3ForCausalLM,
     Phi3ForCausalLM,
+    GraniteForCausalLM,
 )
+GRANITE = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
 # The factors for long contexts hold from the third token on, in transformers too.
 LONGROPE = {
     "rope_type": "longrope",
@@ -110,6 +120,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "attention_bias": True,
     },
+    "Granite": {"family": GraniteForCausalLM, **GRANITE},
     "Phi-3, MHA": {"family": Phi3ForCausalLM, "num_key_value_heads": 4},
     "Phi-4-mini, longrope": {
         "family": Phi3ForCausalLM,

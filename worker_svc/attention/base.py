@@ -31,6 +31,7 @@ class AttentionShape:
     device: torch.device
     # The cache's. auto means `dtype`; others add a float32 scale per token and KV head.
     kv_dtype: KvDtype = "auto"
+    multiplier: float | None = None  # of the scores, if not that of the heads' size
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -43,7 +44,7 @@ class AttentionShape:
     @property
     def scale(self) -> float:
         """The factor on the scores before the softmax."""
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.multiplier is None else self.multiplier
 
 
 class QKNorm(NamedTuple):

@@ -21,6 +21,13 @@ ROPE_FACTORS = {
     "rope_factors_short.weight": "short_factor",
     "rope_factors_long.weight": "long_factor",
 }
+# Keys of Granite's factors, and their fields in config.json.
+_MULTIPLIERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 _ADDED = 3, 4  # of tokenizer.ggml.token_type: control and user-defined, as some converters write
 _REQUIRED: Any = object()
 
@@ -96,7 +103,7 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         )
     return {
         "architectures": [family.architecture],
-        "model_type": family.module,
+        "model_type": arch,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": keys.get(f"{arch}.feed_forward_length", int),
@@ -114,6 +121,7 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
             "partial_rotary_factor": rotated / head_dim,
             **_rope(keys, arch, [name for name in ROPE_FACTORS if name in header.tensors]),
         },
+        **_multipliers(keys, arch),
         "attention_bias": "blk.0.attn_output.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -122,6 +130,11 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         "pad_token_id": keys.get("tokenizer.ggml.padding_token_id", int, None),
         "eos_token_id": end_tokens(keys),
     }
+
+
+def _multipliers(keys: Keys, arch: str) -> dict[str, float]:
+    found = {field: keys.get(f"{arch}.{key}", float, None) for key, field in _MULTIPLIERS.items()}
+    return {field: value for field, value in found.items() if value is not None}
 
 
 def end_tokens(keys: Keys) -> list[int]:

@@ -108,9 +108,11 @@ class Ops(Protocol):
         weight: PackedWeight,
         start: int,
         count: int,
+        scale: float = 1.0,
     ) -> torch.Tensor:
-        """input_ids [T] int32 -> rows of weight, [T, hidden]. An id −1−r stands for last_tokens[r].
-        An id outside [start, start + count) gives zeros, every other id gives row id − start."""
+        """input_ids [T] int32 -> scale · rows of weight, [T, hidden]. An id −1−r stands for
+        last_tokens[r]. An id outside [start, start + count) gives zeros, every other id gives row
+        id − start."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

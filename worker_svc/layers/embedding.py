@@ -68,8 +68,10 @@ class VocabParallelEmbedding:
         vocab: VocabPartition,
         name: str,
         hidden_size: int,
+        scale: float = 1.0,
     ) -> None:
         self.name = name  # of its weights in the checkpoint
+        self._scale = scale
         self.weight = loader.table(vocab.rows(name), vocab.shard_size, hidden_size)
         self._vocab = vocab
         self._ops = ops
@@ -77,7 +79,8 @@ class VocabParallelEmbedding:
 
     def __call__(self, input_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:
         vocab = self._vocab
-        hidden = self._ops.embed(input_ids, last_tokens, self.weight, vocab.start, vocab.num_tokens)
+        rows = vocab.start, vocab.num_tokens
+        hidden = self._ops.embed(input_ids, last_tokens, self.weight, *rows, self._scale)
         return self._tp.all_reduce(hidden)
 
 

@@ -9,13 +9,23 @@ from worker_svc.loader import WeightLoader
 
 
 class RMSNorm:
-    """x / rms(x) · weight, over the last dimension, computed in float32.
+    """x / rms(x) · weight · scale, over the last dimension, computed in float32.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    def __init__(self, loader: WeightLoader, ops: Ops, name: str, size: int, eps: float) -> None:
+    def __init__(
+        self,
+        loader: WeightLoader,
+        ops: Ops,
+        name: str,
+        size: int,
+        eps: float,
+        scale: float = 1.0,
+    ) -> None:
         self.weight = loader.vector(f"{name}.weight", size)
+        if scale != 1:
+            self.weight = loader.computed(lambda: self.weight * scale)
         self._ops = ops
         self._eps = eps
 

@@ -37,6 +37,9 @@ class ModelConfig:
     max_model_len: int
     rope: RopeConfig
     rotated_layers: tuple[bool, ...]  # whether each layer has a rotary embedding
+    attention_multiplier: float | None  # of scores; None: head_dim ** -0.5
+    embedding_scale: float
+    output_scale: float  # of the head's input
     dtype: torch.dtype
     # The file's `quantization_config`, which `worker_svc.weights.quantization` reads.
     quantization: Mapping[str, Any] | None = None
@@ -79,6 +82,11 @@ class _ConfigFile(BaseModel, strict=True):
     no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
     no_rope_layer_interval: PositiveInt = 4
     layer_types: list[str] | None = None
+    # Of Granite. The others leave attention_multiplier to the size of the heads.
+    attention_multiplier: float | None = None
+    embedding_multiplier: float | None = None
+    residual_multiplier: float | None = None
+    logits_scaling: float | None = None
     quantization_config: dict[str, Any] | None = None
     compression_config: dict[str, Any] | None = None  # its old name in compressed-tensors
 
@@ -117,6 +125,9 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
             "an even number of both"
         )
     frequencies = rotated // 2
+    # Hidden states are divided by the multiplier of all that is added to them. A norm with another
+    # eps gives the same.
+    residual = file.residual_multiplier or 1.0
     for name in ("frequency_factors", "short_factor", "long_factor"):
         if (factors := len(getattr(rope, name))) not in (0, frequencies):
             raise ModelError(f"{name}: {factors}, but there are {frequencies} frequencies")
@@ -129,13 +140,16 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
         num_heads=file.num_attention_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=file.rms_norm_eps,
+        rms_norm_eps=file.rms_norm_eps / residual**2,
         attention_bias=file.attention_bias,
         mlp_bias=file.mlp_bias,
         tie_word_embeddings=file.tie_word_embeddings,
         max_model_len=_max_model_len(family, file, rope),
         rope=rope,
         rotated_layers=_rotated_layers(family, file),
+        attention_multiplier=file.attention_multiplier,
+        embedding_scale=(file.embedding_multiplier or 1.0) / residual,
+        output_scale=1.0 / (file.logits_scaling or 1.0),
         dtype=_dtype(file.dtype or file.torch_dtype or "float32"),
         quantization=file.quantization_config or file.compression_config,
     )

@@ -36,9 +36,10 @@ class Parts:
     backend: Backend
     cos_sin: torch.Tensor  # `rotary_table`
 
-    def norm(self, name: str) -> RMSNorm:
+    def norm(self, name: str, scale: float = 1.0) -> RMSNorm:
         config = self.config
-        return RMSNorm(self.loader, self.ops, name, config.hidden_size, config.rms_norm_eps)
+        sizes = config.hidden_size, config.rms_norm_eps
+        return RMSNorm(self.loader, self.ops, name, *sizes, scale)
 
     def qk_norm(self, q_name: str, k_name: str) -> QKNorm:
         """The norm that `Attention` takes."""
@@ -48,8 +49,8 @@ class Parts:
         return QKNorm(q_weight, k_weight, self.config.rms_norm_eps)
 
     def embedding(self, name: str) -> VocabParallelEmbedding:
-        size = self.config.hidden_size
-        return VocabParallelEmbedding(self.loader, self.ops, self.tp, self._vocab, name, size)
+        sizes = self._vocab, name, self.config.hidden_size, self.config.embedding_scale
+        return VocabParallelEmbedding(self.loader, self.ops, self.tp, *sizes)
 
     def head(self, name: str, embedding: VocabParallelEmbedding) -> VocabParallelHead:
         """Makes the output head, with the weights of `embedding` if the configuration ties them.
@@ -207,7 +208,7 @@ class Decoder:
         numbers = range(parts.config.num_layers)
         self.embed_tokens = parts.embedding("model.embed_tokens")
         self.layers = [layer(parts, f"model.layers.{number}") for number in numbers]
-        self.norm = parts.norm("model.norm")
+        self.norm = parts.norm("model.norm", parts.config.output_scale)
         self.lm_head = parts.head("lm_head", self.embed_tokens)
         self._ops = parts.ops
 
@@ -251,7 +252,14 @@ def attention_shape(
             f"intermediate_size: {config.intermediate_size} cannot be split over tp = {ranks} ranks"
         )
     return AttentionShape(
-        config.num_layers, heads, kv_heads, config.head_dim, config.dtype, device, kv_dtype
+        config.num_layers,
+        heads,
+        kv_heads,
+        config.head_dim,
+        config.dtype,
+        device,
+        kv_dtype,
+        config.attention_multiplier,
     )
 
 

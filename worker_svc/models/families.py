@@ -120,6 +120,22 @@ _SERVED = (
         gguf_pairs=True,
     ),
     Family(
+        architecture="GraniteForCausalLM",
+        models="Granite 3, dense: 2B and 8B",
+        module="llama",
+        defaults={
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+        },
+        gguf="granite",
+        gguf_pairs=True,
+    ),
+    Family(
         architecture="Phi3ForCausalLM",
         models="Phi-3 and 3.5 (mini, medium), Phi-4, Phi-4-mini: 3.8B to 14B",
         module="phi3",

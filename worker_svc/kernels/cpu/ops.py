@@ -50,6 +50,7 @@ def embed(
     weight: PackedWeight,
     start: int,
     count: int,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     table, codes = Vector(), None
     if isinstance(weight, PlainWeight):
@@ -58,11 +59,12 @@ def embed(
         assert isinstance(weight, PanelWeight)  # no other weight of a device is looked up
         codes, size = addressof(weight.struct(None, weight.segment)), weight.in_features
     if trace := tracing():
-        return trace.embed(table, codes, size, start, count)
+        return trace.embed(table, codes, size, start, count, scale)
     out = torch.empty(len(input_ids), size)
     step = Step(tokens=len(input_ids))
     step.input_ids, step.last_tokens = input_ids.data_ptr(), last_tokens.data_ptr()
-    run_phase(Phase.EMBED, EmbedArgs(table, codes, size, start, count, out.data_ptr()), step)
+    args = EmbedArgs(table, codes, size, start, count, scale, out.data_ptr())
+    run_phase(Phase.EMBED, args, step)
     return out
 
 

@@ -199,11 +199,13 @@ class Trace:
 
     # The operations.
 
-    def embed(self, table: Any, codes: Any, size: int, start: int, count: int) -> torch.Tensor:
+    def embed(
+        self, table: Any, codes: Any, size: int, start: int, count: int, scale: float
+    ) -> torch.Tensor:
         out, tensor = self._new(size)
 
         def bind() -> Any:
-            return EmbedArgs(table, codes, size, start, count, out.address)
+            return EmbedArgs(table, codes, size, start, count, scale, out.address)
 
         self._add(Phase.EMBED, bind, out)
         return tensor

@@ -64,7 +64,12 @@ PackTo = structure("PackTo", ("weight", POINTER), ("out", Packed))
 Vector = structure("Vector", ("data", POINTER), ("is_bfloat16", INT))
 Cache = structure("Cache", ("data", POINTER), ("type blocks block_size kv_heads head_dim", INT))
 EmbedArgs = structure(
-    "EmbedArgs", ("table", Vector), ("codes", POINTER), ("size start count", INT), ("out", POINTER)
+    "EmbedArgs",
+    ("table", Vector),
+    ("codes", POINTER),
+    ("size start count", INT),
+    ("scale", DOUBLE),
+    ("out", POINTER),
 )
 NormArgs = structure(
     "NormArgs",

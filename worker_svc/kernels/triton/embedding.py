@@ -17,6 +17,7 @@ def embed(
     weight: PackedWeight,
     start: int,
     count: int,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """See `kernels.ops.Ops`."""
     if isinstance(weight, PlainWeight):
@@ -37,6 +38,7 @@ def embed(
         count,
         out,
         SIZE=size,
+        SCALE=scale,
         BLOCK=block,
         num_warps=min(max(block // (32 * 8), 1), 8),  # 16 bytes of half precision per thread
     )
@@ -53,6 +55,7 @@ def _embed_kernel(
     count: tl.tensor,
     out: tl.tensor,
     SIZE: tl.constexpr,
+    SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -66,4 +69,6 @@ def _embed_kernel(
     numbers = tl.load(source, mask=mask & here, other=0)
     if scales is not None:
         numbers = numbers.to(tl.float32) * tl.load(scales + local, mask=here, other=0)
+    if SCALE != 1:
+        numbers = numbers.to(tl.float32) * SCALE
     tl.store(out + row * SIZE + columns, numbers.to(out.dtype.element_ty), mask=mask)

@@ -80,6 +80,8 @@ void embed(const EmbedArgs& args, const Step& step, Member& member) {
             row_of(*args.codes, id, out);
         else
             copy_row(args.table, id * size, size, out);
+        if (args.scale != 1)
+            for (int64_t i = 0; i < size; i++) out[i] *= float(args.scale);
     });
 }
 

@@ -23,6 +23,7 @@ struct EmbedArgs {
     const Weight* codes;   // INT8 without groups, or null
     int64_t size;
     int64_t start, count;  // ids outside [start, start + count) give zeros
+    double scale;          // of the rows
     float* out;            // [T, size]
 };
 void embed(const EmbedArgs& args, const Step& step, Member& member);
