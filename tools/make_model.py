@@ -89,6 +89,50 @@ _LLAMA3 = {
         "original_max_position_embeddings": 8192,
     },
 }
+_MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "vocab_size": 32768,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+}
+_SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "num_key_value_heads": 4,
+    "vocab_size": 128256,
+    "max_position_embeddings": 65536,
+    "rope_theta": 5000000.0,
+}
+_GRANITE = {
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "head_dim": 64,
+    "vocab_size": 49159,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000000.0,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+_PHI3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "vocab_size": 200064,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0] * 48,
+        "long_factor": [float(2 ** (number / 8)) for number in range(48)],
+    },
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072),
     "qwen3-1.7b": _shape(2048, 28, 16, 6144),
@@ -102,6 +146,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _shape(2048, 16, 32, 8192, head_dim=64, **_LLAMA3),
     "llama-3.1-8b": _shape(4096, 32, 32, 14336, **_LLAMA3, tie_word_embeddings=False),
     "llama-3.1-70b": _shape(8192, 80, 64, 28672, **_LLAMA3, tie_word_embeddings=False),
+    "mistral-7b": _shape(4096, 32, 32, 14336, **_MISTRAL),
+    "smollm3-3b": _shape(2048, 36, 16, 11008, **_SMOLLM3),
+    "granite-3.3-2b": _shape(2048, 40, 32, 8192, **_GRANITE),
+    "phi-4-mini": _shape(3072, 32, 24, 8192, **_PHI3),
     # Heads times head_dim differs from the hidden size, as in Qwen3-0.6B and most other shapes.
     "tiny": _shape(32, 2, 4, 64, num_key_value_heads=2, head_dim=16, max_position_embeddings=4096),
 }
@@ -129,13 +177,13 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     head_dim = config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
-    qwen2, qwen3 = (config["model_type"] == each for each in ("qwen2", "qwen3"))
-    projections = {
-        "q_proj": (q_size, hidden),
-        "k_proj": (kv_size, hidden),
-        "v_proj": (kv_size, hidden),
-        "o_proj": (hidden, q_size),
-    }
+    qwen2, qwen3, phi3 = (config["model_type"] == each for each in ("qwen2", "qwen3", "phi3"))
+    inputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    gates = {"gate_proj": inner, "up_proj": inner}
+    if phi3:
+        inputs, gates = {"qkv_proj": q_size + 2 * kv_size}, {"gate_up_proj": 2 * inner}
+    projections = {name: (rows, hidden) for name, rows in inputs.items()}
+    projections["o_proj"] = hidden, q_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden)
     }
@@ -150,8 +198,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[f"{prefix}.mlp.up_proj.weight"] = (inner, hidden)
+        shapes |= {f"{prefix}.mlp.{name}.weight": (rows, hidden) for name, rows in gates.items()}
         shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:

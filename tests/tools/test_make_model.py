@@ -28,6 +28,10 @@ PARAMETERS = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
+    "mistral-7b": 7_248_023_552,
+    "smollm3-3b": 3_075_098_624,
+    "granite-3.3-2b": 2_533_539_840,
+    "phi-4-mini": 3_836_021_760,
 }
 
 
@@ -54,6 +58,10 @@ def test_shapes_have_the_size_of_the_public_models(shape: str) -> None:
         {"head_dim": 32, "num_hidden_layers": 3, "vocab_size": 3001},
         {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
+        {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"},
+        {"architectures": ["GraniteForCausalLM"], "model_type": "granite"},
+        {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
     ],
 )
 def test_transformers_finds_every_weight_and_no_other(
