@@ -36,6 +36,7 @@ _SMOLLM2_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110d
 _SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # its model card's
 # The files that the services read; none of them is ever unpickled.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt")
+_OTHER_FILES = ("consolidated*",)  # Mistral's own copy of all weights
 
 
 def resolve_model(model: str) -> Path:
@@ -224,7 +225,11 @@ def _snapshot(hub_id: str, revision: str) -> Path:
     # Imported here: the import is slow, and a local directory does not need it.
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(_FILES)))
+    allowed, ignored = list(_FILES), list(_OTHER_FILES)
+    found = snapshot_download(
+        hub_id, revision=revision, allow_patterns=allowed, ignore_patterns=ignored
+    )
+    return Path(found)
 
 
 def _damaged_files(directory: Path) -> list[Path]:

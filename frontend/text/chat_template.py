@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import meta, nodes
 
-from frontend.text.conversation import Conversation
+from frontend.text.conversation import Conversation, with_short_ids, with_tools_in_text
 from shared.errors import InvalidArgumentError
 
 # Every template renders these roles, or fails with a reason.
@@ -47,10 +47,16 @@ class ChatTemplate:
             template = self._tokenizer.get_chat_template(tools=conversation.tools)
             if template not in self._understood:
                 self._understood[template] = self._understand(template)
-            _check(conversation, self._understood[template])
+            understood = self._understood[template]
+            _check(conversation, understood)
+            messages, tools = conversation.messages, conversation.tools
+            if understood.tools_in_message:
+                messages, tools = with_tools_in_text(messages, tools), None
+            if "[TOOL_CALLS]" in template:
+                messages = with_short_ids(messages)
             text: str = self._tokenizer.apply_chat_template(
-                conversation.messages,
-                tools=conversation.tools,
+                messages,
+                tools=tools,
                 continue_final_message=conversation.continue_final_message,
                 add_generation_prompt=not conversation.continue_final_message,
                 tokenize=False,
@@ -112,12 +118,16 @@ class ChatTemplate:
         texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         names = texts | {node.attr for node in tree.find_all(nodes.Getattr)}
         variables = meta.find_undeclared_variables(tree)
+        items = {getattr(node.arg, "value", None) for node in tree.find_all(nodes.Getitem)}
+        tools_in_message = "tools" in items - variables
         return _Understood(
             roles=_PLAIN_ROLES
             + tuple(r for r in _OTHER_ROLES if r in texts or self._renders(template, r))
             + (_PAIR_ROLES if texts.issuperset(_PAIR_ROLES) else ()),
-            takes_tools="tools" in variables,
-            message_keys=frozenset({"tool_calls", "reasoning_content"} & names),
+            takes_tools="tools" in variables or tools_in_message,
+            tools_in_message=tools_in_message,
+            message_keys=frozenset({"tool_calls", "reasoning_content"} & names)
+            | ({"tool_calls"} if tools_in_message else set()),
             kwargs=frozenset(variables - self._reserved),
         )
 
@@ -145,6 +155,7 @@ class _Understood:
 
     roles: tuple[str, ...]
     takes_tools: bool
+    tools_in_message: bool  # as a text, in the system's
     message_keys: frozenset[str]
     kwargs: frozenset[str]
 

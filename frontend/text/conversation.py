@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ MAX_CHAT_JSON_BYTES = 512 << 10
 # Fewer bytes, because a template may repeat the arguments for each message.
 MAX_KWARGS_BYTES = 4 << 10
 MAX_JSON_DEPTH = 32
+_SHORT_ID = 9  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,48 @@ def read_conversation(chat: pb.Chat) -> Conversation:
     field = "chat.chat_template_kwargs"
     kwargs = _json_object(field, chat.chat_template_kwargs or "{}", MAX_KWARGS_BYTES)
     return Conversation(messages, tools or None, kwargs, chat.continue_final_message)
+
+
+def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with ids of tool calls of 9 letters and digits, which Mistral's templates ask
+    for. Equal ids stay equal."""
+
+    def short(each: dict[str, Any], key: str) -> dict[str, Any]:
+        text = each.get(key, "")
+        if not text or (len(text) == _SHORT_ID and text.isascii() and text.isalnum()):
+            return each
+        return {**each, key: hashlib.sha256(text.encode()).hexdigest()[:_SHORT_ID]}
+
+    found = []
+    for message in messages:
+        message = short(message, "tool_call_id")
+        if calls := message.get("tool_calls"):
+            message = {**message, "tool_calls": [short(call, "id") for call in calls]}
+        found.append(message)
+    return found
+
+
+def with_tools_in_text(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> list[dict[str, Any]]:
+    """The messages with the tools as a text in the first one, the system's, and with calls in the
+    contents, as Phi-4-mini was trained."""
+    found = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            text = _json([call["function"] for call in calls])
+            content = f"{message['content']}<|tool_call|>{text}<|/tool_call|>"
+            message = {"role": message["role"], "content": content}
+        found.append(message)
+    if tools:
+        if found[0]["role"] != "system":
+            found.insert(0, {"role": "system", "content": ""})
+        found[0] = {**found[0], "tools": _json([tool["function"] for tool in tools])}
+    return found
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _check_size(chat: pb.Chat) -> None:

@@ -7,6 +7,7 @@ import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -80,7 +81,9 @@ class Hub:
     def file(self, name: str) -> Path:
         return (self.repository / "snapshots" / COMMIT / name).resolve()
 
-    def download(self, *_: object, **__: object) -> str:
+    def download(self, *_: object, **patterns: Any) -> str:
+        if patterns:
+            assert "consolidated*" in patterns["ignore_patterns"]
         snapshot = self.repository / "snapshots" / COMMIT
         snapshot.mkdir(parents=True, exist_ok=True)
         (self.repository / "blobs").mkdir(exist_ok=True)

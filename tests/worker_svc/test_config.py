@@ -98,15 +98,38 @@ def test_reads_both_styles_of_rope(tmp_path: Path, rope: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [
+        ({"sliding_window": 64}, 512),
+        ({"sliding_window": 64, "use_sliding_window": True}, 64),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
+        ({"sliding_window": 64, "layer_types": ["full_attention"]}, 512),
+        ({"sliding_window": 64, "architectures": ["MistralForCausalLM"]}, 64),
+        ({"sliding_window": None, "architectures": ["MistralForCausalLM"]}, 512),
+        ({"sliding_window": 1024, "architectures": ["Phi3ForCausalLM"]}, 512),
+    ],
+)
+def test_windows_limit_the_length(tmp_path: Path, overrides: dict[str, Any], limit: int) -> None:
+    """Where they have no effect, a model is served without them."""
+    assert load_model_config(write_config(tmp_path, **overrides)).max_model_len == limit
+
+
+@pytest.mark.parametrize(
     ("overrides", "reason"),
     [
+        ({"partial_rotary_factor": 0.45}, "partial_rotary_factor: 0.45 of 16 channels"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "short_factor: missing"),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]},
+            "no_rope_layers: 1 entries for 3 layers",
+        ),
         (
             {"architectures": ["GPT2LMHeadModel"]},
             "architectures: GPT2LMHeadModel is not served; served are Qwen3ForCausalLM, "
             "Qwen2ForCausalLM, LlamaForCausalLM",
         ),
         ({"architectures": None}, "architectures: none is not served"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window: missing"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: dynamic"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor: missing"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: missing"),

@@ -21,7 +21,8 @@ ROPE_FACTORS = {
     "rope_factors_short.weight": "short_factor",
     "rope_factors_long.weight": "long_factor",
 }
-# Keys of Granite's factors, and their fields in config.json.
+# Keys that few files have, and their fields in config.json. The factors are Granite's.
+_LIMITS = {"rope.scaling.original_context_length": "original_max_position_embeddings"}
 _MULTIPLIERS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -113,15 +114,14 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": keys.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
         "max_position_embeddings": keys.get(f"{arch}.context_length", int),
-        "original_max_position_embeddings": keys.get(
-            f"{arch}.rope.scaling.original_context_length", int, None
-        ),
+        **_given(keys, arch, _LIMITS, int),
         "sliding_window": window or None,
         "rope_parameters": {
-            "partial_rotary_factor": rotated / head_dim,
+            # Its product with the heads' size is cut off.
+            "partial_rotary_factor": min((rotated + 0.5) / head_dim, 1.0),
             **_rope(keys, arch, [name for name in ROPE_FACTORS if name in header.tensors]),
         },
-        **_multipliers(keys, arch),
+        **_given(keys, arch, _MULTIPLIERS, float),
         "attention_bias": "blk.0.attn_output.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -132,8 +132,9 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
     }
 
 
-def _multipliers(keys: Keys, arch: str) -> dict[str, float]:
-    found = {field: keys.get(f"{arch}.{key}", float, None) for key, field in _MULTIPLIERS.items()}
+def _given(keys: Keys, arch: str, names: Mapping[str, str], kind: type) -> dict[str, Any]:
+    """The fields that the file has keys for, which `names` gives by key."""
+    found = {field: keys.get(f"{arch}.{key}", kind, None) for key, field in names.items()}
     return {field: value for field, value in found.items() if value is not None}
 
 

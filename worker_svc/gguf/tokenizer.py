@@ -28,10 +28,12 @@ _SPLIT = (
 )
 _LLAMA3 = _SPLIT.format(digits=r"\p{N}{1,3}")
 _QWEN2 = _SPLIT.format(digits=r"\p{N}")
+_WITHOUT_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3
 _SPLITS = {
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,  # of SmolLM3
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "smollm": "digits",
@@ -63,18 +65,31 @@ def make_tokenizer(keys: Keys) -> Tokenizer:
         tokenizer = _sentence_piece(keys, tokens, types)
     else:
         raise GgufError(f"tokenizer.ggml.model: {kind} is not served; gpt2 and llama are")
-    special = _added(tokens, types, (_UNKNOWN, _CONTROL), special=True)
+    is_phi3 = kind == "llama" and keys.get("general.architecture", str) == "phi3"
+    special = _added(tokens, types, (_UNKNOWN, _CONTROL), is_phi3, special=True)
     tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(_added(tokens, types, (_USER_DEFINED,), special=False))
+    tokenizer.add_tokens(_added(tokens, types, (_USER_DEFINED,), is_phi3, special=False))
     _add_beginning(tokenizer, keys, tokens)
     return tokenizer
 
 
 def _added(
-    tokens: Sequence[str], types: Sequence[int], kinds: tuple[int, ...], *, special: bool
+    tokens: Sequence[str],
+    types: Sequence[int],
+    kinds: tuple[int, ...],
+    is_phi3: bool,
+    *,
+    special: bool,
 ) -> list[AddedToken]:
+    """The added tokens of some kinds. Those of Phi-3 take the space after them, which files do not
+    say (llama.cpp knows it, too: `llama_vocab::impl::load`)."""
     return [
-        AddedToken(token, normalized=False, special=special)
+        AddedToken(
+            token,
+            normalized=False,
+            special=special,
+            rstrip=is_phi3 and token not in _WITHOUT_SPACE,
+        )
         for token, kind in zip(tokens, types, strict=True)
         if kind in kinds
     ]

@@ -107,8 +107,6 @@ def load_model_config(model_dir: Path) -> ModelConfig:
 
 def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
     num_kv_heads = file.num_key_value_heads or file.num_attention_heads
-    if file.use_sliding_window or "sliding_attention" in (file.layer_types or ()):
-        raise ModelError("use_sliding_window: sliding window attention is not implemented")
     if file.hidden_act != "silu":
         raise ModelError(f"hidden_act: {file.hidden_act} is not implemented; silu is")
     if file.num_attention_heads % num_kv_heads:
@@ -195,11 +193,14 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
 def _max_model_len(family: Family, file: _ConfigFile, rope: RopeConfig) -> int:
     """The model's limit in tokens. Model cards say to enable yarn in the configuration without
     changing `max_position_embeddings`, so this function computes the extended length. A sequence
-    that fits into the window of all layers is computed as if there were none."""
+    that fits into the windows of layers is computed as if there were none."""
     length = file.max_position_embeddings
     if rope.rope_type == "yarn":
         length = max(length, int(rope.original_max_position_embeddings * rope.factor))
-    if family.has_window and file.sliding_window:
+    has_window = family.has_window or file.use_sliding_window
+    if "sliding_attention" in (file.layer_types or ()) and not file.sliding_window:
+        raise ModelError("sliding_window: missing; layer_types has sliding_attention")
+    if file.sliding_window and (has_window or "sliding_attention" in (file.layer_types or ())):
         length = min(length, file.sliding_window)
     return length
 

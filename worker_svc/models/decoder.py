@@ -96,6 +96,8 @@ class Attention:
         if fused:
             names = [f"{name}.qkv_proj"] * 3
             starts = [0, config.num_heads * dim, (config.num_heads + config.num_kv_heads) * dim]
+        if norm and config.rope.rotated_size(dim) != dim:
+            raise ModelError("partial_rotary_factor: must be 1 in heads that are normalized")
         q, k = (
             _rotated_rows(Rows(names[i], starts[i] + first * dim, count * dim), config)
             for i, first, count in ((0, tp.rank * heads, heads), (1, first_kv_head, kv_heads))

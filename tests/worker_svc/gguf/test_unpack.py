@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
@@ -112,6 +112,17 @@ def test_makes_a_tokenizer_in_sentencepieces_manner(tmp_path: Path) -> None:
         "<s>", "▁", "▁", "<0x7A>", "<|im_end|>", "▁", "é",
     ]  # fmt: skip
     assert tokenizer.decode(tokenizer.encode("ab  €").ids) == "ab  €"
+
+
+def test_marks_of_phi3_take_the_space_after_them(tmp_path: Path) -> None:
+    """As in the tokenizer.json of its own. GGUF files do not say so."""
+    config = Phi3Config(**SHAPE, pad_token_id=None, eos_token_id=2)
+    write_gguf(tmp_path / "phi.gguf", Phi3ForCausalLM(config))
+    directory = unpack(tmp_path / "phi.gguf")
+    FrontendTokenizer(directory, threads=1).close()  # transformers reads the configuration
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    assert tokenizer.encode("<|im_end|>\n a").ids == [1, 266, 262]
+    assert tokenizer.encode("<s>\na").tokens == ["<s>", "<s>", "▁", "<0x0A>", "a"]
 
 
 @pytest.mark.parametrize(
