@@ -28,7 +28,7 @@ _GREEDY = pb.SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Pooled:
-    """What a request's prompts gave, a float32 array for each, and the numbers of their tokens."""
+    """A float32 array for each prompt of a request, and the numbers of the prompts' tokens."""
 
     request_id: str
     vectors: list[Vector]

@@ -153,8 +153,8 @@ class GrammarKind(enum.IntEnum):
 
 
 class Pooling(IntEnum):
-    """What is made of a prompt's hidden states: an embedding, or a score, the difference of two
-    logits. The numbers are those of `scheduler.proto`."""
+    """How an embedding, or a score, is made of a prompt's hidden states. A score is the difference
+    of two logits. The numbers are those of `scheduler.proto`."""
 
     NONE = 0
     LAST = 1

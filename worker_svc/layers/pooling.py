@@ -1,4 +1,4 @@
-"""What is made of whole prompts: hidden states, of which embeddings are made, and scores."""
+"""Hidden states of whole prompts, of which embeddings are made, and scores of prompts."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def request(documents: list[str] = DOCUMENTS, **fields: Any) -> pb.ScoreRequest:
 
 
 async def num_tokens(service: HttpService, query: str, document: str, task: str = "") -> int:
-    """Of the prompt for a document, without the system message."""
+    """The number of tokens of the prompt for a document."""
     task = task or "Given a web search query, retrieve relevant passages that answer the query"
     content = f"<Instruct>: {task}\n<Query>: {query}\n<Document>: {document}"
     chat = pb.Chat(

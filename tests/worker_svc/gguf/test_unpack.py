@@ -115,7 +115,7 @@ def test_makes_a_tokenizer_in_sentencepieces_manner(tmp_path: Path) -> None:
 
 
 def test_marks_of_phi3_take_the_space_after_them(tmp_path: Path) -> None:
-    """As in the tokenizer.json of its own. GGUF files do not say so."""
+    """Phi-3's own tokenizer.json says so. GGUF files do not."""
     config = Phi3Config(**SHAPE, pad_token_id=None, eos_token_id=2)
     write_gguf(tmp_path / "phi.gguf", Phi3ForCausalLM(config))
     directory = unpack(tmp_path / "phi.gguf")
