@@ -40,6 +40,6 @@ def test_prompts_to_embed_are_sent_in_parts() -> None:
     """A part has at most as many as a call may have, and fits into a message."""
     long = "é" * 350_000
     prompts = ["a", "b", "c", long, [1] * 100_000, long, "d"]
-    parts = [*_parts(prompts, 2)]
+    parts = [prompts[part] for part in _parts([len(each) for each in prompts], 2)]
     assert parts == [["a", "b"], ["c", long], [[1] * 100_000], [long, "d"]]
     assert [*_parts([], 2)] == []

@@ -305,7 +305,7 @@ def cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     for directory in (snapshot, blobs, repository / "refs"):
         directory.mkdir(parents=True)
     (repository / "refs" / "main").write_text(COMMIT)
-    for number, file in enumerate(Path(DEMO).iterdir()):
+    for number, file in enumerate(Path(DEMO).glob("*.*")):
         shutil.copy(file, blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     return snapshot

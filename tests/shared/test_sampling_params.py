@@ -25,7 +25,7 @@ OTHER_NUMBERS = {"seed", "min_tokens"}
 OTHERS_TO_SCHEDULER = {
     *("seed", "max_tokens", "min_tokens", "eos_token_ids", "stop_token_ids", "bias_ids"),
     *("bias_values", "logprobs", "prompt_logprobs", "beam_width", "length_penalty", "grammar"),
-    *("bad_words", "pooling"),
+    *("bad_words", "pooling", "yes_id", "no_id"),
 }
 OTHER_COLUMNS = {
     *("rows", "prompt_lens", "num_logprobs", "bias_offsets", "bias_ids", "bias_values"),

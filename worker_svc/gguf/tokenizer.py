@@ -65,7 +65,7 @@ def make_tokenizer(keys: Keys) -> Tokenizer:
         tokenizer = _sentence_piece(keys, tokens, types)
     else:
         raise GgufError(f"tokenizer.ggml.model: {kind} is not served; gpt2 and llama are")
-    is_phi3 = kind == "llama" and keys.get("general.architecture", str) == "phi3"
+    is_phi3 = kind == "llama" and keys.get("general.architecture", str, "") == "phi3"
     special = _added(tokens, types, (_UNKNOWN, _CONTROL), is_phi3, special=True)
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(_added(tokens, types, (_USER_DEFINED,), is_phi3, special=False))
