@@ -131,7 +131,7 @@ def _keys(config: Any) -> dict[str, Any]:
 def read_gguf(path: Path, model: Any) -> None:
     """Gives the weights of a file to `model` of transformers."""
     weights = dict(model.named_parameters())
-    names = {short: name for name, short in _NAMES.items()}
+    names = {short: name for name, short in reversed(_NAMES.items())}  # not the fused ones
     config = model.config
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for tensor in gguf.GGUFReader(path).tensors:
