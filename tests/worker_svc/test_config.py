@@ -130,6 +130,7 @@ def test_windows_limit_the_length(tmp_path: Path, overrides: dict[str, Any], lim
         ),
         ({"architectures": None}, "architectures: none is not served"),
         ({"layer_types": ["sliding_attention"]}, "sliding_window: missing"),
+        ({"use_sliding_window": True}, "sliding_window: missing"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: dynamic"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor: missing"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: missing"),

@@ -80,7 +80,7 @@ class _ConfigFile(BaseModel, strict=True):
     use_sliding_window: bool = False
     sliding_window: PositiveInt | None = None
     no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
-    no_rope_layer_interval: PositiveInt = 4
+    no_rope_layer_interval: PositiveInt | None = None  # each such layer has none
     layer_types: list[str] | None = None
     # Of Granite. The others leave attention_multiplier to the size of the heads.
     attention_multiplier: float | None = None
@@ -144,7 +144,7 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
         tie_word_embeddings=file.tie_word_embeddings,
         max_model_len=_max_model_len(family, file, rope),
         rope=rope,
-        rotated_layers=_rotated_layers(family, file),
+        rotated_layers=_rotated_layers(file),
         attention_multiplier=file.attention_multiplier,
         embedding_scale=(file.embedding_multiplier or 1.0) / residual,
         output_scale=1.0 / (file.logits_scaling or 1.0),
@@ -197,22 +197,20 @@ def _max_model_len(family: Family, file: _ConfigFile, rope: RopeConfig) -> int:
     length = file.max_position_embeddings
     if rope.rope_type == "yarn":
         length = max(length, int(rope.original_max_position_embeddings * rope.factor))
-    has_window = family.has_window or file.use_sliding_window
-    if "sliding_attention" in (file.layer_types or ()) and not file.sliding_window:
-        raise ModelError("sliding_window: missing; layer_types has sliding_attention")
-    if file.sliding_window and (has_window or "sliding_attention" in (file.layer_types or ())):
+    slides = file.use_sliding_window or "sliding_attention" in (file.layer_types or ())
+    if slides and not file.sliding_window:
+        raise ModelError("sliding_window: missing, but layers have windows")
+    if file.sliding_window and (slides or family.has_window):
         length = min(length, file.sliding_window)
     return length
 
 
-def _rotated_layers(family: Family, file: _ConfigFile) -> tuple[bool, ...]:
-    numbers = range(file.num_hidden_layers)
-    if family.module != "smollm3":
-        return tuple(True for _ in numbers)
-    given = file.no_rope_layers or [(n + 1) % file.no_rope_layer_interval for n in numbers]
-    if len(given) < len(numbers):
-        raise ModelError(f"no_rope_layers: {len(given)} entries for {len(numbers)} layers")
-    return tuple(given[number] != 0 for number in numbers)
+def _rotated_layers(file: _ConfigFile) -> tuple[bool, ...]:
+    count, interval = file.num_hidden_layers, file.no_rope_layer_interval
+    given = file.no_rope_layers or [(n + 1) % interval if interval else 1 for n in range(count)]
+    if len(given) < count:
+        raise ModelError(f"no_rope_layers: {len(given)} entries for {count} layers")
+    return tuple(each != 0 for each in given[:count])
 
 
 def _describe(error: ValidationError) -> str:

@@ -53,6 +53,14 @@ _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
 }
+_LLAMA_DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+}
 _SERVED = (
     Family(
         architecture="Qwen3ForCausalLM",
@@ -72,14 +80,7 @@ _SERVED = (
         architecture="LlamaForCausalLM",
         models="Llama 2, 3, 3.1, 3.2 and 3.3 (text), SmolLM2, TinyLlama: 135M to 70B",
         module="llama",
-        defaults={
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "max_position_embeddings": 2048,
-        },
+        defaults=_LLAMA_DEFAULTS,
         gguf="llama",
         gguf_pairs=True,
         tested="SmolLM2-135M-Instruct",
@@ -89,11 +90,8 @@ _SERVED = (
         models="Mistral 7B, Nemo and Small (text), Ministral 8B: 7B to 24B",
         module="llama",
         defaults={
-            "vocab_size": 32000,
-            "hidden_size": 4096,
+            **_LLAMA_DEFAULTS,
             "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
             "sliding_window": 4096,
@@ -114,6 +112,7 @@ _SERVED = (
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
             "rope_theta": 2e6,
+            "no_rope_layer_interval": 4,
             "tie_word_embeddings": True,
         },
         gguf="smollm3",
@@ -123,15 +122,7 @@ _SERVED = (
         architecture="GraniteForCausalLM",
         models="Granite 3, dense: 2B and 8B",
         module="llama",
-        defaults={
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "max_position_embeddings": 2048,
-            "attention_multiplier": 1.0,
-        },
+        defaults={**_LLAMA_DEFAULTS, "attention_multiplier": 1.0},
         gguf="granite",
         gguf_pairs=True,
     ),
