@@ -51,9 +51,8 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8,
                         help="of sentence-transformers; %(default)s")  # fmt: skip
     options = parser.parse_args(args)
-    options.min_output = options.max_output = 1
     check_minimum(parser, options, 1, ["rounds", "texts", "batch_size"])
-    check_lengths(parser, options)
+    check_lengths(parser, options, ["input"])
     return options
 
 

@@ -53,8 +53,12 @@ def check_minimum(
             parser.error(f"--{name.replace('_', '-')}: must be at least {minimum}")
 
 
-def check_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    for name in ("input", "output"):
+def check_lengths(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    names: Sequence[str] = ("input", "output"),
+) -> None:
+    for name in names:
         if not 1 <= getattr(options, f"min_{name}") <= getattr(options, f"max_{name}"):
             parser.error(f"--min-{name}: must be at least 1 and at most --max-{name}")
 

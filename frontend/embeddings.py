@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from frontend.generations import Generations
 from frontend.pooled import Pooled, PooledRequest, check_count
+from frontend.text.model_files import ModelFacts
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InternalError, InvalidArgumentError
 from shared.sampling_params import Pooling
@@ -17,50 +18,44 @@ log = structlog.get_logger(__name__)
 MAX_NUMBERS = 1 << 21  # of all embeddings of a request
 
 
-class Embeddings:
-    """Embeds prompts with one model."""
+async def embed(
+    generations: Generations, message: pb.EmbedRequest, timeout_s: float | None = None
+) -> Pooled:
+    """Embeds the prompts of a request -> vectors [dimensions] with a norm of 1.
 
-    def __init__(self, generations: Generations) -> None:
-        self._generations = generations
+    Raises:
+        InvalidArgumentError: a field is wrong.
+        ServiceError: as `Generations.start`, or an engine failed.
+    """
+    check_count("inputs", message.inputs)
+    _check_dimensions(message, generations.facts)
+    request = PooledRequest(generations, message, timeout_s, pooling=generations.facts.pooling)
+    for index, given in enumerate(message.inputs):
+        kind = given.WhichOneof("prompt")
+        prompt = {kind: getattr(given, kind)} if kind else {}
+        await request.add(f"inputs[{index}]", **prompt)
+    return await request.run(lambda vector: _normalized(vector, message.dimensions))
 
-    async def embed(self, message: pb.EmbedRequest, timeout_s: float | None = None) -> Pooled:
-        """Embeds the prompts of a request -> vectors [dimensions] with a norm of 1.
 
-        Raises:
-            InvalidArgumentError: a field is wrong.
-            ServiceError: as `Generations.start`, or an engine failed.
-        """
-        check_count("inputs", message.inputs)
-        self._check_dimensions(message)
-        pooling = self._generations.facts.pooling
-        request = PooledRequest(self._generations, message, timeout_s, pooling=pooling)
-        for index, given in enumerate(message.inputs):
-            kind = given.WhichOneof("prompt")
-            prompt = {kind: getattr(given, kind)} if kind else {}
-            await request.add(f"inputs[{index}]", **prompt)
-        return await request.run(lambda vector: _normalized(vector, message.dimensions))
-
-    def _check_dimensions(self, message: pb.EmbedRequest) -> None:
-        """
-        Raises:
-            InvalidArgumentError: there are fewer dimensions, too many numbers, or no pooling.
-        """
-        facts, dimensions = self._generations.facts, message.dimensions
-        if facts.pooling is Pooling.NONE:
-            raise InvalidArgumentError(
-                "inputs", "1_Pooling/config.json asks for another pooling; see POOLING"
-            )
-        if not 0 <= dimensions <= facts.hidden_size:
-            raise InvalidArgumentError(
-                "dimensions", f"{dimensions}; must be 0 to {facts.hidden_size}"
-            )
-        each = dimensions or facts.hidden_size
-        if each * len(message.inputs) > MAX_NUMBERS:
-            raise InvalidArgumentError(
-                "inputs",
-                f"{len(message.inputs)} inputs; with {each} dimensions the limit is "
-                f"{MAX_NUMBERS // each}",
-            )
+def _check_dimensions(message: pb.EmbedRequest, facts: ModelFacts) -> None:
+    """
+    Raises:
+        InvalidArgumentError: there are fewer dimensions, too many numbers, or no pooling.
+    """
+    dimensions = message.dimensions
+    if facts.pooling is Pooling.NONE:
+        raise InvalidArgumentError(
+            "inputs", "1_Pooling/config.json asks for another pooling; see POOLING"
+        )
+    if not 0 <= dimensions <= facts.hidden_size:
+        raise InvalidArgumentError("dimensions", f"{dimensions}; must be 0 to {facts.hidden_size}")
+    each = dimensions or facts.hidden_size
+    if each * len(message.inputs) > MAX_NUMBERS:
+        raise InvalidArgumentError(
+            "inputs",
+            f"{len(message.inputs)} inputs; with {each} dimensions the limit is "
+            f"{MAX_NUMBERS // each}",
+        )
 
 
 def _normalized(vector: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:

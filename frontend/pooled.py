@@ -92,7 +92,7 @@ class PooledRequest:
         """Runs the prompts. If one fails, it cancels the others.
 
         Args:
-            finish: makes what is kept of what a prompt gave.
+            finish: turns the array of a prompt into the one to keep.
 
         Raises:
             ServiceError: as `Generations.begin`, an engine failed, or `finish` raised it.

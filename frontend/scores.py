@@ -30,63 +30,60 @@ class Scored:
         return [_sigmoid(each) for each in self.log_odds]
 
 
-class Scores:
-    """Scores documents with one model."""
+async def score_documents(
+    generations: Generations, message: pb.ScoreRequest, timeout_s: float | None = None
+) -> Scored:
+    """Scores the documents of a request.
 
-    def __init__(self, generations: Generations) -> None:
-        self._generations = generations
-
-    async def score(self, message: pb.ScoreRequest, timeout_s: float | None = None) -> Scored:
-        """Scores the documents of a request.
-
-        Raises:
-            InvalidArgumentError: a field is wrong, or the model has no tokens that tell a score.
-            ServiceError: as `Generations.start`, or an engine failed.
-        """
-        check_count("documents", message.documents)
-        if len(message.queries) not in (1, len(message.documents)):
-            raise InvalidArgumentError(
-                "queries", f"{len(message.queries)}; must be 1, or one for each document"
-            )
-        yes, no = self._answer_ids()
-        request = PooledRequest(
-            self._generations, message, timeout_s, pooling=Pooling.SCORE, yes_id=yes, no_id=no
+    Raises:
+        InvalidArgumentError: a field is wrong, or the model has no tokens that tell a score.
+        ServiceError: as `Generations.start`, or an engine failed.
+    """
+    check_count("documents", message.documents)
+    if len(message.queries) not in (1, len(message.documents)):
+        raise InvalidArgumentError(
+            "queries", f"{len(message.queries)}; must be 1, or one for each document"
         )
-        limit = self._generations.engines.limits.max_model_len - 1
-        for index, document in enumerate(message.documents):
-            query, field = message.queries[index % len(message.queries)], f"documents[{index}]"
-            try:
-                ids = await self._generations.tokenizer.encode_pair(
-                    query, document, message.instruction, limit
-                )
-            except InvalidArgumentError as error:
-                if error.field == "chat":
-                    raise InvalidArgumentError("documents", error.reason) from error
-                reason = f"with its query and the instruction {error.reason}"
-                raise InvalidArgumentError(field, reason) from error
-            await request.add(field, token_ids=pb.TokenIds(ids=ids))
-        prompts = await request.run(_check_finite)
-        return Scored([float(vector[0]) for vector in prompts.vectors], prompts)
-
-    def _answer_ids(self) -> tuple[int, int]:
-        """The tokens whose logits tell a score.
-
-        Raises:
-            InvalidArgumentError: the model has none.
-        """
-        if ids := self._generations.facts.answer_ids:
-            if ids[0] == ids[1]:
-                raise InvalidArgumentError(
-                    "documents", "1_LogitScore/config.json names one token; must be two"
-                )
-            return ids
-        token_id = self._generations.tokenizer.token_id
-        yes, no = token_id("yes"), token_id("no")
-        if yes is None or no is None:
-            raise InvalidArgumentError(
-                "documents", 'the model has no tokens "yes" and "no", by which it would score'
+    yes, no = _answer_ids(generations)
+    request = PooledRequest(
+        generations, message, timeout_s, pooling=Pooling.SCORE, yes_id=yes, no_id=no
+    )
+    limit = generations.engines.limits.max_model_len - 1
+    for index, document in enumerate(message.documents):
+        query, field = message.queries[index % len(message.queries)], f"documents[{index}]"
+        try:
+            ids = await generations.tokenizer.encode_pair(
+                query, document, message.instruction, limit
             )
-        return yes, no
+        except InvalidArgumentError as error:
+            if error.field == "chat":
+                raise InvalidArgumentError("documents", error.reason) from error
+            reason = f"with its query and the instruction {error.reason}"
+            raise InvalidArgumentError(field, reason) from error
+        await request.add(field, token_ids=pb.TokenIds(ids=ids))
+    prompts = await request.run(_check_finite)
+    return Scored([float(vector[0]) for vector in prompts.vectors], prompts)
+
+
+def _answer_ids(generations: Generations) -> tuple[int, int]:
+    """The tokens whose logits tell a score.
+
+    Raises:
+        InvalidArgumentError: the model has none.
+    """
+    if ids := generations.facts.answer_ids:
+        if ids[0] == ids[1]:
+            raise InvalidArgumentError(
+                "documents", "1_LogitScore/config.json names one token; must be two"
+            )
+        return ids
+    token_id = generations.tokenizer.token_id
+    yes, no = token_id("yes"), token_id("no")
+    if yes is None or no is None:
+        raise InvalidArgumentError(
+            "documents", 'the model has no tokens "yes" and "no", by which it would score'
+        )
+    return yes, no
 
 
 def _check_finite(score: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -12,13 +12,11 @@ from frontend.callers.admission import Admission
 from frontend.callers.audit import Audit, Usage
 from frontend.callers.auth import ClientInterceptor
 from frontend.callers.tenants import Tokens
-from frontend.embeddings import Embeddings
 from frontend.engines.pool import Engines
 from frontend.generations import Generations
 from frontend.http.app import App
 from frontend.http.server import HttpServer
 from frontend.metrics import RequestMetrics
-from frontend.scores import Scores
 from frontend.settings import FrontendSettings
 from frontend.text.model_files import ModelFacts, ModelFilesError, read_model_facts
 from frontend.text.tokenizer import Tokenizer
@@ -104,13 +102,11 @@ class Frontend:
             settings.check_scheduler,
         )
         generations = Generations(facts, tokenizer, engines)
-        embeddings, scores = Embeddings(generations), Scores(generations)
-        servicer = InferenceServicer(generations, embeddings, scores)
-        add_InferenceServiceServicer_to_server(servicer, server.grpc)
+        add_InferenceServiceServicer_to_server(InferenceServicer(generations), server.grpc)
         await server.start(f"{settings.host}:{settings.port}")
         http = None
         if listener:
-            app = App(settings, generations, embeddings, scores, self._admission, server.calls)
+            app = App(settings, generations, self._admission, server.calls)
             http = HttpServer(settings, app)
             server.on_stopping(http.drain)
         async with asyncio.TaskGroup() as tasks:

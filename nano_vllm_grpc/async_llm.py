@@ -248,7 +248,7 @@ class AsyncLLM:
         timeout_s: float | None,
     ) -> list[Result]:
         """Sends parts of a list of inputs of these lengths, several at a time, with a common
-        deadline. Returns what they give, in order."""
+        deadline. Returns their results, in order."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         at_once = min(_INPUTS_OF_CALL, self._max_in_flight)
         slots = asyncio.Semaphore(self._max_in_flight // at_once)

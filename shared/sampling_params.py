@@ -13,7 +13,6 @@ import enum
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from enum import IntEnum
 from typing import Any
 
 _MAX = sys.float_info.max
@@ -152,7 +151,7 @@ class GrammarKind(enum.IntEnum):
     STRUCTURAL_TAG = 5
 
 
-class Pooling(IntEnum):
+class Pooling(enum.IntEnum):
     """How an embedding, or a score, is made of a prompt's hidden states. A score is the difference
     of two logits. The numbers are those of `scheduler.proto`."""
 

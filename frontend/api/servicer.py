@@ -10,10 +10,10 @@ from grpc import aio
 from frontend import validation
 from frontend.api import responses
 from frontend.api.responses import WholeCompletion, stream_response
-from frontend.embeddings import Embeddings
+from frontend.embeddings import embed
 from frontend.generation import Generation
 from frontend.generations import Generations
-from frontend.scores import Scores
+from frontend.scores import score_documents
 from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceServicer
@@ -26,10 +26,8 @@ SERVICE_NAME = "nanovllm.v1.InferenceService"
 class InferenceServicer(InferenceServiceServicer):
     """Serves `frontend.proto` for one model."""
 
-    def __init__(self, generations: Generations, embeddings: Embeddings, scores: Scores) -> None:
+    def __init__(self, generations: Generations) -> None:
         self._generations = generations
-        self._embeddings = embeddings
-        self._scores = scores
         self._tokenizer = generations.tokenizer
 
     async def Generate(  # type: ignore[override]  # serialized already
@@ -94,11 +92,11 @@ class InferenceServicer(InferenceServiceServicer):
         )
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        embedded = await self._embeddings.embed(request, context.time_remaining())
+        embedded = await embed(self._generations, request, context.time_remaining())
         return await responses.embed_response(embedded)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        scored = await self._scores.score(request, context.time_remaining())
+        scored = await score_documents(self._generations, request, context.time_remaining())
         return responses.score_response(scored)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

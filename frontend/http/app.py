@@ -16,14 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from frontend.callers.admission import Admission
 from frontend.callers.call import Call
-from frontend.embeddings import Embeddings
 from frontend.generations import Generations
 from frontend.http import chat, completions, embeddings, messages, models, responses, scores
 from frontend.http.background.responses import BackgroundResponses
 from frontend.http.errors import HttpError
 from frontend.http.exchange import Answer, Exchange, Request
 from frontend.http.service import Service
-from frontend.scores import Scores
 from frontend.settings import FrontendSettings
 from frontend.validation import check_request_id
 from nano_vllm_grpc.channels import stays_on_host
@@ -69,8 +67,6 @@ class App:
         self,
         settings: FrontendSettings,
         generations: Generations,
-        embeddings: Embeddings,
-        scores: Scores,
         admission: Admission,
         calls: OpenCalls,
     ) -> None:
@@ -91,9 +87,7 @@ class App:
             calls,
             reports_cached=settings.report_cached_tokens,
         )
-        self._service = Service(
-            generations, embeddings, scores, settings.report_cached_tokens, self.background
-        )
+        self._service = Service(generations, settings.report_cached_tokens, self.background)
         self._app: ASGIApp = self._serve
         if settings.http_origins:
             self._app = CORSMiddleware(

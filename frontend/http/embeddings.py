@@ -12,27 +12,23 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from frontend.embeddings import embed
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
-from frontend.http.parameters import Body, Int32, Items, TokenId, read_body
+from frontend.http.parameters import Int32, Items, RequestFields, TokenId, read_body
 from frontend.http.service import Service
 from frontend.pooled import check_count
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(RequestFields):
     """The parameters of embeddings."""
 
     input: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int32 | None = None
-    priority: Int32 | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    engine: str | None = None
-    user: str | None = None  # without effect
 
 
 async def create(service: Service, request: Request) -> Answer:
@@ -57,7 +53,7 @@ async def create(service: Service, request: Request) -> Answer:
         engine=body.engine or "",
     )
     try:
-        embedded = await service.embeddings.embed(message)
+        embedded = await embed(service.generations, message)
     except InvalidArgumentError as error:
         if error.field.startswith("inputs"):
             raise ParameterError(_path(error.field, is_one=is_one), error.reason) from error

@@ -79,7 +79,17 @@ class StructuredOutputs(Body):
     structural_tag: str | None = None
 
 
-class SamplingFields(Body):
+class RequestFields(Body):
+    """The parameters of all requests to the model, whatever it makes of a prompt."""
+
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    engine: str | None = None
+    user: str | None = None  # without effect
+
+
+class SamplingFields(RequestFields):
     """Sampling parameters. None is an unset parameter, in JSON as well."""
 
     temperature: float | None = None
@@ -102,12 +112,7 @@ class SamplingFields(Body):
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     ebnf: str | None = None
-    priority: Int32 | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    engine: str | None = None
     # These parameters have no effect on the answer.
-    user: str | None = None
     metadata: Object | None = None
     service_tier: Literal["auto", "default"] | None = None
     safety_identifier: str | None = None

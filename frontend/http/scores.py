@@ -9,23 +9,18 @@ import orjson
 
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
-from frontend.http.parameters import Body, Int32, Items, read_body
+from frontend.http.parameters import Body, Int32, Items, RequestFields, read_body
 from frontend.http.service import Service, now
 from frontend.pooled import check_count
-from frontend.scores import Scored
+from frontend.scores import Scored, score_documents
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 
 
-class _Fields(Body):
+class _Fields(RequestFields):
     """The parameters that both APIs have."""
 
     model: str | None = None
     instruction: str | None = None
-    priority: Int32 | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    engine: str | None = None
-    user: str | None = None  # without effect
 
 
 class Document(Body):
@@ -133,4 +128,4 @@ async def _score(
         cache_salt=body.cache_salt or "",
         engine=body.engine or "",
     )
-    return await service.scores.score(message)
+    return await score_documents(service.generations, message)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from frontend.embeddings import Embeddings
 from frontend.generations import Generations
 from frontend.http.answers import Answers, answer_form
 from frontend.http.background.responses import BackgroundResponses
@@ -16,7 +15,6 @@ from frontend.http.formats.tool_format import ToolFormat
 from frontend.http.parameters import SamplingFields, generate_request
 from frontend.http.prompts import Tools, force_calls
 from frontend.pooled import Pooled
-from frontend.scores import Scores
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 
 
@@ -29,8 +27,6 @@ class Service:
     """
 
     generations: Generations
-    embeddings: Embeddings
-    scores: Scores
     reports_cached: bool
     background: BackgroundResponses
 

@@ -112,7 +112,7 @@ def _pooling(path: Path) -> Pooling:
 
 def _answer_ids(path: Path, vocab_size: int) -> tuple[int, int] | None:
     """The tokens of a reranker for sentence-transformers, which has this file. If it names only
-    one, both are that one, and `Scores` accepts no request."""
+    one, both are that one, and no request for scores is accepted."""
     if not path.exists():
         return None
     fields = _read_json(path)

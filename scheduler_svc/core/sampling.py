@@ -29,8 +29,8 @@ class SamplingParams(SamplingNumbers):
     length_penalty: float = 1.0
     grammar: Grammar | None = None
     pooling: Pooling = Pooling.NONE
-    yes_id: int = -1  # of a score, as in `scheduler.proto`
-    no_id: int = -1
+    yes_id: int = 0  # of a score, as in `scheduler.proto`
+    no_id: int = 0
 
     @property
     def num_logprobs(self) -> int | None:

@@ -73,9 +73,9 @@ def _sampling_params(sampling: scheduler_pb2.TokenSampling) -> SamplingParams:
         beam_width=sampling.beam_width,
         length_penalty=sampling.length_penalty,
         grammar=grammar and Grammar(grammar.kind, grammar.text),
-        pooling=(pooling := _pooling(sampling.pooling)),
-        yes_id=sampling.yes_id if pooling is Pooling.SCORE else -1,
-        no_id=sampling.no_id if pooling is Pooling.SCORE else -1,
+        pooling=_pooling(sampling.pooling),
+        yes_id=sampling.yes_id,
+        no_id=sampling.no_id,
         **numbers,
     )
 

@@ -43,11 +43,12 @@ def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
         request.prompt_logprobs.CopyFrom(_prompt_logprobs(scored))
     if pooled := {i: row for i, row in asking.items() if _is_pooled(row)}:
         params = [row.seq.params for row in pooled.values()]
+        yes_ids = [each.yes_id if each.pooling is Pooling.SCORE else -1 for each in params]
         request.pooling.CopyFrom(
             worker_pb2.Pooling(
                 rows=_column("i", pooled),
                 sums=bytes(each.pooling is Pooling.MEAN for each in params),
-                yes_ids=_column("i", [each.yes_id for each in params]),
+                yes_ids=_column("i", yes_ids),
                 no_ids=_column("i", [each.no_id for each in params]),
             )
         )
