@@ -117,10 +117,15 @@ async def test_tokens_of_a_score_are_checked(tmp_path: Path, yes: int, no: int) 
 async def test_a_preempted_prompt_is_summed_anew(tmp_path: Path) -> None:
     """Its first chunks are computed again, once completions have taken its blocks."""
     worker = FakeWorker(num_blocks=7)
-    async with stack_of(tmp_path, worker, max_num_batched_tokens=6) as stack:
+    worker.gate.clear()
+    async with stack_of(tmp_path, worker, max_num_batched_tokens=4) as stack:
         frontend = await stack.frontend()
         await frontend.submit(100, [7, 8, 9], 25)
-        await embed(frontend, texts(1, [23]), MEAN)
+        await worker.step_arrived.wait()
+        summing = asyncio.create_task(embed(frontend, texts(1, [19]), MEAN))
+        await stack.until(lambda load: load.running + load.waiting == 2)
+        worker.gate.set()
+        await summing
         await frontend.expect(100, [7, 8, 9], 25)
         load = await stack.stub.GetLoad(scheduler_pb2.GetLoadRequest())
         assert load.preemptions > 0
