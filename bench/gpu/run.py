@@ -32,7 +32,7 @@ _MEASUREMENTS = "bench/gpu/"
 
 PROVE = (
     f"{_KERNELS}rms_norm.py",
-    f"{_KERNELS}silu_mul.py",
+    f"{_KERNELS}gated_activation.py",
     f"{_KERNELS}embedding.py",
     f"{_KERNELS}rope_store.py",
     f"{_KERNELS}advance.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,16 @@ class Uncaptured(GpuPlatform):
 
 
 def make_backend(
-    name: str, heads: Heads, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
+    name: str,
+    heads: Heads,
+    dtype: torch.dtype,
+    kv_dtype: KvDtype = "auto",
+    windows: Iterable[int | None] = (None,),
 ) -> PagedBackend[Any]:
     """Makes a backend, or skips the test if a library is not installed, not for this GPU, or not
     built for these heads or this dtype."""
     settings = worker_settings(Path(), attention=name)
-    shape = AttentionShape(1, *heads, dtype, DEVICE, kv_dtype)
+    shape = AttentionShape(1, *heads, dtype, DEVICE, kv_dtype, windows=frozenset(windows))
     try:
         backend = GpuPlatform(settings).attention_backend(settings, shape)
     except StartError as error:

@@ -32,6 +32,7 @@ class AttentionShape:
     # The cache's. auto means `dtype`; others add a float32 scale per token and KV head.
     kv_dtype: KvDtype = "auto"
     multiplier: float | None = None  # of the scores, if not that of the heads' size
+    windows: frozenset[int | None] = frozenset({None})  # those of the layers
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -109,9 +110,12 @@ class AttentionBackend(ABC, Generic[Metadata]):
         """
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: Metadata) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, cache: torch.Tensor, metadata: Metadata, window: int | None = None
+    ) -> torch.Tensor:
         """Computes causal attention of the queries `q` [T, heads, head_dim], each over its own
-        sequence -> [T, heads * head_dim]."""
+        sequence -> [T, heads * head_dim]. With a window of the shape's, a query sees itself and the
+        window - 1 positions before it."""
 
 
 Backend = AttentionBackend[Any]

@@ -12,7 +12,7 @@ from worker_svc.attention.fa3 import FlashAttention3
 from worker_svc.attention.flash_attn import BLOCK_SIZE_MULTIPLE, FlashAttention2
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.attention.per_phase import PerPhase
-from worker_svc.attention.probe import find_obstacle
+from worker_svc.attention.probe import find_obstacle, probed_shape
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.errors import StartError
 
@@ -49,10 +49,10 @@ def choose_backend(
     for candidate in BACKENDS if name == "auto" else (name,):
         reason = _obstacle(candidate, shape, block_size, capability)
         if not reason:
-            backend = _make(candidate, shape, block_size, num_sms)
-            reason = "" if candidate == "triton" else find_obstacle(backend)
+            if candidate != "triton":
+                reason = find_obstacle(_make(candidate, probed_shape(shape), block_size, num_sms))
             if not reason:
-                return backend
+                return _make(candidate, shape, block_size, num_sms)
             log.warning("attention backend cannot be used", name=candidate, reason=reason)
     raise StartError(f"attention: {candidate} cannot be used: {reason}")
 

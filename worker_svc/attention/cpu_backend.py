@@ -16,6 +16,7 @@ from worker_svc.step.tensors import StepTensors
 
 _CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _CHUNK = 256  # keys that attention takes at once; see `native/attention.cpp`
+_NO_WINDOW = 1 << 40  # longer than any sequence
 
 
 class CpuBackend(AttentionBackend[StepTensors]):
@@ -89,11 +90,13 @@ class CpuBackend(AttentionBackend[StepTensors]):
         run_phase(Phase.ROPE_STORE, args, step_of(metadata))
         return q
 
-    def attend(self, q: torch.Tensor, cache: Any, metadata: StepTensors) -> torch.Tensor:
-        heads, scale = self.shape.num_heads, self.shape.scale
+    def attend(
+        self, q: torch.Tensor, cache: Any, metadata: StepTensors, window: int | None = None
+    ) -> torch.Tensor:
+        settings = self.shape.num_heads, self.shape.scale, window or _NO_WINDOW
         if trace := tracing():
-            return trace.attend(q, cache, heads, scale)
-        out = torch.empty(len(q), heads * self.shape.head_dim)
-        args = AttendArgs(self.cache_of(cache), q.data_ptr(), out.data_ptr(), heads, scale)
+            return trace.attend(q, cache, *settings)
+        out = torch.empty(len(q), self.shape.num_heads * self.shape.head_dim)
+        args = AttendArgs(self.cache_of(cache), q.data_ptr(), out.data_ptr(), *settings)
         run_phase(Phase.ATTEND, args, step_of(metadata))
         return out

@@ -30,14 +30,14 @@ def load() -> bool:
 @dataclass(frozen=True)
 class FlashMetadata3(PagedMetadata):
     page_table: torch.Tensor  # [S, blocks] int32
-    schedule: torch.Tensor
+    schedules: dict[int | None, torch.Tensor]  # by window
     max_query_len: int
     max_key_len: int  # of a full page table
 
 
 class FlashAttention3(PagedBackend[FlashMetadata3]):
-    """Attention in one call per layer. The GPU computes once per step, for all layers, which
-    multiprocessor gets which work."""
+    """Attention in one call per layer. The GPU computes once per step, for all layers of a
+    window, which multiprocessor gets which work."""
 
     name = "fa3"
 
@@ -47,31 +47,39 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
         # `fwd` takes the keys' maximum length from the page table's width.
         max_blocks = -(-max_context_len // self.block_size)
         max_key_len = max_blocks * self.block_size
-        schedule = torch.ops.flash_attn_3.get_scheduler_metadata(
-            batch_size=step.num_seqs,
-            max_seqlen_q=max_query_len,
-            max_seqlen_k=max_key_len,
-            num_heads=shape.num_heads,
-            num_heads_k=shape.num_kv_heads,
-            headdim=shape.head_dim,
-            headdim_v=shape.head_dim,
-            qkv_dtype=shape.dtype,
-            seqused_k=tensors.context_lens,
-            cu_seqlens_q=tensors.query_starts,
-            page_size=self.block_size,
-            is_causal=True,
-            num_splits=_SPLITS,
-        )
+        schedules = {
+            window: torch.ops.flash_attn_3.get_scheduler_metadata(
+                batch_size=step.num_seqs,
+                max_seqlen_q=max_query_len,
+                max_seqlen_k=max_key_len,
+                num_heads=shape.num_heads,
+                num_heads_k=shape.num_kv_heads,
+                headdim=shape.head_dim,
+                headdim_v=shape.head_dim,
+                qkv_dtype=shape.dtype,
+                seqused_k=tensors.context_lens,
+                cu_seqlens_q=tensors.query_starts,
+                page_size=self.block_size,
+                is_causal=True,
+                window_size_left=window - 1 if window else -1,
+                num_splits=_SPLITS,
+            )
+            for window in shape.windows
+        }
         return FlashMetadata3(
             tensors,
             page_table=dense_block_table(tensors, max_blocks),
-            schedule=schedule,
+            schedules=schedules,
             max_query_len=max_query_len,
             max_key_len=max_key_len,
         )
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, metadata: FlashMetadata3
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: FlashMetadata3,
+        window: int | None = None,
     ) -> torch.Tensor:
         out: torch.Tensor = torch.ops.flash_attn_3.fwd(
             q=q,
@@ -84,7 +92,8 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
             page_table=metadata.page_table,
             softmax_scale=self.shape.scale,
             is_causal=True,
-            scheduler_metadata=metadata.schedule,
+            window_size_left=window - 1 if window else -1,
+            scheduler_metadata=metadata.schedules[window],
             num_splits=_SPLITS,
         )[0]
         return out.flatten(1)

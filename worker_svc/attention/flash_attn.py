@@ -53,7 +53,11 @@ class FlashAttention2(PagedBackend[FlashMetadata2]):
         )
 
     def attend(
-        self, q: torch.Tensor, cache: torch.Tensor, metadata: FlashMetadata2
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: FlashMetadata2,
+        window: int | None = None,
     ) -> torch.Tensor:
         keys, values = cache
         out: torch.Tensor = self._kernels.flash_attn_varlen_func(
@@ -66,6 +70,7 @@ class FlashAttention2(PagedBackend[FlashMetadata2]):
             max_seqlen_k=metadata.max_context_len,
             softmax_scale=self.shape.scale,
             causal=True,
+            window_size=(window - 1, 0) if window else (-1, -1),
             block_table=metadata.block_table,
         )
         return out.flatten(1)

@@ -57,12 +57,18 @@ class PerPhase(PagedBackend[PhaseMetadata]):
             prompts = self._prompts.plan(part, of_prompts, max_context_len)
         return PhaseMetadata(tensors, decodes, prompts)
 
-    def attend(self, q: torch.Tensor, cache: torch.Tensor, metadata: PhaseMetadata) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: PhaseMetadata,
+        window: int | None = None,
+    ) -> torch.Tensor:
         out = None
         if metadata.prompts is not None:  # does not compute the rows of decodes
-            out = self._prompts.attend(q, cache, metadata.prompts)
+            out = self._prompts.attend(q, cache, metadata.prompts, window)
         if metadata.decodes is not None:
-            out = self._decodes.attend(q, cache, metadata.decodes, out)
+            out = self._decodes.attend(q, cache, metadata.decodes, window, out)
         assert out is not None
         return out
 

@@ -6,11 +6,13 @@ report that only in the first call, others never.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import is_device_lost
 from worker_svc.kernels.triton.paged_attention import attention_reference
@@ -18,29 +20,37 @@ from worker_svc.step.arrays import StepArrays, made_up_step
 from worker_svc.step.tensors import upload_step
 
 CONTEXTS = (3, 2)  # cached tokens of the two test sequences, one block each
+WINDOW = 2
 # Share of the largest value. A wrong block or head is off by all of it, rounding by a hundredth.
 TOLERANCE = 0.05
 
 
+def probed_shape(shape: AttentionShape) -> AttentionShape:
+    """The shape of the backend to probe. Its windows are shorter than the test sequences."""
+    windows = frozenset(None if each is None else WINDOW for each in shape.windows)
+    return replace(shape, windows=windows)
+
+
 def find_obstacle(backend: PagedBackend[Any]) -> str:
-    """Computes attention for a few tokens of two prompts -> the reason why `backend` cannot be
-    used, empty if it can.
+    """Computes attention for a few tokens of two prompts -> the reason why a backend like this one
+    cannot be used, empty if it can.
 
     Raises:
         RuntimeError: the device is lost.
     """
     try:
-        error = _error(backend)
+        errors = [_error(backend, window) for window in backend.shape.windows]
     except Exception as failure:  # an extension may raise anything
         if is_device_lost(failure):
             raise
         return str(failure).strip().partition("\n")[0] or repr(failure)
-    if not error <= TOLERANCE:  # also if NaN
-        return f"its result is off by {error:.2g} of the largest value"
+    for error in errors:
+        if not error <= TOLERANCE:  # also if NaN
+            return f"its result is off by {error:.2g} of the largest value"
     return ""
 
 
-def _error(backend: PagedBackend[Any]) -> float:
+def _error(backend: PagedBackend[Any], window: int | None) -> float:
     shape, size = backend.shape, backend.block_size
     step = _step(size)
     tensors = upload_step(step, backend.plan_column(step), shape.device)
@@ -52,7 +62,8 @@ def _error(backend: PagedBackend[Any]) -> float:
 
     cache = random(2, len(CONTEXTS) + 1, size, shape.num_kv_heads, shape.head_dim)
     q = random(len(step.positions), shape.num_heads, shape.head_dim)
-    out = backend.attend(q, cache, backend.plan(step, tensors, max(CONTEXTS))).view(q.shape)
+    metadata = backend.plan(step, tensors, max(CONTEXTS))
+    out = backend.attend(q, cache, metadata, window).view(q.shape)
     exact = attention_reference(
         q,
         cache,
@@ -61,6 +72,7 @@ def _error(backend: PagedBackend[Any]) -> float:
         tensors.block_table,
         tensors.table_offsets,
         shape.scale,
+        window,
     )
     return float((out.float() - exact).abs().max() / exact.abs().max())
 

@@ -90,6 +90,7 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         q: torch.Tensor,
         cache: torch.Tensor,
         metadata: TritonMetadata,
+        window: int | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes the results of the sequences that `metadata` knows to `out` [T, heads * head_dim],
@@ -106,7 +107,7 @@ class TritonBackend(PagedBackend[TritonMetadata]):
             self.shape.scale,
         )
         if len(metadata.tiles):
-            prompt_attention(q, cache, metadata.tiles, *sequences, out, self._prompt_tiling)
+            prompt_attention(q, cache, metadata.tiles, *sequences, out, self._prompt_tiling, window)
         if len(metadata.decodes):
             decode_attention(
                 q,
@@ -117,5 +118,6 @@ class TritonBackend(PagedBackend[TritonMetadata]):
                 metadata.workspace,
                 out,
                 metadata.tiling,
+                window,
             )
         return out.flatten(1)

@@ -14,21 +14,28 @@ from worker_svc.models.families import FAMILIES, Family
 # Tokens that end a turn. Most files name only one of them by a key (llama.cpp has a similar list,
 # `llama_vocab::impl::load`).
 _ENDS = frozenset(("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"))
-_ENDS |= {"<|end|>", "</s>"}
+_ENDS |= {"<|end|>", "</s>", "<end_of_turn>"}
 # Tensors with a factor per frequency, and their parameters in config.json: of llama3, of longrope.
 ROPE_FACTORS = {
     "rope_freqs.weight": "frequency_factors",
     "rope_factors_short.weight": "short_factor",
     "rope_factors_long.weight": "long_factor",
 }
-# Keys that few files have, and their fields in config.json. The factors are Granite's.
-_LIMITS = {"rope.scaling.original_context_length": "original_max_position_embeddings"}
-_MULTIPLIERS = {
+# Keys that few files have, and their fields in config.json.
+_LIMITS = {
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "attention.sliding_window_pattern": "sliding_window_pattern",
+}
+_FACTORS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+    "rope.freq_base_swa": "rope_local_base_freq",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
 }
+_GEMMA3_27B = 62  # layers; its query scale is in no key (llama.cpp's models/gemma3.cpp)
 _ADDED = 3, 4  # of tokenizer.ggml.token_type: control and user-defined, as some converters write
 _REQUIRED: Any = object()
 
@@ -121,7 +128,8 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
             "partial_rotary_factor": min((rotated + 0.5) / head_dim, 1.0),
             **_rope(keys, arch, [name for name in ROPE_FACTORS if name in header.tensors]),
         },
-        **_given(keys, arch, _MULTIPLIERS, float),
+        **_given(keys, arch, _FACTORS, float),
+        **_query_scale(keys, arch, head_dim, hidden // heads),
         "attention_bias": "blk.0.attn_output.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -130,6 +138,13 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         "pad_token_id": keys.get("tokenizer.ggml.padding_token_id", int, None),
         "eos_token_id": end_tokens(keys),
     }
+
+
+def _query_scale(keys: Keys, arch: str, head_dim: int, width: int) -> dict[str, Any]:
+    if arch != "gemma3":
+        return {}
+    is_27b = keys.get(f"{arch}.block_count", int) == _GEMMA3_27B
+    return {"query_pre_attn_scalar": width if is_27b else head_dim}
 
 
 def _given(keys: Keys, arch: str, names: Mapping[str, str], kind: type) -> dict[str, Any]:

@@ -35,7 +35,8 @@ def weight_index(
     header: Header, family: Family, config: dict[str, Any], links: Mapping[str, Path]
 ) -> dict[str, Any]:
     """Where each weight is: its type, its shape, the link to its file, and its first byte.
-    `head_dim` is set where the file interleaves the halves of each head's rows.
+    `head_dim` is set where the file interleaves the halves of each head's rows, `minus` where it
+    adds to weights of norms.
 
     Raises:
         GgufError: the file has a tensor that the family does not have.
@@ -54,6 +55,10 @@ def weight_index(
         for name, place in weights.items():
             if re.search(r"\.[qk]_proj\.", name):
                 place["head_dim"] = config["head_dim"]
+    if family.gguf_norm_offset:
+        for name, place in weights.items():
+            if name.endswith("norm.weight"):
+                place["minus"] = family.gguf_norm_offset
     return weights
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
+
+# gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016).
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,8 @@ class Ops(Protocol):
         """x [T, size] -> the rows [S, size] of the sequences' last tokens. query_starts [S + 1]."""
         ...
 
-    def silu_and_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up [T, 2 · size], gate before up -> silu(gate) · up [T, size]"""
+    def activate_and_multiply(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """gate_up [T, 2 · size], gate before up -> activation(gate) · up [T, size]"""
         ...
 
     def chunk_statistics(

@@ -9,23 +9,13 @@ from worker_svc.loader import WeightLoader
 
 
 class RMSNorm:
-    """x / rms(x) · weight · scale, over the last dimension, computed in float32.
+    """x / rms(x) · weight, over the last dimension, computed in float32.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
 
-    def __init__(
-        self,
-        loader: WeightLoader,
-        ops: Ops,
-        name: str,
-        size: int,
-        eps: float,
-        scale: float = 1.0,
-    ) -> None:
-        self.weight = loader.vector(f"{name}.weight", size)
-        if scale != 1:
-            self.weight = loader.computed(lambda: self.weight * scale)
+    def __init__(self, ops: Ops, weight: torch.Tensor, eps: float) -> None:
+        self.weight = weight
         self._ops = ops
         self._eps = eps
 
@@ -37,3 +27,13 @@ class RMSNorm:
         if residual is None:
             return self._ops.rms_norm(x, self.weight, self._eps), x
         return self._ops.add_rms_norm(x, residual, self.weight, self._eps), residual
+
+
+def norm_weight(
+    loader: WeightLoader, name: str, size: int, offset: int = 0, scale: float = 1.0
+) -> torch.Tensor:
+    """(offset + weight) · scale, where the weight is that of norm `name` in the checkpoint."""
+    weight = loader.vector(f"{name}.weight", size)
+    if (offset, scale) == (0, 1):
+        return weight
+    return loader.computed(lambda: (offset + weight.float()) * scale)

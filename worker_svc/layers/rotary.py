@@ -39,13 +39,17 @@ class RopeConfig:
 
 
 def rotary_table(
-    head_dim: int, max_model_len: int, rope: RopeConfig, device: torch.device
+    head_dim: int, max_model_len: int, rope: RopeConfig | None, device: torch.device
 ) -> torch.Tensor:
     """Cosines and sines by position, [max_model_len, 2, head_dim / 2] float32. Channels that are
-    not rotated come last, with an angle of 0.
+    not rotated come last, with an angle of 0. Without `rope`, none are rotated.
 
     Source: Su et al., "RoFormer" (2021), in the half-split layout of Hugging Face checkpoints.
     """
+    table = torch.zeros(max_model_len, 2, head_dim // 2, device=device)
+    table[:, 0] = 1
+    if rope is None:
+        return table
     if rope.rope_type == "longrope":
         is_long = max_model_len > rope.original_max_position_embeddings
         rope = replace(rope, frequency_factors=rope.long_factor if is_long else rope.short_factor)
@@ -53,15 +57,7 @@ def rotary_table(
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     inv_freq, factor = _SCALINGS[rope.rope_type](rope, rope.theta**exponents)
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inv_freq)
-    table = identity_table(head_dim, max_model_len, device)
     table[:, :, : size // 2] = torch.stack((angles.cos(), angles.sin()), dim=1) * factor
-    return table
-
-
-def identity_table(head_dim: int, max_model_len: int, device: torch.device) -> torch.Tensor:
-    """A `rotary_table` that rotates nothing."""
-    table = torch.zeros(max_model_len, 2, head_dim // 2, device=device)
-    table[:, 0] = 1
     return table
 
 

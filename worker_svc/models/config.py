@@ -7,15 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, PositiveInt, TypeAdapter, ValidationError
 
 from worker_svc.errors import ModelError
+from worker_svc.kernels.ops import Activation
 from worker_svc.layers.rotary import ROPE_TYPES, RopeConfig
 from worker_svc.models.families import Family, read_model_file
+
+
+# Activations of feed-forward layers by their names in config.json -> in `kernels.ops.Ops`.
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_FULL, _WINDOW = "full_attention", "sliding_attention"  # entries of `layer_types`
+
+
+class LayerAttention(NamedTuple):
+    """What differs between the attention of a model's layers."""
+
+    window: int | None  # how many of the last tokens a token sees; None: all
+    rope: RopeConfig | None  # None: no rotary embedding
 
 
 @dataclass(frozen=True)
@@ -33,10 +47,11 @@ class ModelConfig:
     rms_norm_eps: float
     attention_bias: bool
     mlp_bias: bool
+    activation: Activation
     tie_word_embeddings: bool
     max_model_len: int
-    rope: RopeConfig
-    rotated_layers: tuple[bool, ...]  # whether each layer has a rotary embedding
+    rope: RopeConfig  # of layers that see all tokens
+    layers: tuple[LayerAttention, ...]
     attention_multiplier: float | None  # of scores; None: head_dim ** -0.5
     embedding_scale: float
     output_scale: float  # of the head's input
@@ -64,6 +79,7 @@ class _ConfigFile(BaseModel, strict=True):
     num_key_value_heads: PositiveInt | None = None  # None: num_attention_heads
     head_dim: PositiveInt | None = None  # None: hidden_size / num_attention_heads
     hidden_act: str = "silu"
+    hidden_activation: str | None = None  # Gemma's name
     max_position_embeddings: PositiveInt
     original_max_position_embeddings: PositiveInt | None = None
     rms_norm_eps: float = 1e-6
@@ -77,11 +93,19 @@ class _ConfigFile(BaseModel, strict=True):
     rope_scaling: dict[str, Any] | None = None
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
+    rope_local_base_freq: float | None = None  # of layers with windows, if it is another one
     use_sliding_window: bool = False
     sliding_window: PositiveInt | None = None
+    sliding_window_pattern: PositiveInt | None = None  # each such layer has no window
+    max_window_layers: int = 28  # so many layers have none, the others have
     no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
     no_rope_layer_interval: PositiveInt | None = None  # each such layer has none
     layer_types: list[str] | None = None
+    # Of Gemma.
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool | None = None
     # Of Granite. The others leave attention_multiplier to the size of the heads.
     attention_multiplier: float | None = None
     embedding_multiplier: float | None = None
@@ -107,27 +131,37 @@ def load_model_config(model_dir: Path) -> ModelConfig:
 
 def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
     num_kv_heads = file.num_key_value_heads or file.num_attention_heads
-    if file.hidden_act != "silu":
-        raise ModelError(f"hidden_act: {file.hidden_act} is not implemented; silu is")
+    activation = file.hidden_activation or file.hidden_act
+    if activation not in _ACTIVATIONS:
+        served = ", ".join(_ACTIVATIONS)
+        raise ModelError(f"hidden_act: {activation} is not implemented; implemented are {served}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(file, name) is not None:
+            raise ModelError(f"{name}: capped scores and logits are not implemented")
+    if file.use_bidirectional_attention:
+        raise ModelError("use_bidirectional_attention: tokens that see later ones are not served")
     if file.num_attention_heads % num_kv_heads:
         raise ModelError(
             f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads, which is "
             f"{file.num_attention_heads}"
         )
     head_dim = file.head_dim or file.hidden_size // file.num_attention_heads
-    rope = _rope(_rope_parameters(file))
+    rope, window_rope = _ropes(file)
     rotated = rope.rotated_size(head_dim)
     if rotated % 2 or head_dim % 2 or not 0 < rotated <= head_dim:
         raise ModelError(
             f"partial_rotary_factor: {rope.partial_rotary_factor} of {head_dim} channels; must be "
             "an even number of both"
         )
+    if window_rope.rotated_size(head_dim) != rotated:
+        raise ModelError("partial_rotary_factor: must be the same in all layers")
     frequencies = rotated // 2
     # Hidden states are divided by the multiplier of all that is added to them. A norm with another
     # eps gives the same.
     residual = file.residual_multiplier or 1.0
-    for name in ("frequency_factors", "short_factor", "long_factor"):
-        if (factors := len(getattr(rope, name))) not in (0, frequencies):
+    names = "frequency_factors", "short_factor", "long_factor"
+    for each, name in product((rope, window_rope), names):
+        if (factors := len(getattr(each, name))) not in (0, frequencies):
             raise ModelError(f"{name}: {factors}, but there are {frequencies} frequencies")
     return ModelConfig(
         family=family,
@@ -141,11 +175,12 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
         rms_norm_eps=file.rms_norm_eps / residual**2,
         attention_bias=file.attention_bias,
         mlp_bias=file.mlp_bias,
+        activation=_ACTIVATIONS[activation],
         tie_word_embeddings=file.tie_word_embeddings,
-        max_model_len=_max_model_len(family, file, rope),
+        max_model_len=_max_model_len(file, rope),
         rope=rope,
-        rotated_layers=_rotated_layers(file),
-        attention_multiplier=file.attention_multiplier,
+        layers=_layers(family, file, rope, window_rope),
+        attention_multiplier=_attention_multiplier(file),
         embedding_scale=(file.embedding_multiplier or 1.0) / residual,
         output_scale=1.0 / (file.logits_scaling or 1.0),
         dtype=_dtype(file.dtype or file.torch_dtype or "float32"),
@@ -160,8 +195,26 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _rope_parameters(file: _ConfigFile) -> dict[str, Any]:
-    given = file.rope_scaling or file.rope_parameters or {}
+def _attention_multiplier(file: _ConfigFile) -> float | None:
+    scalar = file.query_pre_attn_scalar
+    return file.attention_multiplier if scalar is None else float(scalar**-0.5)
+
+
+def _ropes(file: _ConfigFile) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary embedding of layers that see all tokens, and that of layers with windows."""
+    given = file.rope_parameters or {}
+    if {_FULL, _WINDOW} & given.keys():
+        full, local = (given.get(name) or {} for name in (_FULL, _WINDOW))
+    else:
+        full, local = file.rope_scaling or given, {}
+    rope = _rope(_rope_parameters(file, full))
+    if file.rope_local_base_freq is None and not local:
+        return rope, rope
+    theta = file.rope_local_base_freq or file.rope_theta
+    return rope, _rope(_rope_parameters(file, {"rope_theta": theta} | local))
+
+
+def _rope_parameters(file: _ConfigFile, given: dict[str, Any]) -> dict[str, Any]:
     parameters = {
         "rope_type": given.get("type", "default"),
         "rope_theta": file.rope_theta,
@@ -177,8 +230,6 @@ def _rope_parameters(file: _ConfigFile) -> dict[str, Any]:
 
 
 def _rope(parameters: dict[str, Any]) -> RopeConfig:
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise ModelError("rope_parameters: one per kind of layer is not implemented")
     rope_type = parameters["rope_type"]
     if rope_type not in ROPE_TYPES:
         served = ", ".join(ROPE_TYPES)
@@ -190,27 +241,48 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
     return TypeAdapter(RopeConfig).validate_python(parameters | theta)
 
 
-def _max_model_len(family: Family, file: _ConfigFile, rope: RopeConfig) -> int:
+def _max_model_len(file: _ConfigFile, rope: RopeConfig) -> int:
     """The model's limit in tokens. Model cards say to enable yarn in the configuration without
-    changing `max_position_embeddings`, so this function computes the extended length. A sequence
-    that fits into the windows of layers is computed as if there were none."""
+    changing `max_position_embeddings`, so this function computes the extended length."""
     length = file.max_position_embeddings
     if rope.rope_type == "yarn":
         length = max(length, int(rope.original_max_position_embeddings * rope.factor))
-    slides = file.use_sliding_window or "sliding_attention" in (file.layer_types or ())
-    if slides and not file.sliding_window:
-        raise ModelError("sliding_window: missing, but layers have windows")
-    if file.sliding_window and (slides or family.has_window):
-        length = min(length, file.sliding_window)
     return length
 
 
-def _rotated_layers(file: _ConfigFile) -> tuple[bool, ...]:
-    count, interval = file.num_hidden_layers, file.no_rope_layer_interval
-    given = file.no_rope_layers or [(n + 1) % interval if interval else 1 for n in range(count)]
-    if len(given) < count:
-        raise ModelError(f"no_rope_layers: {len(given)} entries for {count} layers")
-    return tuple(each != 0 for each in given[:count])
+def _layers(
+    family: Family, file: _ConfigFile, rope: RopeConfig, window_rope: RopeConfig
+) -> tuple[LayerAttention, ...]:
+    numbers, interval = range(file.num_hidden_layers), file.no_rope_layer_interval
+    types = file.layer_types or _layer_types(family, file)
+    rotated = file.no_rope_layers or [(n + 1) % interval if interval else 1 for n in numbers]
+    for name, given in (("layer_types", types), ("no_rope_layers", rotated)):
+        if len(given) < len(numbers):
+            raise ModelError(f"{name}: {len(given)} entries for {len(numbers)} layers")
+    layers = []
+    for number in numbers:
+        if types[number] not in (_FULL, _WINDOW):
+            raise ModelError(f"layer_types: {types[number]} is not implemented")
+        has_window = types[number] == _WINDOW
+        if has_window and file.sliding_window is None:
+            raise ModelError("sliding_window: missing, but layers have windows")
+        own_rope = window_rope if has_window else rope
+        layers.append(
+            LayerAttention(
+                file.sliding_window if has_window else None, own_rope if rotated[number] else None
+            )
+        )
+    return tuple(layers)
+
+
+def _layer_types(family: Family, file: _ConfigFile) -> list[str]:
+    """The kinds of layers where the file does not list them."""
+    numbers, pattern = range(file.num_hidden_layers), file.sliding_window_pattern
+    if family.has_window and file.sliding_window:
+        return [_WINDOW if not pattern or (n + 1) % pattern else _FULL for n in numbers]
+    if file.use_sliding_window:
+        return [_FULL if n < file.max_window_layers else _WINDOW for n in numbers]
+    return [_FULL for _ in numbers]
 
 
 def _describe(error: ValidationError) -> str:

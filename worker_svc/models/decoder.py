@@ -6,7 +6,7 @@ to which sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import Ops
 from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead, VocabPartition
 from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear
-from worker_svc.layers.norm import RMSNorm
+from worker_svc.layers.norm import RMSNorm, norm_weight
+from worker_svc.layers.rotary import RopeConfig
 from worker_svc.loader import Rows, WeightLoader
-from worker_svc.models.config import ModelConfig
+from worker_svc.models.config import LayerAttention, ModelConfig
 from worker_svc.step.tensors import StepTensors
 
 
@@ -34,18 +35,24 @@ class Parts:
     ops: Ops
     tp: TensorParallel
     backend: Backend
-    cos_sin: torch.Tensor  # `rotary_table`
+    tables: Mapping[RopeConfig | None, torch.Tensor]  # `rotary_table`, by what it is made of
+    norm_offset: int = 0  # added to the weights of norms
+    layer: LayerAttention = LayerAttention(None, None)  # of the layer whose parts these are
+
+    def of_layer(self, number: int) -> Parts:
+        return replace(self, layer=self.config.layers[number])
 
     def norm(self, name: str, scale: float = 1.0) -> RMSNorm:
         config = self.config
-        sizes = config.hidden_size, config.rms_norm_eps
-        return RMSNorm(self.loader, self.ops, name, *sizes, scale)
+        weight = norm_weight(self.loader, name, config.hidden_size, self.norm_offset, scale)
+        return RMSNorm(self.ops, weight, config.rms_norm_eps)
 
     def qk_norm(self, q_name: str, k_name: str) -> QKNorm:
         """The norm that `Attention` takes."""
-        dim = self.config.head_dim
-        q_weight = self.loader.vector(f"{q_name}.weight", dim)
-        k_weight = self.loader.vector(f"{k_name}.weight", dim)
+        dim, offset = self.config.head_dim, self.norm_offset
+        q_weight, k_weight = (
+            norm_weight(self.loader, name, dim, offset) for name in (q_name, k_name)
+        )
         return QKNorm(q_weight, k_weight, self.config.rms_norm_eps)
 
     def embedding(self, name: str) -> VocabParallelEmbedding:
@@ -115,18 +122,19 @@ class Attention:
             bias=output_bias,
         )
         self._norm = norm
-        self._cos_sin = parts.cos_sin
+        self._cos_sin = parts.tables[parts.layer.rope]
+        self._window = parts.layer.window
         self._backend = parts.backend
 
     def __call__(self, x: torch.Tensor, cache: torch.Tensor, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         qkv = self.qkv_proj(x)
         q = self._backend.rope_store(qkv, self._norm, self._cos_sin, cache, metadata)
-        return self.o_proj(self._backend.attend(q, cache, metadata))
+        return self.o_proj(self._backend.attend(q, cache, metadata, self._window))
 
 
 class MLP:
-    """The gated feed-forward layer: down(silu(gate(x)) · up(x)).
+    """The gated feed-forward layer: down(activation(gate(x)) · up(x)).
 
     Args:
         fused: whether the checkpoint has gate and up in one matrix, `gate_up_proj`.
@@ -149,11 +157,12 @@ class MLP:
             config.hidden_size,
             bias=bias,
         )
-        self._ops = parts.ops
+        self._ops, self._activation = parts.ops, config.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
-        return self.down_proj(self._ops.silu_and_multiply(self.gate_up_proj(x)))
+        gate_up = self.gate_up_proj(x)
+        return self.down_proj(self._ops.activate_and_multiply(gate_up, self._activation))
 
 
 def _rotated_rows(rows: Rows, config: ModelConfig) -> list[Rows]:
@@ -176,12 +185,22 @@ class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     The next layer's norm computes the last sum, because a norm adds and normalizes in one pass.
+
+    Args:
+        middle_norm: the name of the norm before `mlp`.
     """
 
-    def __init__(self, parts: Parts, name: str, attention: Attention, mlp: MLP) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        name: str,
+        attention: Attention,
+        mlp: MLP,
+        middle_norm: str = "post_attention_layernorm",
+    ) -> None:
         self.input_norm = parts.norm(f"{name}.input_layernorm")
         self.attention = attention
-        self.post_attention_norm = parts.norm(f"{name}.post_attention_layernorm")
+        self.middle_norm = parts.norm(f"{name}.{middle_norm}")
         self.mlp = mlp
 
     def attend(
@@ -195,7 +214,7 @@ class DecoderLayer:
         self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The second sum, for any of the rows: x and residual -> those for the next layer."""
-        x, residual = self.post_attention_norm(x, residual)
+        x, residual = self.middle_norm(x, residual)
         return self.mlp(x), residual
 
 
@@ -209,7 +228,7 @@ class Decoder:
     def __init__(self, parts: Parts, layer: Callable[[Parts, str], DecoderLayer]) -> None:
         numbers = range(parts.config.num_layers)
         self.embed_tokens = parts.embedding("model.embed_tokens")
-        self.layers = [layer(parts, f"model.layers.{number}") for number in numbers]
+        self.layers = [layer(parts.of_layer(n), f"model.layers.{n}") for n in numbers]
         self.norm = parts.norm("model.norm", parts.config.output_scale)
         self.lm_head = parts.head("lm_head", self.embed_tokens)
         self._ops = parts.ops
@@ -262,6 +281,7 @@ def attention_shape(
         device,
         kv_dtype,
         config.attention_multiplier,
+        frozenset(layer.window for layer in config.layers),
     )
 
 

@@ -29,7 +29,9 @@ class Family:
             the first one reads the files.
         gguf_pairs: whether GGUF files interleave the two halves of each head's rows of q and k.
         gguf_names: names of its tensors, where GGUF files call other tensors of other families so.
-        has_window: whether `sliding_window` in config.json holds for all layers, if it is a number.
+        gguf_norm_offset: what GGUF files add to the weights of norms.
+        has_window: whether `sliding_window` in config.json is used whenever it is a number, and not
+            only if `use_sliding_window` or `layer_types` say so.
         tested: which published weights tests load.
     """
 
@@ -40,6 +42,7 @@ class Family:
     gguf: str
     gguf_pairs: bool = False
     gguf_names: Mapping[str, str] = field(default_factory=dict)
+    gguf_norm_offset: int = 0
     has_window: bool = False
     tested: str = ""
 
@@ -60,6 +63,23 @@ _LLAMA_DEFAULTS = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
+}
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
 }
 _SERVED = (
     Family(
@@ -102,7 +122,7 @@ _SERVED = (
     Family(
         architecture="SmolLM3ForCausalLM",
         models="SmolLM3: 3B",
-        module="smollm3",
+        module="llama",
         defaults={
             "vocab_size": 128256,
             "hidden_size": 2048,
@@ -144,6 +164,29 @@ _SERVED = (
         gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         has_window=True,
     ),
+    Family(
+        architecture="Gemma3ForCausalLM",
+        models="Gemma 3: 270M and 1B",
+        module="gemma3",
+        defaults=_GEMMA3_DEFAULTS,
+        gguf="gemma3",
+        gguf_names={
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        gguf_norm_offset=1,
+        has_window=True,
+        tested="Gemma 3 270M",
+    ),
+    Family(
+        architecture="Gemma3ForConditionalGeneration",
+        models="Gemma 3 (text): 4B to 27B",
+        module="gemma3",
+        defaults=_GEMMA3_DEFAULTS,
+        gguf="gemma3",
+        has_window=True,
+    ),
 )
 FAMILIES = {family.architecture: family for family in _SERVED}
 
@@ -170,5 +213,7 @@ def read_model_file(model_dir: Path) -> tuple[Family, dict[str, Any]]:
         raise ModelError(f"architectures: {found} is not served; served are {served}")
     if fields.get("is_causal") is False:
         raise ModelError("is_causal: models whose tokens attend to later ones are not served")
+    if isinstance(text := fields.get("text_config"), dict):
+        fields = {**fields, **text}  # of a model that also takes images
     family = FAMILIES[name]
     return family, {**family.defaults, **fields}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 
 from worker_svc.attention.base import Backend
@@ -29,10 +30,12 @@ def load_model(
     """
     family = config.family
     module = import_module(f"worker_svc.models.{family.module}")
-    cos_sin = loader.computed(
-        lambda: rotary_table(config.head_dim, max_model_len, config.rope, loader.device)
-    )
-    parts = Parts(config, loader, ops, tp, backend, cos_sin)
+    sizes = config.head_dim, max_model_len
+    tables = {
+        rope: loader.computed(partial(rotary_table, *sizes, rope, loader.device))
+        for rope in dict.fromkeys(layer.rope for layer in config.layers)
+    }
+    parts = Parts(config, loader, ops, tp, backend, tables)
     model: Decoder = module.build(parts)
     loader.finish()
     return model

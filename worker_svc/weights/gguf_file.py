@@ -28,6 +28,7 @@ class GgufTensor:
     Args:
         head_dim: if not 0, rows 2i and 2i + 1 of a head are rows i and head_dim / 2 + i in the
             layout of Hugging Face checkpoints.
+        minus: what is subtracted from all numbers.
     """
 
     path: Path
@@ -35,6 +36,7 @@ class GgufTensor:
     shape: tuple[int, ...]
     start: int
     head_dim: int = 0
+    minus: int = 0
 
     @property
     def end(self) -> int:
@@ -72,7 +74,7 @@ class GgufTensor:
                     raise OSError("the file is cut short")
                 at, left = at + count, left[count:]
         values = dequantize(data, self.type).astype(np.float32, copy=False)
-        return torch.from_numpy(values).view(len(rows), *self.shape[1:])
+        return torch.from_numpy(values).view(len(rows), *self.shape[1:]) - self.minus
 
 
 def read_gguf(model_dir: Path) -> dict[str, GgufTensor]:
@@ -107,7 +109,8 @@ def gguf_files(model_dir: Path) -> list[Path]:
 
 
 def _tensor(model_dir: Path, entry: dict[str, Any]) -> GgufTensor:
-    shape, numbers = tuple(entry["shape"]), (entry["start"], entry.get("head_dim", 0))
+    shape = tuple(entry["shape"])
+    numbers = entry["start"], entry.get("head_dim", 0), entry.get("minus", 0)
     if not shape or any(type(number) is not int or number < 0 for number in (*shape, *numbers)):
         raise ValueError(f"numbers have to be natural: {entry}")
     name, kind = entry.get("file", GGUF_WEIGHTS), GGMLQuantizationType[entry["type"]]

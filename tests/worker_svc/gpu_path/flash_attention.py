@@ -46,6 +46,7 @@ def attend(
     context_lens: torch.Tensor,
     table: torch.Tensor,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """q [T, heads, head_dim], keys and values [blocks, block_size, kv_heads, head_dim], table
     [S, blocks] -> [T, heads, head_dim]; sequences without context give zeros. What is before the
@@ -54,8 +55,13 @@ def attend(
     lens = query_starts.diff(), context_lens
     cache, first = torch.stack((keys, values)), int(query_starts[0])
     out = torch.full_like(q, torch.nan)
-    out[first:] = attention_reference(q[first:], cache, *lens, table.flatten(), offsets, scale)
+    out[first:] = attention_reference(
+        q[first:], cache, *lens, table.flatten(), offsets, scale, window
+    )
     return out
+
+
+_SAME = ("max_seqlen_q", "max_seqlen_k", "num_splits", "window_size_left")
 
 
 class FlashAttention3Ops:
@@ -83,7 +89,7 @@ class FlashAttention3Ops:
         self.calls.append("schedule")
         assert given["num_splits"] > 0  # 0: it chooses, and `fwd` may choose differently
         # Depends on the arguments, so that `fwd` can tell whether its own are the same.
-        same = [given[name] for name in ("max_seqlen_q", "max_seqlen_k", "num_splits")]
+        same = [given[name] for name in _SAME]
         return torch.cat((torch.tensor(same, dtype=torch.int32), given["seqused_k"]))
 
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -101,8 +107,10 @@ class FlashAttention3Ops:
         max_k = table.shape[1] * k.shape[1]
         assert int(lens.max()) <= max_k
         schedule = given["scheduler_metadata"].tolist()
-        assert schedule == [max_q, max_k, given["num_splits"], *lens.tolist()]
-        out = attend(q, k, v, starts, lens, table, given["softmax_scale"])
+        given["max_seqlen_k"] = max_k
+        assert schedule == [*(given[name] for name in _SAME), *lens.tolist()]
+        window = given["window_size_left"] + 1 or None
+        out = attend(q, k, v, starts, lens, table, given["softmax_scale"], window)
         return out, out.new_empty(0), out.new_empty(0), out.new_empty(0)
 
 
@@ -127,6 +135,7 @@ def install_flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         *,
         softmax_scale: float,
         causal: bool,
+        window_size: tuple[int, int],
         block_table: torch.Tensor,
     ) -> torch.Tensor:
         calls.append("flash_attn_varlen_func")
@@ -137,7 +146,9 @@ def install_flash_attn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert int(cu_seqlens_k[0]) == 0
         assert int(lens.max()) <= max_seqlen_k
         assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q
-        return attend(q, k, v, cu_seqlens_q, lens, block_table, softmax_scale)
+        window = window_size[0] + 1 or None
+        assert window_size[1] == (-1 if window is None else 0)
+        return attend(q, k, v, cu_seqlens_q, lens, block_table, softmax_scale, window)
 
     module = ModuleType("flash_attn")
     module.__dict__.update(flash_attn_varlen_func=flash_attn_varlen_func)

@@ -118,7 +118,7 @@ def test_equals_the_reference(
     For our kernels, slots that no sequence has written hold NaN. Libraries' kernels may load
     them and give them weight 0, so there a cache is zeros at first, and then what others have
     left."""
-    backend = make_backend(name, heads, dtype, kv_dtype)
+    backend = make_backend(name, heads, dtype, kv_dtype, windows=(None, LONGEST // 8))
     step, slots, num_blocks = make_step(case, backend.block_size)
     tensors = upload_step(step, backend.plan_column(step), DEVICE)
     random = generator(seed=len(slots))
@@ -133,13 +133,13 @@ def test_equals_the_reference(
     cache = backend.allocate(num_blocks)[0]
     assert not cache.any()
 
-    def error(unwritten: float) -> float:
+    def error(unwritten: float, window: int | None) -> float:
         cache.fill_(unwritten if kv_dtype == "auto" else -1)  # the bits of NaN
         store_reference(k, v, torch.from_numpy(slots).to(DEVICE), cache)
         metadata = backend.plan(step, tensors, max(LONGEST, int(step.context_lens.max())))
         try:
             with poisoned_memory():
-                out = backend.attend(q, cache, metadata).view(q.shape)
+                out = backend.attend(q, cache, metadata, window).view(q.shape)
         except RuntimeError as failure:
             if name != "triton" and any(text in str(failure) for text in UNSUPPORTED):
                 pytest.skip(f"{name} does not take {heads}, {dtype}: {failure}")
@@ -152,16 +152,18 @@ def test_equals_the_reference(
             tensors.block_table,
             tensors.table_offsets,
             backend.shape.scale,
+            window,
         )
         # Nobody reads what libraries' kernels leave in padding.
         rows = len(step.positions) - (case.num_padding if name != "triton" else 0)
         return relative_error(out[:rows], exact[:rows])
 
-    with_nan = error(torch.nan)
-    record_property("error where unwritten slots are NaN", with_nan)
-    found = with_nan if name == "triton" else error(100.0)
-    print(f"relative error {found:.1e}, where unwritten slots are NaN {with_nan:.1e}")
-    assert found <= 2 * row_bound(dtype)
+    for window in (None, LONGEST // 8):
+        with_nan = error(torch.nan, window)
+        record_property(f"window {window}: error where unwritten slots are NaN", with_nan)
+        found = with_nan if name == "triton" else error(100.0, window)
+        print(f"relative error {found:.1e}, where unwritten slots are NaN {with_nan:.1e}")
+        assert found <= 2 * row_bound(dtype)
 
 
 @gpu_only

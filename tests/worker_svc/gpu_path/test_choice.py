@@ -27,8 +27,18 @@ def choose(
     head_dim: int = 128,
     block_size: int | None = None,
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto",
+    window: int | None = None,
 ) -> tuple[str, int]:
-    shape = AttentionShape(1, 4, 2, head_dim, torch.bfloat16, torch.device("cpu"), kv_dtype)
+    shape = AttentionShape(
+        1,
+        4,
+        2,
+        head_dim,
+        torch.bfloat16,
+        torch.device("cpu"),
+        kv_dtype,
+        windows=frozenset({None, window}),
+    )
     backend = choose_backend(name, shape, block_size, capability, num_sms=4)
     return backend.name, backend.block_size
 
@@ -45,8 +55,13 @@ def of_wrong_blocks(
     lens: torch.Tensor,
     table: torch.Tensor,
     scale: float,
+    window: int | None,
 ) -> torch.Tensor:
-    return attend(q, k, v, starts, lens, table.flip(0), scale)
+    return attend(q, k, v, starts, lens, table.flip(0), scale, window)
+
+
+def without_windows(q: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return attend(q, *rest[:-1])
 
 
 def writing_nothing(q: torch.Tensor, *_: object) -> torch.Tensor:
@@ -106,6 +121,15 @@ def test_a_library_with_wrong_results_is_not_chosen(
     assert re.search(reason, logs[0]["reason"])
     with pytest.raises(StartError, match=f"attention: fa3 cannot be used: .*{reason}"):
         choose("fa3")
+
+
+@pytest.mark.usefixtures("flash_attention_3")
+def test_a_library_without_windows_serves_models_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose("auto", window=512) == ("fa3", 128)
+    monkeypatch.setattr(flash_attention, "attend", without_windows)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert choose("auto", window=512) == ("triton", 64)
+    assert choose("auto") == ("fa3", 128)
 
 
 @pytest.mark.usefixtures("flash_attention_3")

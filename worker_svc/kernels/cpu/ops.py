@@ -12,12 +12,21 @@ from worker_svc.kernels.cpu.quantize import quantize
 from worker_svc.kernels.cpu.sampling.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.cpu.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.kernels.cpu.sampling.tokens import apply_masks, penalize, store_tokens
-from worker_svc.kernels.cpu.structs import EmbedArgs, NormArgs, Phase, SiluArgs, Step, Vector
+from worker_svc.kernels.cpu.structs import (
+    ACTIVATIONS,
+    ActivateArgs,
+    EmbedArgs,
+    NormArgs,
+    Phase,
+    Step,
+    Vector,
+)
 from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized
-from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight, pick_last_rows
+from worker_svc.kernels.ops import Activation, Exchange, PackedWeight, PlainWeight, pick_last_rows
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 __all__ = [
+    "activate_and_multiply",
     "add_rms_norm",
     "apply_masks",
     "chunk_statistics",
@@ -31,7 +40,6 @@ __all__ = [
     "quantize",
     "rms_norm",
     "select_tokens",
-    "silu_and_multiply",
     "store_tokens",
     "table_format",
     "unpack",
@@ -92,13 +100,14 @@ def _norm(
     return out
 
 
-def silu_and_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+def activate_and_multiply(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     if trace := tracing():
-        return trace.silu(gate_up)
+        return trace.activate(gate_up, activation)
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out, step = torch.empty(rows, size), Step(tokens=rows)
-    args = SiluArgs(addressof(step), size, gate_up.data_ptr(), out.data_ptr())
-    run_phase(Phase.SILU, args, step)
+    settings = size, ACTIVATIONS.index(activation)
+    args = ActivateArgs(addressof(step), *settings, gate_up.data_ptr(), out.data_ptr())
+    run_phase(Phase.ACTIVATE, args, step)
     return out
 
 

@@ -21,6 +21,8 @@ import torch
 from worker_svc.kernels.cpu.library import library, team
 from worker_svc.kernels.cpu.rows import PackedRows, Panels, Rows
 from worker_svc.kernels.cpu.structs import (
+    ACTIVATIONS,
+    ActivateArgs,
     AttendArgs,
     EmbedArgs,
     MaximaArgs,
@@ -31,13 +33,12 @@ from worker_svc.kernels.cpu.structs import (
     Phase,
     ProductArgs,
     RopeStoreArgs,
-    SiluArgs,
     Step,
     Times,
     Tops,
     Vector,
 )
-from worker_svc.kernels.ops import Exchange
+from worker_svc.kernels.ops import Activation, Exchange
 from worker_svc.step.tensors import StepTensors
 
 # The first dimensions of traced tensors: rows of tokens, and of sequences.
@@ -102,7 +103,7 @@ class TracedPhase:
 
     phase: Phase
     bind: Callable[[], Any]
-    pack: PackedRows | None = None  # for the product that follows a norm or SiLU
+    pack: PackedRows | None = None  # for the product that follows a norm or an activation
 
 
 @dataclass(eq=False)
@@ -235,15 +236,16 @@ class Trace:
         self._producers[out] = traced
         return tensor
 
-    def silu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         read = self.rows(gate_up)
         out, tensor = self._new(read.columns // 2, read.per_sequence)
 
         def bind() -> Any:
             target = traced.pack.target() if traced.pack else PackTo()
-            return SiluArgs(self._count(read), out.columns, read.address, out.address, target)
+            sizes = self._count(read), out.columns, ACTIVATIONS.index(activation)
+            return ActivateArgs(*sizes, read.address, out.address, target)
 
-        traced = self._add(Phase.SILU, bind, out, read)
+        traced = self._add(Phase.ACTIVATE, bind, out, read)
         self._producers[out] = traced
         return tensor
 
@@ -334,12 +336,14 @@ class Trace:
         self._add(Phase.ROPE_STORE, bind, read, q)
         return tensor
 
-    def attend(self, q: torch.Tensor, layer: int, heads: int, scale: float) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, layer: int, heads: int, scale: float, window: int
+    ) -> torch.Tensor:
         read = self.rows(q)
         out, tensor = self._new(read.columns)
 
         def bind() -> Any:
-            return AttendArgs(self.caches[layer], read.address, out.address, heads, scale)
+            return AttendArgs(self.caches[layer], read.address, out.address, heads, scale, window)
 
         self._add(Phase.ATTEND, bind, read, out)
         return tensor

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from worker_svc.kernels.ops import Activation
+
 INT, DOUBLE, POINTER = c_int64, c_double, c_void_p
 LANES = 16  # the numbers of a vector, as in `native/simd.h`
 
@@ -23,8 +25,11 @@ class Phase(IntEnum):
     PRODUCT = 3
     ROPE_STORE = 4
     ATTEND = 5
-    SILU = 6
+    ACTIVATE = 6
     MAXIMA = 7
+
+
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")  # as numbered in `native/rows.h`
 
 
 class Kind(IntEnum):
@@ -85,8 +90,12 @@ PackArgs = structure("PackArgs", ("weight rows x tops", POINTER), ("out", Packed
 ProductArgs = structure(
     "ProductArgs", ("weight rows", POINTER), ("x", Packed), ("out next", POINTER)
 )
-SiluArgs = structure(
-    "SiluArgs", ("rows", POINTER), ("size", INT), ("gate_up out", POINTER), ("pack", PackTo)
+ActivateArgs = structure(
+    "ActivateArgs",
+    ("rows", POINTER),
+    ("size activation", INT),
+    ("gate_up out", POINTER),
+    ("pack", PackTo),
 )
 Tops = structure("Tops", ("data", POINTER), ("stride first_input segment", INT))
 MaximaArgs = structure(
@@ -107,8 +116,9 @@ RopeStoreArgs = structure(
     ("cos_sin", POINTER),
 )
 AttendArgs = structure(
-    "AttendArgs", ("cache", Cache), ("q out", POINTER), ("heads", INT), ("scale", DOUBLE)
-)
+    "AttendArgs",
+    ("cache", Cache), ("q out", POINTER), ("heads", INT), ("scale", DOUBLE), ("window", INT),
+)  # fmt: skip
 
 
 def _pointer_to(dtype: torch.dtype) -> Callable[[torch.Tensor], int]:

@@ -83,6 +83,7 @@ def _decode_attention_kernel(
     SPLIT: tl.constexpr,
     PARTIAL_SIZE: tl.constexpr,
     DOT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """Attends to one part of one sequence with all query heads of one KV head; grid (kv_heads, N,
     splits). KV heads come first because their rows of a position are neighbours in memory. If
@@ -93,9 +94,11 @@ def _decode_attention_kernel(
     context = tl.load(context_lens + seq)
     query = tl.load(query_starts + seq).to(tl.int64)
     table = block_table + tl.load(table_offsets + seq)
-    tiles = tl.cdiv(context, TILE)
-    begin = tiles * part // parts * TILE
-    end = tl.minimum(tiles * (part + 1) // parts * TILE, context)
+    first_seen = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
+    first_tile = first_seen // TILE
+    tiles = tl.cdiv(context, TILE) - first_tile
+    begin = (first_tile + tiles * part // parts) * TILE
+    end = tl.minimum((first_tile + tiles * (part + 1) // parts) * TILE, context)
 
     SCALED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     FP8: tl.constexpr = SCALED and keys.dtype.element_ty != tl.int8
@@ -121,7 +124,8 @@ def _decode_attention_kernel(
     for start in range(begin, end, TILE):
         slots = slots_of(block, start, BLOCK_SIZE, TILE)
         offsets = (slots * KV_HEADS + kv_head) * HEAD_DIM
-        seen = start + tl.arange(0, TILE) < end
+        position = start + tl.arange(0, TILE)
+        seen = (position >= first_seen) & (position < end) if WINDOW > 0 else position < end
         if SCALED:
             offsets += skipped_scales(block, KV_HEADS, BLOCK_SIZE, TILE)
             scaling = scale_offsets(block, start, KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE)
@@ -232,6 +236,7 @@ def decode_attention(
     workspace: torch.Tensor,
     out: torch.Tensor,
     tiling: Tiling | None = None,
+    window: int | None = None,
 ) -> None:
     """Sets out[query_starts[s]], for each s of `seqs`, to softmax(scale · q Kᵀ) V of sequence s, or
     to zeros if it has no context (padding).
@@ -247,6 +252,7 @@ def decode_attention(
         splits        parts per sequence, see `choose_splits`
         workspace     see `decode_workspace`; untouched if splits is 1
         tiling        None: the one from `choose_tiling`
+        window        how many of the last positions the query sees; None: all
     """
     num_seqs, heads, head_dim = len(seqs), q.shape[1], q.shape[2]
     block_size, kv_heads = cache.shape[2], cache.shape[3]
@@ -274,6 +280,7 @@ def decode_attention(
         TILE=tiling.tile,
         SPLIT=splits > 1,
         DOT=dot_dtype(q.dtype, cache.dtype),
+        WINDOW=window or 0,
         **sizes,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

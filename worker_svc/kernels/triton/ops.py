@@ -7,6 +7,7 @@ import torch
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.kernels.ops import pick_last_rows as last_rows
 from worker_svc.kernels.triton.embedding import embed
+from worker_svc.kernels.triton.gated_activation import activate_and_multiply
 from worker_svc.kernels.triton.quantized.weights import pack_quantized, unpack_quantized
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from worker_svc.kernels.triton.row_matmul import RowWeight
@@ -14,12 +15,12 @@ from worker_svc.kernels.triton.sampling.filtering import count_by_key, pick_bins
 from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.kernels.triton.sampling.token_history import penalize, store_tokens
 from worker_svc.kernels.triton.sampling.token_masks import apply_masks
-from worker_svc.kernels.triton.silu_mul import silu_and_multiply
 from worker_svc.kernels.triton.thin_matmul import ThinWeight
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.quantize import quantize
 
 __all__ = [
+    "activate_and_multiply",
     "add_rms_norm",
     "apply_masks",
     "chunk_statistics",
@@ -33,7 +34,6 @@ __all__ = [
     "quantize",
     "rms_norm",
     "select_tokens",
-    "silu_and_multiply",
     "store_tokens",
     "table_format",
     "unpack",

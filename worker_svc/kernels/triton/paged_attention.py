@@ -95,10 +95,12 @@ def attention_reference(
     block_table: torch.Tensor,
     table_offsets: torch.Tensor,
     scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of the last query_lens[s] positions of each sequence of context_lens[s]
     positions: q [T, heads, head_dim], sequence after sequence -> float32, of the same shape. The
-    queries of a sequence without context (padding) give zeros.
+    queries of a sequence without context (padding) give zeros. A query sees the last `window`
+    positions up to its own; None: all.
 
         cache                     [2, blocks, block_size, kv_heads, head_dim]
         query_lens, context_lens  int32 [S]
@@ -124,7 +126,8 @@ def attention_reference(
         # query: [kv_heads, group, queries, head_dim]
         query = q[rows].float().transpose(0, 1).unflatten(0, (kv_heads, -1))
         scores = query @ keys.transpose(2, 3) * scale
-        future = positions > positions[context - queries :, None]
-        weights = scores.masked_fill(future, -torch.inf).softmax(dim=3)
+        own = positions[context - queries :, None]
+        hidden = (positions > own) | (positions <= own - (window or context))
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=3)
         out[rows] = (weights @ values).flatten(0, 1).transpose(0, 1)
     return out

@@ -3,8 +3,8 @@ cache.
 
 The algorithm is FlashAttention-2 (Dao, "FlashAttention-2: Faster Attention with Better Parallelism
 and Work Partitioning", 2023). A program has a tile of queries and takes the positions that they see
-tile by tile, with an online softmax. Only the last tiles of positions, which the diagonal crosses,
-are masked. A tile's rows are the query heads of one KV head for some tokens, so that keys and
+tile by tile, with an online softmax. Only the tiles of positions that the diagonal or the window's
+end crosses are masked. A tile's rows are the query heads of one KV head for some tokens, so that keys and
 values are loaded once for the whole group.
 """
 
@@ -86,10 +86,11 @@ def _attend_tiles(
     MASKED: tl.constexpr,
     WEIGHT: tl.constexpr,
     DOT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> tl.tensor:
     """Continues the online softmax over the positions [begin, end). If MASKED, row r sees no
-    position after last[r]. Otherwise every row sees every position, and end - begin is a multiple
-    of TILE."""
+    position after last[r], and of those up to it the last WINDOW, or all if WINDOW is 0. Otherwise
+    every row sees every position, and end - begin is a multiple of TILE."""
     SCALED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8
     FP8: tl.constexpr = SCALED and keys.dtype.element_ty != tl.int8
     dim = tl.arange(0, DIMS)[None, :]
@@ -111,8 +112,13 @@ def _attend_tiles(
         if SCALED:
             scores *= k_scales[None, :]
         if MASKED:
-            scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
+            visible = position[None, :] <= last[:, None]
+            if WINDOW > 0:
+                visible &= position[None, :] > last[:, None] - WINDOW
+            scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        if MASKED and WINDOW > 0:  # a row that has seen nothing yet
+            new_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores * scale - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, 1)
@@ -146,6 +152,7 @@ def _prompt_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     DOT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ) -> None:
     """Attends with one tile of queries, the query heads of one KV head. The grid is (kv_heads,
     tiles), so that programs start in the order of the tiles."""
@@ -180,15 +187,25 @@ def _prompt_attention_kernel(
         scale *= 256.0  # see `numbers_of`
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
+    begin = 0
+    if WINDOW > 0:
+        # The tiles that the windows of the first rows begin in are masked for the others.
+        end_of_begins = tl.cdiv(tl.maximum(cached + stop - WINDOW, 0), TILE) * TILE
+        begin = tl.minimum(end_of_begins, seen_by_all)
+        top, total, acc = _attend_tiles(
+            queries, top, total, acc, keys, values, key_scales, value_scales, table, scale, last,
+            tl.maximum(cached + first + 1 - WINDOW, 0) // TILE * TILE, begin,
+            KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, q.dtype.element_ty, DOT, WINDOW,
+        )  # fmt: skip
     top, total, acc = _attend_tiles(
         queries, top, total, acc, keys, values, key_scales, value_scales, table, scale, last,
-        0, seen_by_all,
-        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, False, q.dtype.element_ty, DOT,
+        begin, seen_by_all,
+        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, False, q.dtype.element_ty, DOT, WINDOW,
     )  # fmt: skip
     top, total, acc = _attend_tiles(
         queries, top, total, acc, keys, values, key_scales, value_scales, table, scale, last,
         seen_by_all, cached + stop,
-        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, q.dtype.element_ty, DOT,
+        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, q.dtype.element_ty, DOT, WINDOW,
     )  # fmt: skip
     if keys.dtype.element_ty == tl.uint8:
         acc *= 256.0
@@ -231,6 +248,7 @@ def prompt_attention(
     scale: float,
     out: torch.Tensor,
     tiling: Tiling | None = None,
+    window: int | None = None,
 ) -> None:
     """Sets the rows of `out` that `tiles` cover to softmax(scale · q Kᵀ) V. In a sequence with Q
     queries and C positions, 1 <= Q <= C, query i sees the positions up to C - Q + i.
@@ -244,6 +262,7 @@ def prompt_attention(
         block_table   int32 [blocks of all sequences]
         table_offsets int32 [S + 1]
         tiling        None: the one from `choose_tiling`
+        window        how many of the last positions up to its own a query sees; None: all
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.shape[2:4]
@@ -268,6 +287,7 @@ def prompt_attention(
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
         DOT=dot_dtype(q.dtype, cache.dtype),
+        WINDOW=window or 0,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )

@@ -95,6 +95,7 @@ class Layer:
     block_size: int
     dtype: torch.dtype
     norm: torch.dtype | None = torch.float32
+    window: int | None = None
 
     def __post_init__(self) -> None:
         random = torch.Generator().manual_seed(self.head_dim)
@@ -160,7 +161,7 @@ class Layer:
             block_table=np.concatenate(tables),
             table_offsets=np.cumsum([0, *map(len, tables)]),
         )
-        out = self.backend.attend(q.flatten(1), self.cache, tensors)
+        out = self.backend.attend(q.flatten(1), self.cache, tensors, self.window)
         return out.view(len(q), self.heads, self.head_dim)
 
     def expected(self, q: torch.Tensor, n: int) -> torch.Tensor:
@@ -182,6 +183,7 @@ class Layer:
             factor = torch.from_numpy(np.float32(127) / top.numpy())  # torch's quotient differs
             queries = (q * factor).round().double() * top / 127
         mask = torch.ones(tokens, context, dtype=torch.bool).tril(context - tokens)
+        mask = mask.triu(context - tokens + 1 - (self.window or context))
         queries, k, v = (x.transpose(0, 1)[None] for x in (queries, k, v))
         seen = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, enable_gqa=True)
         return seen[0].transpose(0, 1).float()
@@ -215,6 +217,13 @@ def test_equals_torch_alone_in_a_crowd_and_in_chunks(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int
 ) -> None:
     check(Layer(heads, kv_heads, head_dim, block_size, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 15, 64, 300, 512])
+def test_windows(dtype: torch.dtype, window: int) -> None:
+    check(Layer(4, 2, 64, 16, dtype, window=window))
+    check(Layer(6, 1, 40, 48, dtype, window=window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.worker_svc.kernels.triton.precision import poisoned_memory
-from worker_svc.kernels.cpu.ops import add_rms_norm, rms_norm, silu_and_multiply
+from tests.worker_svc.activations import ACTIVATIONS
+from worker_svc.kernels.cpu.ops import activate_and_multiply, add_rms_norm, rms_norm
 
 EPS = 1e-2  # large enough to show
 rows = pytest.mark.parametrize("tokens", [0, 1, 67])
@@ -32,13 +33,14 @@ def test_norms(size: int, tokens: int, dtype: torch.dtype) -> None:
 
 
 @rows
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("size", [8, 100, 1024])
-def test_silu_and_multiply(size: int, tokens: int) -> None:
-    """Even where silu is next to nothing."""
+def test_activate_and_multiply(size: int, tokens: int, activation: Activation) -> None:
+    """Even where the activation is next to nothing."""
     generator = torch.Generator().manual_seed(size)
     gate_up = 5 * torch.randn(tokens, 2 * size, generator=generator)
     gate_up[:1, :4] = torch.tensor([-100.0, -20.0, 0.0, 100.0])
     with poisoned_memory():
-        out = silu_and_multiply(gate_up)
+        out = activate_and_multiply(gate_up, activation)
     gate, up = gate_up.double().chunk(2, dim=1)
-    torch.testing.assert_close(out, (F.silu(gate) * up).float(), **BOUNDS)
+    torch.testing.assert_close(out, (ACTIVATIONS[activation](gate) * up).float(), **BOUNDS)

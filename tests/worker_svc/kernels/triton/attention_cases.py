@@ -51,6 +51,7 @@ class Batch:
     block_table: torch.Tensor
     table_offsets: torch.Tensor
     scale: float
+    window: int | None = None
 
     @property
     def sequences(self) -> tuple[Any, ...]:
@@ -74,6 +75,7 @@ class Batch:
                 decode_workspace(len(seqs), heads, head_dim, splits, out.device),
                 out,
                 _tiling(tile),
+                self.window,
             )
         return out
 
@@ -90,7 +92,7 @@ class Batch:
             self.context_lens.cpu().numpy(),
         )
         tiles = torch.from_numpy(tiles).to(out.device)
-        prompt_attention(self.q, self.cache, tiles, *self.sequences, out, _tiling(tile))
+        prompt_attention(self.q, self.cache, tiles, *self.sequences, out, _tiling(tile), self.window)
         return out
 
     def reference(self) -> torch.Tensor:
@@ -102,6 +104,7 @@ class Batch:
             self.block_table,
             self.table_offsets,
             self.scale,
+            self.window,
         )
 
 
@@ -119,6 +122,7 @@ def random_batch(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = DTYPE,
+    window: int | None = None,
 ) -> Batch:
     """Blocks are scattered over a cache with spare ones; slots that no sequence has reached hold
     NaN in both keys and values."""
@@ -152,6 +156,7 @@ def random_batch(
         block_table=table.int(),
         table_offsets=int32([0, *blocks_of]).cumsum(0, dtype=torch.int32),
         scale=head_dim**-0.5,
+        window=window,
     )
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ def _decode(
     block_size: int,
     splits: int,
     cache_dtype: torch.dtype | None = None,
+    window: int | None = None,
 ) -> None:
     for n in ROWS:
         q = torch.empty(n, KV_HEADS * group, head_dim, dtype=dtype)
@@ -44,7 +46,8 @@ def _decode(
         workspace = decode_workspace(n, q.shape[1], head_dim, splits, q.device)
         columns = [_integers(size, offset=n) for size in (n, n + 1, n, n, n + 1)]
         scale = head_dim**-0.5
-        decode_attention(q, cache, *columns, scale, splits, workspace, torch.empty_like(q))
+        rest = scale, splits, workspace, torch.empty_like(q)
+        decode_attention(q, cache, *columns, *rest, window=window)
 
 
 def _prompt(
@@ -53,13 +56,15 @@ def _prompt(
     head_dim: int,
     block_size: int,
     cache_dtype: torch.dtype | None = None,
+    window: int | None = None,
 ) -> None:
     for n in ROWS:
         q = torch.empty(n, KV_HEADS * group, head_dim, dtype=dtype)
         cache = _cache(cache_dtype or dtype, block_size, head_dim)
         tiles = _integers(n, 2, offset=n)
         columns = [_integers(size, offset=n) for size in (n + 1, n, n, n + 1)]
-        prompt_attention(q, cache, tiles, *columns, head_dim**-0.5, torch.empty_like(q))
+        rest = head_dim**-0.5, torch.empty_like(q)
+        prompt_attention(q, cache, tiles, *columns, *rest, window=window)
 
 
 def _case(
@@ -70,12 +75,16 @@ def _case(
     block_size: int,
     *splits: int,
     cache_dtype: torch.dtype | None = None,
+    window: int | None = None,
 ) -> Case:
     name = f"{str(dtype)[6:]}, group {group}, head_dim {head_dim}, blocks of {block_size}"
     name += "".join(f", {n} splits" for n in splits)
     if cache_dtype is not None:
         name += f", cache {str(cache_dtype)[6:]}"
-    call = partial(launch, dtype, group, head_dim, block_size, *splits, cache_dtype=cache_dtype)
+    if window is not None:
+        name += f", window {window}"
+    options: dict[str, Any] = {"cache_dtype": cache_dtype, "window": window}
+    call = partial(launch, dtype, group, head_dim, block_size, *splits, **options)
     return Case(
         name,
         call,
@@ -102,6 +111,9 @@ CASES = [
     _case(_prompt, BF16, 2, 256, 256),
     _case(_prompt, BF16, 3, 80, 48),
     _case(_prompt, FP32, 2, 128, 256),
+    _case(_decode, BF16, 4, 256, 64, 2, window=512),  # Gemma 3
+    _case(_prompt, BF16, 4, 256, 64, window=512),
+    _case(_prompt, BF16, 2, 256, 64, cache_dtype=torch.int8, window=1024),
     *(_case(_prompt, dtype, 4, 64, block) for dtype, block in product((BF16, FP16), (16, 256))),
     _case(_decode, BF16, 2, 128, 64, 1, cache_dtype=torch.int8),
     _case(_decode, FP16, 5, 80, 48, 4, cache_dtype=torch.uint8),

@@ -14,13 +14,13 @@ from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton.advance import advance
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
+from worker_svc.kernels.triton.gated_activation import activate_and_multiply
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from worker_svc.kernels.triton.rope_store import rope_store
 from worker_svc.kernels.triton.sampling.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.kernels.triton.sampling.token_history import penalize, store_tokens
 from worker_svc.kernels.triton.sampling.token_masks import apply_masks
-from worker_svc.kernels.triton.silu_mul import silu_and_multiply
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.step.tensors import unpack
 
@@ -59,7 +59,9 @@ def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
     x, weight = half(TOKENS, shape.hidden), half(shape.hidden)
     yield "rms_norm", partial(rms_norm, x, weight, 1e-6)
     yield "add_rms_norm", partial(add_rms_norm, x, x, weight, 1e-6)
-    yield "silu_and_multiply", partial(silu_and_multiply, half(TOKENS, 2 * shape.intermediate))
+    gate_up = half(TOKENS, 2 * shape.intermediate)
+    for activation in ("silu", "gelu_tanh"):
+        yield activation, partial(activate_and_multiply, gate_up, activation)
 
     qkv = half(TOKENS, (shape.heads + 2 * shape.kv_heads) * HEAD_DIM)
     blocks = 2**31 // (16 * shape.kv_heads * HEAD_DIM) + 1

@@ -120,6 +120,15 @@ def test_chunks_at_the_bounds_of_a_tile_of_queries(tokens: int) -> None:
     check_prompts([tokens] * 4, contexts, seed=tokens, head_dim=16)
 
 
+@pytest.mark.parametrize("window", [1, 7, 16, 40, 100, 1000])
+def test_windows(window: int) -> None:
+    shape: dict[str, Any] = {"block_size": 48, "head_dim": 16, "seed": window, "window": window}
+    for splits in (1, 3):
+        check_decodes([1, window, window + 1, 130, 0, 17], splits=splits, **shape)
+    check_prompts([1, 40, 33, 64, 5], [130, 40, 150, 64, window + 5], **shape)
+    check_prompts([70], [200], kv_heads=2, heads=2, **shape)
+
+
 def test_a_kernel_leaves_the_rows_of_the_other_alone() -> None:
     batch = random_batch([1, 20, 1, 3, 1], [20, 30, 40, 3, 50], seed=0, head_dim=16)
     decodes, prompts = [0, 21, 25], [*range(1, 21), 22, 23, 24]

@@ -41,6 +41,19 @@ inline void each_run(const Cache& cache, const int32_t* blocks, int64_t first, i
     }
 }
 
+int64_t chunk_of(const Cache& cache) {
+    return cache.block_size < CHUNK ? CHUNK / cache.block_size * cache.block_size : CHUNK;
+}
+
+// Where the first chunk of a unit begins: that of the first key that its first row sees.
+int64_t first_key(const AttendArgs& args, const Step& step, const Unit& unit) {
+    const int64_t tokens = step.query_starts[unit.sequence + 1] - step.query_starts[unit.sequence];
+    const int64_t before = step.context_lens[unit.sequence] - tokens;
+    const int64_t position = before + unit.first_row * args.cache.kv_heads / args.heads;
+    const int64_t chunk = chunk_of(args.cache);
+    return std::max<int64_t>(position + 1 - args.window, 0) / chunk * chunk;
+}
+
 inline void fetch(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
 
 template <class Kind>
@@ -79,17 +92,17 @@ class Tile {
         for (int64_t row = 0; row < rows_; row++)
             pack(row, args.q + place(row), cache.head_dim, float(args.scale));
         const int64_t seen = visible(rows_ - 1);
-        const int64_t chunk = cache.block_size < CHUNK ? CHUNK / cache.block_size * cache.block_size
-                                                       : CHUNK;
-        for (int64_t first = 0; first < seen; first += chunk) {
+        const int64_t chunk = chunk_of(cache);
+        for (int64_t first = first_key(args, step, unit); first < seen; first += chunk) {
             gather(cache, blocks, kv_head, first, std::min(chunk, seen - first));
             const int64_t following = first + chunk;
             if (following < seen)
                 look_ahead(cache, blocks, kv_head, following, std::min(chunk, seen - following));
-            else if (next.sequence != sequence || next.kv_head != kv_head)
-                look_ahead(cache, blocks_of(next.sequence), next.kv_head, 0,
-                           std::min<int64_t>(chunk, step.context_lens[next.sequence]));
-            else
+            else if (next.sequence != sequence || next.kv_head != kv_head) {
+                const int64_t begin = first_key(args, step, next);
+                look_ahead(cache, blocks_of(next.sequence), next.kv_head, begin,
+                           std::min(chunk, step.context_lens[next.sequence] - begin));
+            } else
                 next_vectors_ = 0;
             for (int64_t row = 0; row < rows_;) {
                 // Of nearly equal sizes.
@@ -97,7 +110,8 @@ class Tile {
                 with_constant<MAX_ROWS>(rows, [&](auto rows) {
                     score<rows>(row);
                     for (int64_t i = row; i < row + rows; i++)
-                        soften(i, std::min(visible(i) - first, size_));
+                        soften(i, visible(i) - args.window - first,
+                               std::min(visible(i) - first, size_));
                     weigh<rows>(row);
                 });
                 row += rows;
@@ -240,12 +254,15 @@ class Tile {
     }
 
     // Turns a row's scores into weights, and those into factors in the same place. A key that the
-    // row does not see has weight 0.
-    void soften(int64_t row, int64_t visible) {
+    // row does not see, one of the first `hidden` or not of the first `visible`, has weight 0.
+    void soften(int64_t row, int64_t hidden, int64_t visible) {
         float* scores = scores_[row];
         uint8_t* factors = (uint8_t*)scores;
+        if (visible <= hidden) visible = 0;
         const int64_t seen = padded(std::max<int64_t>(visible, 0), LANES);
         if (visible > 0) {
+            for (int64_t i = 0; i < hidden; i += LANES)
+                store(scores + i, first_lanes(splat(-INFINITY), hidden - i, load<F32s>(scores + i)));
             F32s tops = splat(-INFINITY);
             for (int64_t i = 0; i < seen; i += LANES) {
                 F32s x = load<F32s>(scores + i);

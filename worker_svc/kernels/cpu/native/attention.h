@@ -12,9 +12,11 @@ struct AttendArgs {
     float* out;      // [T, heads, head_dim]
     int64_t heads;
     double scale;
+    int64_t window;
 };
 
-// Sets out to softmax(scale · q Kᵀ) V. Each query sees its sequence up to itself.
+// Sets out to softmax(scale · q Kᵀ) V. Each query sees its sequence up to itself, and of that the last
+// `window` positions.
 void attend(const AttendArgs& args, const Step& step, Member& member);
 
 }  // namespace nano

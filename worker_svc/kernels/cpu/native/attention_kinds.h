@@ -16,9 +16,12 @@
 
 namespace nano {
 
-// The first `count` lanes of x, and `other` in the rest.
+// The first `count` lanes of x, and those of `other` in the rest.
+inline F32s first_lanes(F32s x, int64_t count, F32s other) {
+    return select(lane_numbers() < splat(int32_t(count)), x, other);
+}
 inline F32s first_lanes(F32s x, int64_t count, float other) {
-    return select(lane_numbers() < splat(int32_t(count)), x, splat(other));
+    return first_lanes(x, count, splat(other));
 }
 
 // Kinds without scales. Factors are numbers, and sums are in float32.

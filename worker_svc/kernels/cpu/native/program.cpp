@@ -16,7 +16,7 @@ struct Times {
 
 namespace {
 
-enum Phase : int64_t { EMBED, NORM, PACK, PRODUCT, ROPE_STORE, ATTEND, SILU, MAXIMA };
+enum Phase : int64_t { EMBED, NORM, PACK, PRODUCT, ROPE_STORE, ATTEND, ACTIVATE, MAXIMA };
 
 struct Op {
     int64_t phase;
@@ -31,7 +31,7 @@ void run_phase(const Op& op, const Step& step, Member& member) {
         case PRODUCT: return product(*(const ProductArgs*)op.args, member);
         case ROPE_STORE: return rope_store(*(const RopeStoreArgs*)op.args, step, member);
         case ATTEND: return attend(*(const AttendArgs*)op.args, step, member);
-        case SILU: return silu(*(const SiluArgs*)op.args, member);
+        case ACTIVATE: return activate(*(const ActivateArgs*)op.args, member);
         case MAXIMA: return maxima(*(const MaximaArgs*)op.args, member);
     }
 }

@@ -48,16 +48,23 @@ void norm_row(const float* x, const Vector& weight, double eps, int64_t size, fl
     for (; i < size; i++) out[i] = x[i] * scale * number_of(weight, i);
 }
 
-inline F32s silu_of(F32s gate) { return gate / (1.0f + exp(-gate)); }
+inline F32s silu_of(F32s x) { return x / (1.0f + exp(-x)); }
 
-void silu_row(const float* gate, const float* up, int64_t size, float* out) {
+// 0.5 · (1 + tanh(x)) is 1 / (1 + exp(-2x)).
+inline F32s gelu_tanh_of(F32s x) {
+    return x / (1.0f + exp(-2 * 0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
+
+template <class Activate>
+void activate_row(const float* gate, const float* up, int64_t size, float* out,
+                  const Activate& activate) {
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES)
-        store(out + i, silu_of(load<F32s>(gate + i)) * load<F32s>(up + i));
+        store(out + i, activate(load<F32s>(gate + i)) * load<F32s>(up + i));
     if (i < size) {
         F32s last = {};
         std::memcpy(&last, gate + i, (size - i) * sizeof(float));
-        last = silu_of(last);
+        last = activate(last);
         for (int lane = 0; i < size; i++, lane++) out[i] = last[lane] * up[i];
     }
 }
@@ -102,12 +109,16 @@ void norm(const NormArgs& args, const Step& step, Member& member) {
     });
 }
 
-void silu(const SiluArgs& args, Member& member) {
+void activate(const ActivateArgs& args, Member& member) {
     const int64_t size = args.size, rows = *args.rows;
     member.each(rows, [&](int64_t row) {
         const float* gate = args.gate_up + 2 * row * size;
-        compute_row(args.out, row, size, args.pack,
-                    [&](float* out) { silu_row(gate, gate + size, size, out); });
+        compute_row(args.out, row, size, args.pack, [&](float* out) {
+            if (args.activation == GELU_TANH)
+                activate_row(gate, gate + size, size, out, gelu_tanh_of);
+            else
+                activate_row(gate, gate + size, size, out, silu_of);
+        });
     });
 }
 

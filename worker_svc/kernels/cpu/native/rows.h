@@ -44,14 +44,17 @@ struct NormArgs {
 };
 void norm(const NormArgs& args, const Step& step, Member& member);
 
-struct SiluArgs {
+enum Activation : int64_t { SILU, GELU_TANH };
+
+struct ActivateArgs {
     const int64_t* rows;
     int64_t size;
+    Activation activation;
     const float* gate_up;  // [T, 2 · size], gate before up
-    float* out;            // [T, size] silu(gate) · up, or null as in NormArgs
+    float* out;            // [T, size] activation(gate) · up, or null as in NormArgs
     PackTo pack;
 };
-void silu(const SiluArgs& args, Member& member);
+void activate(const ActivateArgs& args, Member& member);
 
 // The largest magnitudes of this rank's part of each segment of rows x [T, size]; 0 of segments that it
 // has no part of.
