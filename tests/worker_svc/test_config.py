@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -22,6 +23,7 @@ from tests.worker_svc.harness import TINY
 from worker_svc.errors import ModelError
 from worker_svc.models.config import load_model_config
 
+FULL, WINDOW = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
@@ -54,6 +56,7 @@ def test_reads_sizes_and_dtype(tmp_path: Path) -> None:
         ("SmolLM3ForCausalLM", SmolLM3Config()),
         ("Phi3ForCausalLM", Phi3Config()),
         ("GraniteForCausalLM", GraniteConfig()),
+        ("Gemma3ForCausalLM", Gemma3TextConfig()),
     ],
 )
 def test_assumes_what_transformers_does(
@@ -76,9 +79,16 @@ def test_assumes_what_transformers_does(
     assert config.num_layers == oracle.num_hidden_layers
     assert config.num_heads == oracle.num_attention_heads
     assert config.num_kv_heads == oracle.num_key_value_heads
-    window = getattr(oracle, "sliding_window", None) or oracle.max_position_embeddings
-    assert config.max_model_len == min(window, oracle.max_position_embeddings)
-    assert config.rope.theta == oracle.rope_parameters["rope_theta"]
+    assert config.max_model_len == oracle.max_position_embeddings
+    ropes, window = oracle.rope_parameters, getattr(oracle, "sliding_window", None)
+    types = getattr(oracle, "layer_types", None)
+    if types is None:
+        types = ["sliding_attention" if window else "full_attention"] * config.num_layers
+    assert config.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    for layer, kind in zip(config.layers, types, strict=True):
+        assert layer.window == (window if kind == "sliding_attention" else None)
+        if layer.rope:  # not in each fourth layer of SmolLM3
+            assert layer.rope.theta == ropes.get(kind, ropes)["rope_theta"]
 
 
 @pytest.mark.parametrize(
@@ -98,20 +108,39 @@ def test_reads_both_styles_of_rope(tmp_path: Path, rope: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    ("overrides", "limit"),
+    ("overrides", "windows"),
     [
-        ({"sliding_window": 64}, 512),
-        ({"sliding_window": 64, "use_sliding_window": True}, 64),
-        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
-        ({"sliding_window": 64, "layer_types": ["full_attention"]}, 512),
-        ({"sliding_window": 64, "architectures": ["MistralForCausalLM"]}, 64),
-        ({"sliding_window": None, "architectures": ["MistralForCausalLM"]}, 512),
-        ({"sliding_window": 1024, "architectures": ["Phi3ForCausalLM"]}, 512),
+        ({}, [None, None, None]),
+        ({"use_sliding_window": True, "max_window_layers": 1}, [None, 64, 64]),
+        ({"use_sliding_window": True}, [None, None, None]),
+        ({"layer_types": [FULL, WINDOW, FULL]}, [None, 64, None]),
+        ({"architectures": ["MistralForCausalLM"]}, [64, 64, 64]),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, [None, None, None]),
+        ({"architectures": ["Phi3ForCausalLM"]}, [64, 64, 64]),
+        ({"architectures": ["Gemma3ForCausalLM"]}, [64, 64, 64]),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window_pattern": 2}, [64, None, 64]),
     ],
 )
-def test_windows_limit_the_length(tmp_path: Path, overrides: dict[str, Any], limit: int) -> None:
-    """Where they have no effect, a model is served without them."""
-    assert load_model_config(write_config(tmp_path, **overrides)).max_model_len == limit
+def test_windows_of_layers(
+    tmp_path: Path, overrides: dict[str, Any], windows: list[int | None]
+) -> None:
+    config = load_model_config(write_config(tmp_path, **{"sliding_window": 64, **overrides}))
+    assert [layer.window for layer in config.layers] == windows
+    assert config.max_model_len == 512
+
+
+def test_windows_have_a_rope_of_their_own(tmp_path: Path) -> None:
+    """As in files before transformers 5: those of Gemma 3 4B."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    text = {"architectures": None, "sliding_window_pattern": 2, "rope_scaling": scaling, **TINY}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ropes = [layer.rope for layer in load_model_config(tmp_path).layers]
+    assert [each and (each.rope_type, each.theta, each.factor) for each in ropes] == [
+        ("default", 1e4, 1.0),
+        ("linear", 1e6, 8.0),
+        ("default", 1e4, 1.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -129,12 +158,21 @@ def test_windows_limit_the_length(tmp_path: Path, overrides: dict[str, Any], lim
             "Qwen2ForCausalLM, LlamaForCausalLM",
         ),
         ({"architectures": None}, "architectures: none is not served"),
-        ({"layer_types": ["sliding_attention"]}, "sliding_window: missing"),
-        ({"use_sliding_window": True}, "sliding_window: missing"),
+        ({"layer_types": [WINDOW] * 3}, "sliding_window: missing"),
+        ({"layer_types": [FULL]}, "layer_types: 1 entries for 3 layers"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types: chunked_attention"),
+        ({"use_sliding_window": True, "max_window_layers": 0}, "sliding_window: missing"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: "),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping: "),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention: "),
+        (
+            {"rope_parameters": {FULL: {}, WINDOW: {"partial_rotary_factor": 0.5}}},
+            "partial_rotary_factor: must be the same",
+        ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: dynamic"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor: missing"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor: missing"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters: "),
+        ({"rope_parameters": {"linear_attention": {}}}, "rope_parameters: linear_attention"),
         ({"torch_dtype": "float7"}, "dtype: float7"),
         ({"hidden_act": "gelu"}, "hidden_act: gelu"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    Gemma3ForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -37,6 +38,7 @@ FAMILIES = (
     SmolLM3ForCausalLM,
     Phi3ForCausalLM,
     GraniteForCausalLM,
+    Gemma3ForCausalLM,
 )
 GRANITE = {
     "attention_multiplier": 0.1,
@@ -61,6 +63,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
     "rope_theta": 5e2,
+}
+# Shorter than contexts, and of another rope.
+GEMMA3 = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 10,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+    },
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "tied, GQA 2": {},
@@ -113,6 +125,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "Mistral": {"family": MistralForCausalLM, "tie_word_embeddings": False},
+    "Mistral, window": {"family": MistralForCausalLM, "sliding_window": 17},
+    "Qwen3, last layers with a window": {
+        "use_sliding_window": True,
+        "sliding_window": 33,
+        "max_window_layers": 1,
+    },
+    "Gemma 3": {"family": Gemma3ForCausalLM, **GEMMA3},
+    "Gemma 3, head_dim 256, biases": {
+        "family": Gemma3ForCausalLM,
+        "head_dim": 256,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 7,
+        "attention_bias": True,
+        "sliding_window": 1,
+    },
     "SmolLM3": {"family": SmolLM3ForCausalLM, "num_hidden_layers": 5},
     "SmolLM3, layers as listed": {
         "family": SmolLM3ForCausalLM,
@@ -287,7 +314,9 @@ def test_neither_chunks_nor_neighbours_change_a_bit(
 ) -> None:
     """Nor does the number of threads: no preemption, restart or batch changes a token in any
     format. And those bits are right, as far as the format goes."""
-    oracle = save_model(tmp_path, hidden_size=64, intermediate_size=96)
+    layers = ["full_attention", "sliding_attention", "full_attention"]
+    windows = {"layer_types": layers, "use_sliding_window": True, "sliding_window": 40}
+    oracle = save_model(tmp_path, hidden_size=64, intermediate_size=96, **windows)
     runner, batch = make_runner(tmp_path, **settings)
     texts = prompts(301, [300, 37, 1, 129, 256])
     crowd = runner.logits(batch.step(list(enumerate(texts))))

@@ -20,6 +20,7 @@ import pytest
 import torch
 from transformers import (
     LlamaForCausalLM,
+    Gemma3ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     SmolLM3ForCausalLM,
@@ -31,6 +32,7 @@ from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, 
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.waiting import WAIT_S, wait_for
 from tests.worker_svc.harness import Asked, Batch, limits, save_model, worker_settings
+from tests.worker_svc.test_model_runner import GEMMA3
 from worker_svc.distributed import JOIN_TIMEOUT, TensorParallel
 from worker_svc.errors import SupersededError
 from worker_svc.model_runner import ModelRunner
@@ -170,6 +172,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "gemma3": {"family": Gemma3ForCausalLM, **GEMMA3},
     "smollm3": {"family": SmolLM3ForCausalLM, "no_rope_layers": [0, 1, 0]},
     # Partial heads, and one key-value head for two ranks.
     "phi3": {
@@ -192,7 +195,7 @@ def answers_of_one(model: Path, requests: list[StepRequest]) -> list[StepResult]
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3", 4), ("qwen2", 2), ("llama", 3), ("smollm3", 2), ("phi3", 2)],
+    params=[("qwen3", 4), ("qwen2", 2), ("llama", 3), ("smollm3", 2), ("phi3", 2), ("gemma3", 2)],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def several(

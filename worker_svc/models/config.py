@@ -230,6 +230,8 @@ def _rope_parameters(file: _ConfigFile, given: dict[str, Any]) -> dict[str, Any]
 
 
 def _rope(parameters: dict[str, Any]) -> RopeConfig:
+    if other := [name for name, value in parameters.items() if isinstance(value, dict)]:
+        raise ModelError(f"rope_parameters: {other[0]} is not a kind of layer that is implemented")
     rope_type = parameters["rope_type"]
     if rope_type not in ROPE_TYPES:
         served = ", ".join(ROPE_TYPES)

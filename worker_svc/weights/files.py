@@ -18,6 +18,8 @@ from worker_svc.weights.no_effect import has_no_effect
 from worker_svc.weights.safetensors_file import NAMES, StoredTensor, read_tensors
 from worker_svc.weights.shards import shard_files, tensor_files
 
+Tensor = StoredTensor | GgufTensor
+_LANGUAGE_MODEL = "language_model."  # begins the names of its tensors beside an encoder of images
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The number of bytes converted at a time, so few that they are still in the CPU's cache.
 _BUFFER_BYTES = 4 << 20
@@ -49,17 +51,14 @@ class WeightReader:
         self.dtype = dtype
         self.device = device
         self._copy = copy
-        self._tensors: dict[str, StoredTensor | GgufTensor] = {}
+        self._tensors: dict[str, Tensor] = {}
         if (model_dir / GGUF_INDEX).exists():
             self._tensors.update(read_gguf(model_dir))
         else:
             stored = {path: read_tensors(path) for path in weight_files(model_dir)}
             files = tensor_files(model_dir, stored)
             self._tensors.update((name, stored[path][name]) for name, path in files.items())
-        if table := self._tensors.get("embed_tokens.weight"):
-            # An embedding model, saved without a head and a prefix. Any head will do.
-            self._tensors = {f"model.{name}": each for name, each in self._tensors.items()}
-            self._tensors["lm_head.weight"] = table
+        self._tensors = _of_text(self._tensors)
         self._unread = set(self._tensors)
         self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         # disable=None shows the bar only if stderr is a terminal.
@@ -181,7 +180,7 @@ class WeightReader:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ModelError(f"unknown weight: {', '.join(names[:3])}{more}")
 
-    def _tensor(self, name: str) -> StoredTensor | GgufTensor:
+    def _tensor(self, name: str) -> Tensor:
         if name not in self._tensors:
             raise ModelError(f"missing weight: {name}")
         self.skip(name)
@@ -221,6 +220,17 @@ class WeightReader:
                 self._copy(out[part.start - rows.start : part.stop - rows.start], values)
         except OSError as error:
             raise ModelError(f"{tensor.path.name}: cannot read {name}: {error}") from error
+
+
+def _of_text(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names the tensors of a language model as one with a head has them, and leaves out those of
+    other parts, such as the encoder of images."""
+    if of_text := [name for name in tensors if name.startswith(_LANGUAGE_MODEL)]:
+        return {name.removeprefix(_LANGUAGE_MODEL): tensors[name] for name in of_text}
+    if table := tensors.get("embed_tokens.weight"):
+        # An embedding model, saved without a head and a prefix. Any head will do.
+        return {**{f"model.{k}": v for k, v in tensors.items()}, "lm_head.weight": table}
+    return tensors
 
 
 def weight_files(model_dir: Path) -> list[Path]:

@@ -128,7 +128,7 @@ def test_marks_of_phi3_take_the_space_after_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"general.architecture": "gemma3"}, "general.architecture: gemma3 is not served; served"),
+        ({"general.architecture": "gemma2"}, "general.architecture: gemma2 is not served; served"),
         ({"llama.block_count": None}, "llama.block_count: missing"),
         ({"llama.block_count": "two"}, "llama.block_count: 'two' is not of type int"),
         ({"llama.attention.head_count": 0}, "llama.attention.head_count: 0 of 64"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
     Phi3ForCausalLM,
@@ -34,7 +35,7 @@ from tests.worker_svc.gpu_path.small_model import (
 )
 from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
-from tests.worker_svc.test_model_runner import GRANITE, oracle_logits, prompts
+from tests.worker_svc.test_model_runner import GEMMA3, GRANITE, oracle_logits, prompts
 from worker_svc.attention.choice import BACKENDS
 from worker_svc.model_runner import ModelRunner
 
@@ -107,6 +108,7 @@ def check_logits(path: Path, oracle: Any, **overrides: Any) -> None:
         ({"family": Qwen2ForCausalLM, "num_hidden_layers": 2}, 16),
         ({"family": LlamaForCausalLM, "num_hidden_layers": 2, "mlp_bias": True}, 16),
         ({"family": GraniteForCausalLM, **GRANITE}, 16),
+        ({"family": Gemma3ForCausalLM, "num_hidden_layers": 3, **GEMMA3, "sliding_window": 9}, 16),
         ({"family": SmolLM3ForCausalLM, "no_rope_layers": [0, 1], "num_hidden_layers": 2}, 16),
         (
             {

@@ -8,10 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GraniteForCausalLM, LlamaForCausalLM, Phi3ForCausalLM, SmolLM3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    Phi3ForCausalLM,
+    SmolLM3ForCausalLM,
+)
 
 from tests.worker_svc.harness import Batch, limits, load_rank, save_model
-from tests.worker_svc.test_model_runner import GRANITE, prompts
+from tests.worker_svc.test_model_runner import GEMMA3, GRANITE, prompts
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.distributed import TensorParallel
@@ -32,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama with biases": {"family": LlamaForCausalLM, "attention_bias": True, "mlp_bias": True},
     "SmolLM3": {"family": SmolLM3ForCausalLM, "no_rope_layers": [1, 0, 1]},
     "Granite": {"family": GraniteForCausalLM, **GRANITE},
+    "Gemma 3": {"family": Gemma3ForCausalLM, **GEMMA3},
     "Phi-4-mini": {
         "family": Phi3ForCausalLM,
         "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
