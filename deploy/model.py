@@ -103,9 +103,9 @@ def resolve_model(model: str) -> Path:
 
     Args:
         model: a directory; a GGUF file, which is unpacked; `smollm2` or `gemma3`, a file that is
-            downloaded first; or `hub:OWNER/NAME@REVISION`: a Hugging Face repository at a commit, branch or
-            tag, which is downloaded. For a branch or tag, whose files may change, its present
-            commit is printed on stderr.
+            downloaded first; or `hub:OWNER/NAME@REVISION`: a Hugging Face repository at a commit,
+            branch or tag, which is downloaded. For a branch or tag, whose files may change, its
+            present commit is printed on stderr.
 
     Raises:
         LaunchError: `model` is none of these, or cannot be unpacked or downloaded.

@@ -62,10 +62,10 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     head_dim = config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
-    qwen2, qwen3, phi3 = (config["model_type"] == each for each in ("qwen2", "qwen3", "phi3"))
+    kind = config["model_type"]
     inputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
     gates = {"gate_proj": inner, "up_proj": inner}
-    if phi3:
+    if kind == "phi3":
         inputs, gates = {"qkv_proj": q_size + 2 * kv_size}, {"gate_up_proj": 2 * inner}
     projections = {name: (rows, hidden) for name, rows in inputs.items()}
     projections["o_proj"] = hidden, q_size
@@ -77,12 +77,15 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         for name, (rows, columns) in projections.items():
             shapes[f"{prefix}.self_attn.{name}.weight"] = (rows, columns)
-            if config["attention_bias"] or (qwen2 and name != "o_proj"):
+            if config["attention_bias"] or (kind == "qwen2" and name != "o_proj"):
                 shapes[f"{prefix}.self_attn.{name}.bias"] = (rows,)
-        if qwen3:
+        if kind in ("qwen3", "gemma3_text"):
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        if kind == "gemma3_text":
+            shapes[f"{prefix}.pre_feedforward_layernorm.weight"] = (hidden,)
+            shapes[f"{prefix}.post_feedforward_layernorm.weight"] = (hidden,)
         shapes |= {f"{prefix}.mlp.{name}.weight": (rows, hidden) for name, rows in gates.items()}
         shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
     shapes["model.norm.weight"] = (hidden,)

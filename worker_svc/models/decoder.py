@@ -21,7 +21,7 @@ from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear
 from worker_svc.layers.norm import RMSNorm, norm_weight
 from worker_svc.layers.rotary import RopeConfig
 from worker_svc.loader import Rows, WeightLoader
-from worker_svc.models.config import LayerAttention, ModelConfig
+from worker_svc.models.config import ModelConfig
 from worker_svc.step.tensors import StepTensors
 
 
@@ -37,10 +37,10 @@ class Parts:
     backend: Backend
     tables: Mapping[RopeConfig | None, torch.Tensor]  # `rotary_table`, by what it is made of
     norm_offset: int = 0  # added to the weights of norms
-    layer: LayerAttention = LayerAttention(None, None)  # of the layer whose parts these are
+    number: int = 0  # of the layer whose parts these are
 
     def of_layer(self, number: int) -> Parts:
-        return replace(self, layer=self.config.layers[number])
+        return replace(self, number=number)
 
     def norm(self, name: str, scale: float = 1.0) -> RMSNorm:
         config = self.config
@@ -122,8 +122,8 @@ class Attention:
             bias=output_bias,
         )
         self._norm = norm
-        self._cos_sin = parts.tables[parts.layer.rope]
-        self._window = parts.layer.window
+        self._window, rope = config.layers[parts.number]
+        self._cos_sin = parts.tables[rope]
         self._backend = parts.backend
 
     def __call__(self, x: torch.Tensor, cache: torch.Tensor, metadata: Any) -> torch.Tensor:

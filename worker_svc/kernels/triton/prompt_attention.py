@@ -4,8 +4,8 @@ cache.
 The algorithm is FlashAttention-2 (Dao, "FlashAttention-2: Faster Attention with Better Parallelism
 and Work Partitioning", 2023). A program has a tile of queries and takes the positions that they see
 tile by tile, with an online softmax. Only the tiles of positions that the diagonal or the window's
-end crosses are masked. A tile's rows are the query heads of one KV head for some tokens, so that keys and
-values are loaded once for the whole group.
+end crosses are masked. A tile's rows are the query heads of one KV head for some tokens, so that
+keys and values are loaded once for the whole group.
 """
 
 from __future__ import annotations

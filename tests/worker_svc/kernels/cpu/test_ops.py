@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.worker_svc.kernels.triton.precision import poisoned_memory
 from tests.worker_svc.activations import ACTIVATIONS
+from tests.worker_svc.kernels.triton.precision import poisoned_memory
 from worker_svc.kernels.cpu.ops import activate_and_multiply, add_rms_norm, rms_norm
+from worker_svc.kernels.ops import Activation
 
 EPS = 1e-2  # large enough to show
 rows = pytest.mark.parametrize("tokens", [0, 1, 67])

@@ -92,7 +92,9 @@ class Batch:
             self.context_lens.cpu().numpy(),
         )
         tiles = torch.from_numpy(tiles).to(out.device)
-        prompt_attention(self.q, self.cache, tiles, *self.sequences, out, _tiling(tile), self.window)
+        prompt_attention(
+            self.q, self.cache, tiles, *self.sequences, out, _tiling(tile), self.window
+        )
         return out
 
     def reference(self) -> torch.Tensor:

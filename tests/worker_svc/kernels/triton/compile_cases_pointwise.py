@@ -13,8 +13,8 @@ from worker_svc.kernels.logits import BINS
 from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton.advance import advance
 from worker_svc.kernels.triton.embedding import embed
-from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
 from worker_svc.kernels.triton.gated_activation import activate_and_multiply
+from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from worker_svc.kernels.triton.rope_store import rope_store
 from worker_svc.kernels.triton.sampling.filtering import count_by_key, pick_bins, weigh_by_key
