@@ -24,8 +24,9 @@ from transformers import (
 )
 
 from tests.gguf_files import split_gguf, write_gguf
+from tests.worker_svc.families import GRANITE, LLAMA3
 from tests.worker_svc.harness import save_model
-from tests.worker_svc.test_model_runner import GRANITE, LLAMA3, make_runner, oracle_logits, prompts
+from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
 from worker_svc.errors import ModelError
 from worker_svc.gguf.unpack import unpack
 from worker_svc.weights.files import WeightReader, weight_files

@@ -31,8 +31,8 @@ from deploy.ports import free_port
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.waiting import WAIT_S, wait_for
+from tests.worker_svc.families import GEMMA3
 from tests.worker_svc.harness import Asked, Batch, limits, save_model, worker_settings
-from tests.worker_svc.test_model_runner import GEMMA3
 from worker_svc.distributed import JOIN_TIMEOUT, TensorParallel
 from worker_svc.errors import SupersededError
 from worker_svc.model_runner import ModelRunner

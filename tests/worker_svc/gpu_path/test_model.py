@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tests.worker_svc.device import DEVICE, by_device, cpu_only
+from tests.worker_svc.families import GEMMA3, GRANITE
 from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops
 from tests.worker_svc.gpu_path.small_model import (
     LARGER,
@@ -35,7 +36,7 @@ from tests.worker_svc.gpu_path.small_model import (
 )
 from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
-from tests.worker_svc.test_model_runner import GEMMA3, GRANITE, oracle_logits, prompts
+from tests.worker_svc.test_model_runner import oracle_logits, prompts
 from worker_svc.attention.choice import BACKENDS
 from worker_svc.model_runner import ModelRunner
 

@@ -16,8 +16,9 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from tests.worker_svc.families import GEMMA3, GRANITE
 from tests.worker_svc.harness import Batch, limits, load_rank, save_model
-from tests.worker_svc.test_model_runner import GEMMA3, GRANITE, prompts
+from tests.worker_svc.test_model_runner import prompts
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.distributed import TensorParallel

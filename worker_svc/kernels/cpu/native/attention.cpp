@@ -28,19 +28,6 @@ struct Unit {
     int64_t sequence, kv_head, first_row;
 };
 
-// Calls work(done, block, slot, run) for the runs of slots of a block that hold positions
-// [first, first + size) of a sequence, where `done` positions come before the run.
-template <class Work>
-inline void each_run(const Cache& cache, const int32_t* blocks, int64_t first, int64_t size,
-                     const Work& work) {
-    for (int64_t done = 0; done < size;) {
-        const int64_t position = first + done, slot = position % cache.block_size;
-        const int64_t run = std::min(cache.block_size - slot, size - done);
-        work(done, blocks[position / cache.block_size], slot, run);
-        done += run;
-    }
-}
-
 int64_t chunk_of(const Cache& cache) {
     return cache.block_size < CHUNK ? CHUNK / cache.block_size * cache.block_size : CHUNK;
 }
@@ -95,15 +82,12 @@ class Tile {
         const int64_t chunk = chunk_of(cache);
         for (int64_t first = first_key(args, step, unit); first < seen; first += chunk) {
             gather(cache, blocks, kv_head, first, std::min(chunk, seen - first));
-            const int64_t following = first + chunk;
-            if (following < seen)
-                look_ahead(cache, blocks, kv_head, following, std::min(chunk, seen - following));
-            else if (next.sequence != sequence || next.kv_head != kv_head) {
-                const int64_t begin = first_key(args, step, next);
-                look_ahead(cache, blocks_of(next.sequence), next.kv_head, begin,
-                           std::min(chunk, step.context_lens[next.sequence] - begin));
-            } else
-                next_vectors_ = 0;
+            next_vectors_ = 0;
+            if (first + chunk < seen)
+                look_ahead(cache, blocks, kv_head, first + chunk, seen);
+            else if (next.sequence != sequence || next.kv_head != kv_head)
+                look_ahead(cache, blocks_of(next.sequence), next.kv_head,
+                           first_key(args, step, next), step.context_lens[next.sequence]);
             for (int64_t row = 0; row < rows_;) {
                 // Of nearly equal sizes.
                 const int64_t left = rows_ - row, rows = ceil_div(left, ceil_div(left, MAX_ROWS));
@@ -174,10 +158,10 @@ class Tile {
         }
     }
 
-    // Finds the keys of the next chunk, to be fetched, and fetches its scales.
+    // Finds the keys of the next chunk, to be fetched, and fetches its scales. The context ends at
+    // `end`.
     void look_ahead(const Cache& cache, const int32_t* blocks, int64_t kv_head, int64_t first,
-                    int64_t size) {
-        next_vectors_ = 0;
+                    int64_t end) {
         const auto find = [&](int64_t, int64_t block, int64_t slot, int64_t run) {
             const uint8_t* keys = cache.keys(block, kv_head);
             for (int64_t i = 0; i < run; i += LANES) {
@@ -189,7 +173,7 @@ class Tile {
                 }
             }
         };
-        each_run(cache, blocks, first, size, find);
+        each_run(cache, blocks, first, std::min(chunk_of(cache), end - first), find);
     }
 
     // Replaces the last words by words without the unused slot, whose value might be NaN.

@@ -1,6 +1,8 @@
 // The paged cache of keys and values, and the phase that writes to it.
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 #include "step.h"
 #include "team.h"
@@ -33,6 +35,19 @@ struct Cache {
 };
 
 constexpr int KEY_ZERO = 128;
+
+// Calls work(done, block, slot, run) for the runs of slots of a block that hold positions
+// [first, first + size) of a sequence, where `done` positions come before the run.
+template <class Work>
+inline void each_run(const Cache& cache, const int32_t* blocks, int64_t first, int64_t size,
+                     const Work& work) {
+    for (int64_t done = 0; done < size;) {
+        const int64_t position = first + done, slot = position % cache.block_size;
+        const int64_t run = std::min(cache.block_size - slot, size - done);
+        work(done, blocks[position / cache.block_size], slot, run);
+        done += run;
+    }
+}
 
 struct RopeStoreArgs {
     Cache cache;
