@@ -6,8 +6,11 @@ from typing import Any
 
 from transformers import (
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     GraniteForCausalLM,
     LlamaForCausalLM,
+    MinistralForCausalLM,
+    Mistral3ForConditionalGeneration,
     MistralForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
@@ -111,6 +114,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "Mistral": {"family": MistralForCausalLM, "tie_word_embeddings": False},
     "Mistral, window": {"family": MistralForCausalLM, "sliding_window": 17},
+    "Ministral": {
+        "family": MinistralForCausalLM,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "sliding_window": 17,
+    },
     "Qwen3, last layers with a window": {
         "use_sliding_window": True,
         "sliding_window": 33,
@@ -147,4 +155,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         | {"short_factor": [1.0, 1.2, 1.5, 3.0], "long_factor": [1.0] * 4},
         "original_max_position_embeddings": 512,
     },
+}
+# Models that take images, and their text parts.
+MULTIMODAL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Gemma 3": (Gemma3ForConditionalGeneration, {"model_type": "gemma3_text", **GEMMA3}),
+    "Mistral Small 3.1": (Mistral3ForConditionalGeneration, {"model_type": "mistral"}),
+    "Ministral 3": (Mistral3ForConditionalGeneration, {"model_type": "ministral3"}),
 }

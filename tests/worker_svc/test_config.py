@@ -10,6 +10,7 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -53,6 +54,7 @@ def test_reads_sizes_and_dtype(tmp_path: Path) -> None:
         ("Qwen2ForCausalLM", Qwen2Config()),
         ("LlamaForCausalLM", LlamaConfig()),
         ("MistralForCausalLM", MistralConfig()),
+        ("MinistralForCausalLM", MinistralConfig()),
         ("SmolLM3ForCausalLM", SmolLM3Config()),
         ("Phi3ForCausalLM", Phi3Config()),
         ("GraniteForCausalLM", GraniteConfig()),
@@ -127,6 +129,12 @@ def test_windows_of_layers(
     config = load_model_config(write_config(tmp_path, **{"sliding_window": 64, **overrides}))
     assert [layer.window for layer in config.layers] == windows
     assert config.max_model_len == 512
+
+
+def test_scales_of_queries_limit_the_length(tmp_path: Path) -> None:
+    rope = {**YARN, "original_max_position_embeddings": 100, "llama_4_scaling_beta": 0.1}
+    config = write_config(tmp_path, rope_parameters=rope)
+    assert load_model_config(config).max_model_len == 100
 
 
 def test_windows_have_a_rope_of_their_own(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ class RopeConfig:
     # longrope
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    llama_4_scaling_beta: float = 0.0  # scales queries from the original maximum on
     partial_rotary_factor: float = 1.0  # of a head's channels, the first ones are rotated
 
     def rotated_size(self, head_dim: int) -> int:

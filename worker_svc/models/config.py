@@ -244,10 +244,13 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
 
 def _max_model_len(file: _ConfigFile, rope: RopeConfig) -> int:
     """The model's limit in tokens. Model cards say to enable yarn in the configuration without
-    changing `max_position_embeddings`, so this function computes the extended length."""
+    changing `max_position_embeddings`, so this function computes the extended length. Scales of
+    queries that depend on the position are not implemented, but are 1 at first."""
     length = file.max_position_embeddings
     if rope.rope_type == "yarn":
         length = max(length, int(rope.original_max_position_embeddings * rope.factor))
+    if rope.llama_4_scaling_beta:
+        length = min(length, rope.original_max_position_embeddings)
     return length
 
 

@@ -64,6 +64,13 @@ _LLAMA_DEFAULTS = {
     "num_attention_heads": 32,
     "max_position_embeddings": 2048,
 }
+_MISTRAL_DEFAULTS = {
+    **_LLAMA_DEFAULTS,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -107,15 +114,25 @@ _SERVED = (
     ),
     Family(
         architecture="MistralForCausalLM",
-        models="Mistral 7B, Nemo and Small (text), Ministral 8B: 7B to 24B",
+        models="Mistral 7B, Nemo and Small 3: 7B to 24B",
         module="llama",
-        defaults={
-            **_LLAMA_DEFAULTS,
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
+        defaults=_MISTRAL_DEFAULTS,
+        gguf="llama",
+        has_window=True,
+    ),
+    Family(
+        architecture="MinistralForCausalLM",
+        models="Ministral 8B",
+        module="llama",
+        defaults=_MISTRAL_DEFAULTS,
+        gguf="llama",
+        has_window=True,
+    ),
+    Family(
+        architecture="Mistral3ForConditionalGeneration",
+        models="Mistral Small 3.1 and 3.2, Ministral 3 (text): 3B to 24B",
+        module="llama",
+        defaults={**_MISTRAL_DEFAULTS, "sliding_window": None, "tie_word_embeddings": True},
         gguf="llama",
         has_window=True,
     ),
@@ -214,6 +231,8 @@ def read_model_file(model_dir: Path) -> tuple[Family, dict[str, Any]]:
     if fields.get("is_causal") is False:
         raise ModelError("is_causal: models whose tokens attend to later ones are not served")
     if isinstance(text := fields.get("text_config"), dict):
-        fields = {**fields, **text}  # of a model that also takes images
+        # A model that also takes images. Its own field decides whether the head is tied.
+        own = {key: fields[key] for key in ("tie_word_embeddings",) if key in fields}
+        fields = {**fields, **text, **own}
     family = FAMILIES[name]
     return family, {**family.defaults, **fields}
