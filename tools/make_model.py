@@ -74,7 +74,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        if kind != "olmo2":
+            shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         for name, (rows, columns) in projections.items():
             shapes[f"{prefix}.self_attn.{name}.weight"] = (rows, columns)
             if config["attention_bias"] or (kind == "qwen2" and name != "o_proj"):
@@ -82,9 +83,13 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if kind in ("qwen3", "gemma3_text"):
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
+        if kind == "olmo2":
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (q_size,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (kv_size,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
         if kind == "gemma3_text":
             shapes[f"{prefix}.pre_feedforward_layernorm.weight"] = (hidden,)
+        if kind in ("gemma3_text", "olmo2"):
             shapes[f"{prefix}.post_feedforward_layernorm.weight"] = (hidden,)
         shapes |= {f"{prefix}.mlp.{name}.weight": (rows, hidden) for name, rows in gates.items()}
         shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)

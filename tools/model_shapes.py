@@ -100,6 +100,15 @@ _PHI3 = {
         "long_factor": [float(2 ** (number / 8)) for number in range(48)],
     },
 }
+_OLMO2 = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "num_key_value_heads": 32,
+    "vocab_size": 100352,
+    "max_position_embeddings": 4096,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
 _GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -130,6 +139,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm3-3b": _shape(2048, 36, 16, 11008, **_SMOLLM3),
     "granite-3.3-2b": _shape(2048, 40, 32, 8192, **_GRANITE),
     "phi-4-mini": _shape(3072, 32, 24, 8192, **_PHI3),
+    "olmo2-7b": _shape(4096, 32, 32, 11008, **_OLMO2),
     "gemma3-270m": _shape(640, 18, 4, 2048, **_GEMMA3),
     "gemma3-1b": _shape(1152, 26, 4, 6912, **_GEMMA3),
     # Heads times head_dim differs from the hidden size, as in Qwen3-0.6B and most other shapes.

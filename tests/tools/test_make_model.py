@@ -32,6 +32,7 @@ PARAMETERS = {
     "smollm3-3b": 3_075_098_624,
     "granite-3.3-2b": 2_533_539_840,
     "phi-4-mini": 3_836_021_760,
+    "olmo2-7b": 7_298_617_344,
     "gemma3-270m": 268_098_176,
     "gemma3-1b": 999_885_952,
 }
@@ -65,6 +66,7 @@ def test_shapes_have_the_size_of_the_public_models(shape: str) -> None:
         {"architectures": ["GraniteForCausalLM"], "model_type": "granite"},
         {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
         {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+        {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_size": 64},
     ],
 )
 def test_transformers_finds_every_weight_and_no_other(

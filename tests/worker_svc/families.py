@@ -12,6 +12,8 @@ from transformers import (
     MinistralForCausalLM,
     Mistral3ForConditionalGeneration,
     MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
@@ -27,6 +29,8 @@ FAMILIES = (
     Phi3ForCausalLM,
     GraniteForCausalLM,
     Gemma3ForCausalLM,
+    Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
 )
 GRANITE = {
     "attention_multiplier": 0.1,
@@ -118,6 +122,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "family": MinistralForCausalLM,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
         "sliding_window": 17,
+    },
+    "OLMo 2": {"family": Olmo2ForCausalLM, "attention_bias": True},
+    "Olmo 3": {
+        "family": Olmo3ForCausalLM,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 4,
+        "sliding_window": 17,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 1e4,
+            },
+        },
     },
     "Qwen3, last layers with a window": {
         "use_sliding_window": True,

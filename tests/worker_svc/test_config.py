@@ -12,6 +12,8 @@ from transformers import (
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -54,11 +56,13 @@ def test_reads_sizes_and_dtype(tmp_path: Path) -> None:
         ("Qwen2ForCausalLM", Qwen2Config()),
         ("LlamaForCausalLM", LlamaConfig()),
         ("MistralForCausalLM", MistralConfig()),
-        ("MinistralForCausalLM", MinistralConfig()),
+        ("MinistralForCausalLM", MinistralConfig(head_dim=128)),
         ("SmolLM3ForCausalLM", SmolLM3Config()),
         ("Phi3ForCausalLM", Phi3Config()),
         ("GraniteForCausalLM", GraniteConfig()),
         ("Gemma3ForCausalLM", Gemma3TextConfig()),
+        ("Olmo2ForCausalLM", Olmo2Config()),
+        ("Olmo3ForCausalLM", Olmo3Config()),
     ],
 )
 def test_assumes_what_transformers_does(

@@ -21,6 +21,7 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     LlamaForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     SmolLM3ForCausalLM,
@@ -173,6 +174,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "gemma3": {"family": Gemma3ForCausalLM, **GEMMA3},
+    # One key-value head for two ranks, in the norm of all keys.
+    "olmo2": {"family": Olmo2ForCausalLM, "num_key_value_heads": 1},
     "smollm3": {"family": SmolLM3ForCausalLM, "no_rope_layers": [0, 1, 0]},
     # Partial heads, and one key-value head for two ranks.
     "phi3": {
@@ -195,7 +198,15 @@ def answers_of_one(model: Path, requests: list[StepRequest]) -> list[StepResult]
 
 @pytest.fixture(
     scope="module",
-    params=[("qwen3", 4), ("qwen2", 2), ("llama", 3), ("smollm3", 2), ("phi3", 2), ("gemma3", 2)],
+    params=[
+        ("qwen3", 4),
+        ("qwen2", 2),
+        ("llama", 3),
+        ("smollm3", 2),
+        ("phi3", 2),
+        ("gemma3", 2),
+        ("olmo2", 2),
+    ],
     ids=lambda param: f"{param[0]}-{param[1]}",
 )
 def several(

@@ -90,7 +90,7 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         raise GgufError(f"{arch}.expert_count: mixtures of experts are not served")
     window = keys.get(f"{arch}.attention.sliding_window", int, 0)
     if window and not family.has_window:
-        raise GgufError(f"{arch}.attention.sliding_window: windows are not served")
+        raise GgufError(f"{arch}.attention.sliding_window: not served for {family.architecture}")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise GgufError("token_embd.weight: the tensor is missing")

@@ -123,9 +123,33 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
-        """Adds x to residual [T, size] in place -> `rms_norm` of the sum."""
+        """Adds x to residual [T, size] in place -> `rms_norm` of the sum, or without a weight a
+        copy of the sum."""
+        ...
+
+    def sum_squares(self, x: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+        """x [T, columns] -> the sums of squares of its first sizes[0] columns, and of the next
+        sizes[1], [T, 2] float32."""
+        ...
+
+    def scale_parts(
+        self,
+        x: torch.Tensor,
+        squares: torch.Tensor,
+        weight: torch.Tensor,
+        sizes: tuple[int, int],
+        total_sizes: tuple[int, int],
+        eps: float,
+    ) -> torch.Tensor:
+        """Applies `rms_norm` to two parts of x in place -> x.
+
+        x            [T, columns], whose first sizes[0] + sizes[1] columns are the parts
+        squares      [T, 2] float32, the parts' sums of squares, over all ranks
+        weight       [sizes[0] + sizes[1]]
+        total_sizes  the parts' sizes, over all ranks
+        """
         ...
 
     def last_rows(self, x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:

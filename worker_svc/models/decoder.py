@@ -18,7 +18,7 @@ from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import Ops
 from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead, VocabPartition
 from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear
-from worker_svc.layers.norm import RMSNorm, norm_weight
+from worker_svc.layers.norm import JointNorm, RMSNorm, norm_weight
 from worker_svc.layers.rotary import RopeConfig
 from worker_svc.loader import Rows, WeightLoader
 from worker_svc.models.config import ModelConfig
@@ -55,6 +55,18 @@ class Parts:
         )
         return QKNorm(q_weight, k_weight, self.config.rms_norm_eps)
 
+    def joint_norm(self, q_name: str, k_name: str) -> JointNorm:
+        """The norm over all heads that `Attention` takes."""
+        config, tp = self.config, self.tp
+        sizes = tuple(count * config.head_dim for count in local_heads(config, tp.size))
+        starts = tp.rank * sizes[0], _first_kv_head(config, tp) * config.head_dim
+        weights = [
+            self.loader.vector(f"{name}.weight", size, start)
+            for name, size, start in zip((q_name, k_name), sizes, starts, strict=True)
+        ]
+        weight = self.loader.computed(lambda: torch.cat(weights))
+        return JointNorm(self.ops, tp, weight, (sizes[0], sizes[1]), config.rms_norm_eps)
+
     def embedding(self, name: str) -> VocabParallelEmbedding:
         sizes = self._vocab, name, self.config.hidden_size, self.config.embedding_scale
         return VocabParallelEmbedding(self.loader, self.ops, self.tp, *sizes)
@@ -79,6 +91,7 @@ class Attention:
     """Grouped-query attention whose queries and keys are rotated, after `norm` if there is one.
 
     Args:
+        joint_norm: a norm over all heads.
         input_bias: whether q, k and v have biases.
         output_bias: whether the output projection has one.
         fused: whether the checkpoint has q, k and v in one matrix, `qkv_proj`.
@@ -90,6 +103,7 @@ class Attention:
         name: str,
         norm: QKNorm | None = None,
         *,
+        joint_norm: JointNorm | None = None,
         input_bias: bool,
         output_bias: bool,
         fused: bool = False,
@@ -97,13 +111,12 @@ class Attention:
         config, loader, tp = parts.config, parts.loader, parts.tp
         heads, kv_heads = local_heads(config, tp.size)
         dim = config.head_dim
-        # With more ranks than key-value heads, neighbouring ranks hold copies of one head.
-        first_kv_head = tp.rank * config.num_kv_heads // tp.size
+        first_kv_head = _first_kv_head(config, tp)
         names, starts = [f"{name}.{each}_proj" for each in "qkv"], [0, 0, 0]
         if fused:
             names = [f"{name}.qkv_proj"] * 3
             starts = [0, config.num_heads * dim, (config.num_heads + config.num_kv_heads) * dim]
-        if norm and config.rope.rotated_size(dim) != dim:
+        if (norm or joint_norm) and config.rope.rotated_size(dim) != dim:
             raise ModelError("partial_rotary_factor: must be 1 in heads that are normalized")
         q, k = (
             _rotated_rows(Rows(names[i], starts[i] + first * dim, count * dim), config)
@@ -121,7 +134,7 @@ class Attention:
             config.hidden_size,
             bias=output_bias,
         )
-        self._norm = norm
+        self._norm, self._joint_norm = norm, joint_norm
         self._window, rope = config.layers[parts.number]
         self._cos_sin = parts.tables[rope]
         self._backend = parts.backend
@@ -129,6 +142,8 @@ class Attention:
     def __call__(self, x: torch.Tensor, cache: torch.Tensor, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         qkv = self.qkv_proj(x)
+        if self._joint_norm:
+            qkv = self._joint_norm(qkv)
         q = self._backend.rope_store(qkv, self._norm, self._cos_sin, cache, metadata)
         return self.o_proj(self._backend.attend(q, cache, metadata, self._window))
 
@@ -187,7 +202,8 @@ class DecoderLayer:
     The next layer's norm computes the last sum, because a norm adds and normalizes in one pass.
 
     Args:
-        middle_norm: the name of the norm before `mlp`.
+        input_norm, middle_norm: the names of the norms before `attention` and `mlp`, if there are
+            any.
     """
 
     def __init__(
@@ -196,11 +212,15 @@ class DecoderLayer:
         name: str,
         attention: Attention,
         mlp: MLP,
-        middle_norm: str = "post_attention_layernorm",
+        input_norm: str | None = "input_layernorm",
+        middle_norm: str | None = "post_attention_layernorm",
     ) -> None:
-        self.input_norm = parts.norm(f"{name}.input_layernorm")
+        def norm(own_name: str | None) -> RMSNorm:
+            return parts.norm(f"{name}.{own_name}") if own_name else RMSNorm(parts.ops, None, 0.0)
+
+        self.input_norm = norm(input_norm)
         self.attention = attention
-        self.middle_norm = parts.norm(f"{name}.{middle_norm}")
+        self.middle_norm = norm(middle_norm)
         self.mlp = mlp
 
     def attend(
@@ -216,6 +236,35 @@ class DecoderLayer:
         """The second sum, for any of the rows: x and residual -> those for the next layer."""
         x, residual = self.middle_norm(x, residual)
         return self.mlp(x), residual
+
+
+class PostNormLayer(DecoderLayer):
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        name: str,
+        attention: Attention,
+        mlp: MLP,
+        input_norm: str | None,
+        middle_norm: str | None,
+    ) -> None:
+        super().__init__(parts, name, attention, mlp, input_norm, middle_norm)
+        self._after_attention = parts.norm(f"{name}.post_attention_layernorm")
+        self._after_mlp = parts.norm(f"{name}.post_feedforward_layernorm")
+
+    def attend(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cache: torch.Tensor, metadata: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = super().attend(x, residual, cache, metadata)
+        return self._after_attention(x, None)[0], residual
+
+    def transform(
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = super().transform(x, residual)
+        return self._after_mlp(x, None)[0], residual
 
 
 class Decoder:
@@ -283,6 +332,11 @@ def attention_shape(
         config.attention_multiplier,
         frozenset(layer.window for layer in config.layers),
     )
+
+
+def _first_kv_head(config: ModelConfig, tp: TensorParallel) -> int:
+    # With more ranks than key-value heads, neighbouring ranks hold copies of one head.
+    return tp.rank * config.num_kv_heads // tp.size
 
 
 def local_heads(config: ModelConfig, ranks: int) -> tuple[int, int]:

@@ -71,6 +71,15 @@ _MISTRAL_DEFAULTS = {
     "max_position_embeddings": 131072,
     "sliding_window": 4096,
 }
+_OLMO_DEFAULTS = {
+    **_LLAMA_DEFAULTS,
+    "vocab_size": 50304,
+    "rms_norm_eps": 1e-5,
+}
+_OLMO_GGUF_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -179,6 +188,28 @@ _SERVED = (
         },
         gguf="phi3",
         gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        has_window=True,
+    ),
+    Family(
+        architecture="Olmo2ForCausalLM",
+        models="OLMo 2: 1B to 32B",
+        module="olmo2",
+        defaults=_OLMO_DEFAULTS,
+        gguf="olmo2",
+        gguf_names=_OLMO_GGUF_NAMES,
+    ),
+    Family(
+        architecture="Olmo3ForCausalLM",
+        models="Olmo 3: 7B and 32B",
+        module="olmo2",
+        defaults={
+            **_OLMO_DEFAULTS,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 5e5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        gguf="olmo2",
         has_window=True,
     ),
     Family(

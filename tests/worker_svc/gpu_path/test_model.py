@@ -14,6 +14,7 @@ from transformers import (
     Gemma3ForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     SmolLM3ForCausalLM,
@@ -109,6 +110,7 @@ def check_logits(path: Path, oracle: Any, **overrides: Any) -> None:
         ({"family": Qwen2ForCausalLM, "num_hidden_layers": 2}, 16),
         ({"family": LlamaForCausalLM, "num_hidden_layers": 2, "mlp_bias": True}, 16),
         ({"family": GraniteForCausalLM, **GRANITE}, 16),
+        ({"family": Olmo2ForCausalLM, "num_hidden_layers": 2}, 16),
         ({"family": Gemma3ForCausalLM, "num_hidden_layers": 3, **GEMMA3, "sliding_window": 9}, 16),
         ({"family": SmolLM3ForCausalLM, "no_rope_layers": [0, 1], "num_hidden_layers": 2}, 16),
         (

@@ -7,7 +7,7 @@ from ctypes import addressof
 import torch
 
 from worker_svc.kernels import cpu_features
-from worker_svc.kernels.cpu.program import run_phase, tracing, vector
+from worker_svc.kernels.cpu.program import run_phase, tracing
 from worker_svc.kernels.cpu.quantize import quantize
 from worker_svc.kernels.cpu.sampling.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.cpu.sampling.selection import chunk_statistics, select_tokens
@@ -17,9 +17,11 @@ from worker_svc.kernels.cpu.structs import (
     ActivateArgs,
     EmbedArgs,
     NormArgs,
+    PartsArgs,
     Phase,
     Step,
     Vector,
+    vector,
 )
 from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized
 from worker_svc.kernels.ops import Activation, Exchange, PackedWeight, PlainWeight, pick_last_rows
@@ -39,8 +41,10 @@ __all__ = [
     "pick_bins",
     "quantize",
     "rms_norm",
+    "scale_parts",
     "select_tokens",
     "store_tokens",
+    "sum_squares",
     "table_format",
     "unpack",
     "weigh_by_key",
@@ -81,13 +85,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     return _norm(x, residual, weight, eps)
 
 
 def _norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     if trace := tracing():
         return trace.norm(x, residual, weight, eps)
@@ -98,6 +102,43 @@ def _norm(
     )
     run_phase(Phase.NORM, args, step)
     return out
+
+
+def sum_squares(x: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+    phase, all_sizes = Phase.SUM_SQUARES, (*sizes, 0, 0)
+    if trace := tracing():
+        return trace.norm_parts(phase, x, None, all_sizes)
+    squares = torch.empty(len(x), 2)
+    _parts(phase, x, squares, all_sizes)
+    return squares
+
+
+def scale_parts(
+    x: torch.Tensor,
+    squares: torch.Tensor,
+    weight: torch.Tensor,
+    sizes: tuple[int, int],
+    total_sizes: tuple[int, int],
+    eps: float,
+) -> torch.Tensor:
+    trace = tracing()
+    run = trace.norm_parts if trace else _parts
+    run(Phase.SCALE_PARTS, x, squares, (*sizes, *total_sizes), weight, eps)
+    return x
+
+
+def _parts(
+    phase: Phase,
+    x: torch.Tensor,
+    squares: torch.Tensor,
+    sizes: tuple[int, ...],
+    weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    step = Step(tokens=len(x))
+    places = x.data_ptr(), squares.data_ptr()
+    args = PartsArgs(addressof(step), x.shape[1], *sizes, *places, vector(weight), eps)
+    run_phase(phase, args, step)
 
 
 def activate_and_multiply(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -30,13 +30,15 @@ from worker_svc.kernels.cpu.structs import (
     Op,
     PackArgs,
     PackTo,
+    PartsArgs,
     Phase,
     ProductArgs,
-    RopeStoreArgs,
+    QKNorm,
     Step,
     Times,
     Tops,
-    Vector,
+    rope_store_args,
+    vector,
 )
 from worker_svc.kernels.ops import Activation, Exchange
 from worker_svc.step.tensors import StepTensors
@@ -44,13 +46,6 @@ from worker_svc.step.tensors import StepTensors
 # The first dimensions of traced tensors: rows of tokens, and of sequences.
 TOKENS, SEQUENCES = 3, 2
 _FLOAT32 = 4  # bytes
-
-QKNorm = tuple[torch.Tensor, torch.Tensor, float]  # weights of queries and of keys, epsilon
-
-
-def vector(tensor: torch.Tensor) -> Any:
-    assert tensor.dtype in (torch.float32, torch.bfloat16)
-    return Vector(tensor.data_ptr(), tensor.dtype == torch.bfloat16)
 
 
 @cache
@@ -217,7 +212,11 @@ class Trace:
         return self._tensor(Rows(whole.row_bytes, whole.columns, per_sequence=True, whole=whole))
 
     def norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        eps: float,
     ) -> torch.Tensor:
         read = self.rows(x)
         total = None if residual is None else self.rows(residual)
@@ -235,6 +234,29 @@ class Trace:
         traced = self._add(Phase.NORM, bind, out, *used)
         self._producers[out] = traced
         return tensor
+
+    def norm_parts(
+        self,
+        phase: Phase,
+        x: torch.Tensor,
+        squares: torch.Tensor | None,
+        sizes: tuple[int, ...],
+        weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor:
+        """Adds one of the phases that take `PartsArgs` -> the squares, new ones if none are given.
+        sizes are those of the parts, and then their total sizes."""
+        read = self.rows(x)
+        if squares is None:
+            _, squares = self._new(2, read.per_sequence)
+        sums = self.rows(squares)
+
+        def bind() -> Any:
+            numbers = self._count(read), read.columns, *sizes
+            return PartsArgs(*numbers, read.address, sums.address, vector(weight), eps)
+
+        self._add(phase, bind, read, sums)
+        return squares
 
     def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         read = self.rows(gate_up)
@@ -368,14 +390,3 @@ class Trace:
     def _add_host_call(self, call: Callable[..., torch.Tensor], read: Rows, written: Rows) -> None:
         self._use(read, written)
         self.parts.append(HostCall(call, read, written))
-
-
-def rope_store_args(
-    cache: Any, qkv: int | None, q: int | None, heads: int, norm: QKNorm | None, cos_sin: int
-) -> Any:
-    args = RopeStoreArgs(cache, qkv, q, heads, None, None, 0, 0.0, cos_sin)
-    if norm:
-        q_weight, k_weight, args.eps = norm
-        args.q_weight, args.k_weight = q_weight.data_ptr(), k_weight.data_ptr()
-        args.weight_type = q_weight.dtype == torch.bfloat16
-    return args

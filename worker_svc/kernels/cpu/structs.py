@@ -27,6 +27,8 @@ class Phase(IntEnum):
     ATTEND = 5
     ACTIVATE = 6
     MAXIMA = 7
+    SUM_SQUARES = 8
+    SCALE_PARTS = 9
 
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")  # as numbered in `native/rows.h`
@@ -41,6 +43,9 @@ class Kind(IntEnum):
     INT8 = 3
     INT4 = 4
     INT6 = 5
+
+
+QKNorm = tuple[torch.Tensor, torch.Tensor, float]  # weights of queries and of keys, epsilon
 
 
 def structure(name: str, *fields: tuple[str, Any]) -> Any:
@@ -97,6 +102,14 @@ ActivateArgs = structure(
     ("gate_up out", POINTER),
     ("pack", PackTo),
 )
+PartsArgs = structure(
+    "PartsArgs",
+    ("rows", POINTER),
+    ("stride size_0 size_1 total_size_0 total_size_1", INT),
+    ("x squares", POINTER),
+    ("weight", Vector),
+    ("eps", DOUBLE),
+)
 Tops = structure("Tops", ("data", POINTER), ("stride first_input segment", INT))
 MaximaArgs = structure(
     "MaximaArgs",
@@ -142,3 +155,21 @@ def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
     assert tensor.dtype == torch.float32
     assert tensor.stride(1) == 1 or tensor.shape[1] == 1
     return tensor.data_ptr(), tensor.stride(0)
+
+
+def vector(tensor: torch.Tensor | None) -> Any:
+    if tensor is None:
+        return Vector()
+    assert tensor.dtype in (torch.float32, torch.bfloat16)
+    return Vector(tensor.data_ptr(), tensor.dtype == torch.bfloat16)
+
+
+def rope_store_args(
+    cache: Any, qkv: int | None, q: int | None, heads: int, norm: QKNorm | None, cos_sin: int
+) -> Any:
+    args = RopeStoreArgs(cache, qkv, q, heads, None, None, 0, 0.0, cos_sin)
+    if norm:
+        q_weight, k_weight, args.eps = norm
+        args.q_weight, args.k_weight = q_weight.data_ptr(), k_weight.data_ptr()
+        args.weight_type = q_weight.dtype == torch.bfloat16
+    return args

@@ -9,7 +9,7 @@ from worker_svc.kernels.ops import pick_last_rows as last_rows
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.gated_activation import activate_and_multiply
 from worker_svc.kernels.triton.quantized.weights import pack_quantized, unpack_quantized
-from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm
+from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm, scale_parts, sum_squares
 from worker_svc.kernels.triton.row_matmul import RowWeight
 from worker_svc.kernels.triton.sampling.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
@@ -33,8 +33,10 @@ __all__ = [
     "pick_bins",
     "quantize",
     "rms_norm",
+    "scale_parts",
     "select_tokens",
     "store_tokens",
+    "sum_squares",
     "table_format",
     "unpack",
     "weigh_by_key",

@@ -17,15 +17,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """residual [T, size] += x [T, size], rounded to residual's dtype -> the norm of the unrounded
-    sum, times weight [size]. Rows of x and of residual may be strided."""
+    sum, times weight [size], or without a weight the sum. Rows of x and of residual may be
+    strided."""
     return _norm(x, residual, weight, eps)
 
 
 def _norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     out = torch.empty_like(x)
     tokens, size = x.shape
@@ -68,6 +69,29 @@ def _rms_norm_kernel(
         residuals = residual + row * residual_stride + columns
         values = tl.load(residuals, mask=mask, other=0).to(tl.float32) + values
         tl.store(residuals, values, mask=mask)
-    scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
-    weights = tl.load(weight + columns, mask=mask, other=0).to(tl.float32)
-    tl.store(out + row * SIZE + columns, values * scale * weights, mask=mask)
+    if weight is not None:
+        scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
+        values = values * scale * tl.load(weight + columns, mask=mask, other=0).to(tl.float32)
+    tl.store(out + row * SIZE + columns, values, mask=mask)
+
+
+# In torch, because OLMo alone has these norms.
+def sum_squares(x: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
+    parts = x[:, : sum(sizes)].float().square().split(sizes, dim=1)
+    return torch.stack([part.sum(dim=1) for part in parts], dim=1)
+
+
+def scale_parts(
+    x: torch.Tensor,
+    squares: torch.Tensor,
+    weight: torch.Tensor,
+    sizes: tuple[int, int],
+    total_sizes: tuple[int, int],
+    eps: float,
+) -> torch.Tensor:
+    firsts = (0, sizes[0])
+    for number, (first, size, total) in enumerate(zip(firsts, sizes, total_sizes, strict=True)):
+        scale = (squares[:, number : number + 1] / total + eps).rsqrt()
+        part = x[:, first : first + size]
+        part.copy_(part.float() * scale * weight[first : first + size].float())
+    return x

@@ -12,6 +12,7 @@ from transformers import (
     Gemma3ForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     SmolLM3ForCausalLM,
 )
@@ -39,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama with biases": {"family": LlamaForCausalLM, "attention_bias": True, "mlp_bias": True},
     "SmolLM3": {"family": SmolLM3ForCausalLM, "no_rope_layers": [1, 0, 1]},
     "Granite": {"family": GraniteForCausalLM, **GRANITE},
+    "OLMo 2": {"family": Olmo2ForCausalLM, "num_key_value_heads": 1},
     "Gemma 3": {"family": Gemma3ForCausalLM, **GEMMA3},
     "Phi-4-mini": {
         "family": Phi3ForCausalLM,

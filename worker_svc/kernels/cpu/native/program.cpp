@@ -16,7 +16,7 @@ struct Times {
 
 namespace {
 
-enum Phase : int64_t { EMBED, NORM, PACK, PRODUCT, ROPE_STORE, ATTEND, ACTIVATE, MAXIMA };
+enum Phase : int64_t { EMBED, NORM, PACK, PRODUCT, ROPE_STORE, ATTEND, ACTIVATE, MAXIMA, SUM_SQUARES, SCALE_PARTS };
 
 struct Op {
     int64_t phase;
@@ -33,6 +33,8 @@ void run_phase(const Op& op, const Step& step, Member& member) {
         case ATTEND: return attend(*(const AttendArgs*)op.args, step, member);
         case ACTIVATE: return activate(*(const ActivateArgs*)op.args, member);
         case MAXIMA: return maxima(*(const MaximaArgs*)op.args, member);
+        case SUM_SQUARES: return sum_squares(*(const PartsArgs*)op.args, member);
+        case SCALE_PARTS: return scale_parts(*(const PartsArgs*)op.args, member);
     }
 }
 

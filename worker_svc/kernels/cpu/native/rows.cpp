@@ -32,7 +32,7 @@ void add_row(float* total, const float* x, int64_t size) {
     for (; i < size; i++) total[i] += x[i];
 }
 
-void norm_row(const float* x, const Vector& weight, double eps, int64_t size, float* out) {
+float squares_of(const float* x, int64_t size) {
     F32s squares[4] = {};
     int64_t i = 0;
     for (; i + 4 * LANES <= size; i += 4 * LANES)
@@ -42,10 +42,17 @@ void norm_row(const float* x, const Vector& weight, double eps, int64_t size, fl
         }
     float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
     for (; i < size; i++) total = __builtin_fmaf(x[i], x[i], total);
-    const float scale = float(1 / std::sqrt(total / double(size) + eps));
-    for (i = 0; i + LANES <= size; i += LANES)
-        store(out + i, load<F32s>(x + i) * scale * load_vector(weight, i));
-    for (; i < size; i++) out[i] = x[i] * scale * number_of(weight, i);
+    return total;
+}
+
+// out = x / rms · weight, whose first number is the vector's number `first`.
+void scale_row(const float* x, double mean_square, double eps, const Vector& weight, int64_t first,
+               int64_t size, float* out) {
+    const float scale = float(1 / std::sqrt(mean_square + eps));
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        store(out + i, load<F32s>(x + i) * scale * load_vector(weight, first + i));
+    for (; i < size; i++) out[i] = x[i] * scale * number_of(weight, first + i);
 }
 
 inline F32s silu_of(F32s x) { return x / (1.0f + exp(-x)); }
@@ -104,8 +111,28 @@ void norm(const NormArgs& args, const Step& step, Member& member) {
             add_row(total, x, size);
             x = total;
         }
-        compute_row(args.out, row, size, args.pack,
-                    [&](float* out) { norm_row(x, args.weight, args.eps, size, out); });
+        compute_row(args.out, row, size, args.pack, [&](float* out) {
+            if (!args.weight.data) return std::memcpy(out, x, size * sizeof(float)), void();
+            const double mean_square = squares_of(x, size) / double(size);
+            scale_row(x, mean_square, args.eps, args.weight, 0, size, out);
+        });
+    });
+}
+
+void sum_squares(const PartsArgs& args, Member& member) {
+    member.each(*args.rows, [&](int64_t row) {
+        const float* x = args.x + row * args.stride;
+        for (int part = 0; part < 2; x += args.sizes[part++])
+            args.squares[2 * row + part] = squares_of(x, args.sizes[part]);
+    });
+}
+
+void scale_parts(const PartsArgs& args, Member& member) {
+    member.each(*args.rows, [&](int64_t row) {
+        float* x = args.x + row * args.stride;
+        for (int64_t part = 0, first = 0; part < 2; first += args.sizes[part++])
+            scale_row(x + first, args.squares[2 * row + part] / double(args.total_sizes[part]),
+                      args.eps, args.weight, first, args.sizes[part], x + first);
     });
 }
 

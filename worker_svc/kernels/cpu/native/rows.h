@@ -28,7 +28,8 @@ struct EmbedArgs {
 };
 void embed(const EmbedArgs& args, const Step& step, Member& member);
 
-// out = x / rms(x) · weight, after `residual += x` (then of residual) unless residual is null.
+// out = x / rms(x) · weight, or x if the weight is null, after `residual += x` (then of residual)
+// unless residual is null.
 // Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 struct NormArgs {
     const int64_t* rows;
@@ -55,6 +56,20 @@ struct ActivateArgs {
     PackTo pack;
 };
 void activate(const ActivateArgs& args, Member& member);
+
+// Two parts of rows x [T, stride], which are its first sizes[0] columns and the next sizes[1].
+struct PartsArgs {
+    const int64_t* rows;
+    int64_t stride, sizes[2], total_sizes[2];  // total: over all ranks
+    float* x;
+    float* squares;  // [T, 2], the sums of squares of the parts
+    Vector weight;   // [sizes[0] + sizes[1]]
+    double eps;
+};
+// Sets `squares` to those of x.
+void sum_squares(const PartsArgs& args, Member& member);
+// x = x / rms(x) · weight in each part, by `squares` over all ranks.
+void scale_parts(const PartsArgs& args, Member& member);
 
 // The largest magnitudes of this rank's part of each segment of rows x [T, size]; 0 of segments that it
 // has no part of.
