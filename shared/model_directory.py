@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path, PurePath
+from typing import Any
 
 MAX_JSON_BYTES = 16 << 20  # twice the index of the largest checkpoints
 MAX_TOKENIZER_BYTES = 128 << 20  # four times the largest tokenizers
@@ -15,6 +16,7 @@ MAX_TOKENIZER_BYTES = 128 << 20  # four times the largest tokenizers
 # a link to each part instead.
 GGUF_WEIGHTS = "model.gguf"
 GGUF_INDEX = "model.gguf.json"
+_VOCAB_SIZES = {"gemma3_text": 262208}  # that published files leave out
 
 
 class ModelFileError(ValueError):
@@ -44,6 +46,18 @@ def read_text(path: Path) -> str:
     """
     check_file(path)
     return path.read_text(encoding="utf-8")
+
+
+def language_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of config.json. If the model also takes images, the fields of its language model
+    are in `text_config`. Only the model's own field says whether the head is tied."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    known = _VOCAB_SIZES.get(str(text.get("model_type")))
+    sizes = {"vocab_size": known} if known else {}
+    text = {name: value for name, value in text.items() if name != "tie_word_embeddings"}
+    return {**sizes, **text, **config}
 
 
 def is_plain_name(name: object) -> bool:

@@ -13,6 +13,7 @@ from shared.model_directory import (
     ModelFileError,
     check_file,
     is_plain_name,
+    language_model,
     read_text,
 )
 from shared.sampling_params import DEFAULTS, NUMBERS, Pooling, SamplingNumbers
@@ -57,7 +58,7 @@ def read_model_facts(directory: Path, name: str = "") -> ModelFacts:
     if not directory.is_dir():
         raise ModelFilesError(f"model: {directory} is not a directory")
     config_path = directory / "config.json"
-    config = _read_json(config_path)
+    config = language_model(_read_json(config_path))
     generation_path = directory / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
     vocab_size = config.get("vocab_size")

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from scheduler_svc.grammar.errors import VocabularyError
 from shared import vocabulary
+from shared.model_directory import language_model
 from shared.vocabulary import Vocabulary
 
 
@@ -22,8 +23,9 @@ def read_vocabulary(model: Path) -> Vocabulary:
     """
     config, path = model / "config.json", model / "tokenizer.json"
     try:
-        vocab_size = range(json.loads(config.read_text(encoding="utf-8"))["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        fields = language_model(json.loads(config.read_text(encoding="utf-8")))
+        vocab_size = range(fields["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VocabularyError(f"{config}: {error!r}") from error
     try:
         tokenizer = Tokenizer.from_file(str(path))

@@ -48,6 +48,16 @@ def test_other_defaults_change_nothing(tmp_path: Path, generation: Any) -> None:
     )
 
 
+def test_a_language_model_beside_images(tmp_path: Path) -> None:
+    """Published files of Gemma 3 leave out its vocabulary size."""
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "eos_token_id": 1}
+    facts = read_model_facts(write(tmp_path, {"text_config": text, "eos_token_id": [1, 106]}))
+    assert (facts.vocab_size, facts.hidden_size) == (262208, 64)
+    assert facts.eos_token_ids == (1, 106)
+    facts = read_model_facts(write(tmp_path, {"text_config": {"vocab_size": 100}}))
+    assert facts.vocab_size == 100
+
+
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [

@@ -10,6 +10,7 @@ from transformers import (
     Gemma3TextConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     Olmo2Config,
@@ -27,6 +28,7 @@ from worker_svc.errors import ModelError
 from worker_svc.models.config import load_model_config
 
 FULL, WINDOW = "full_attention", "sliding_attention"
+GEMMA = {"architectures": ["Gemma3ForCausalLM"]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
@@ -119,7 +121,16 @@ def test_reads_both_styles_of_rope(tmp_path: Path, rope: dict[str, Any]) -> None
         ({}, [None, None, None]),
         ({"use_sliding_window": True, "max_window_layers": 1}, [None, 64, 64]),
         ({"use_sliding_window": True}, [None, None, None]),
-        ({"layer_types": [FULL, WINDOW, FULL]}, [None, 64, None]),
+        ({"layer_types": [FULL, WINDOW, FULL], "use_sliding_window": True}, [None, 64, None]),
+        ({"layer_types": [FULL, WINDOW, FULL]}, [None, None, None]),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": [FULL, WINDOW, FULL]},
+            [64, 64, 64],
+        ),
+        (
+            {"architectures": ["MinistralForCausalLM"], "layer_types": [FULL, WINDOW, FULL]},
+            [None, 64, None],
+        ),
         ({"architectures": ["MistralForCausalLM"]}, [64, 64, 64]),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, [None, None, None]),
         ({"architectures": ["Phi3ForCausalLM"]}, [64, 64, 64]),
@@ -139,6 +150,29 @@ def test_scales_of_queries_limit_the_length(tmp_path: Path) -> None:
     rope = {**YARN, "original_max_position_embeddings": 100, "llama_4_scaling_beta": 0.1}
     config = write_config(tmp_path, rope_parameters=rope)
     assert load_model_config(config).max_model_len == 100
+
+
+@pytest.mark.parametrize("oracle", [Gemma3TextConfig(), MistralConfig(), Ministral3Config()])
+def test_assumes_what_transformers_does_of_text_parts(
+    tmp_path: Path, oracle: PreTrainedConfig
+) -> None:
+    """The language model of a model that also takes images."""
+    name = {"gemma3_text": "Gemma3"}.get(oracle.model_type, "Mistral3")
+    fields = {
+        "architectures": [f"{name}ForConditionalGeneration"],
+        "text_config": {"model_type": oracle.model_type, "num_hidden_layers": 7},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = load_model_config(tmp_path)
+    ropes = oracle.rope_parameters
+    rope = ropes.get("full_attention", ropes)
+    assert (config.rope.theta, config.rope.rope_type) == (rope["rope_theta"], rope["rope_type"])
+    assert config.rope.factor == rope.get("factor", 1.0)
+    assert config.layers[0].window == oracle.sliding_window
+    for ours in ("vocab_size", "hidden_size", "rms_norm_eps"):
+        assert getattr(config, ours) == getattr(oracle, ours)
+    assert config.num_layers == 7
+    assert config.num_kv_heads == oracle.num_key_value_heads
 
 
 def test_windows_have_a_rope_of_their_own(tmp_path: Path) -> None:
@@ -170,10 +204,20 @@ def test_windows_have_a_rope_of_their_own(tmp_path: Path) -> None:
             "Qwen2ForCausalLM, LlamaForCausalLM",
         ),
         ({"architectures": None}, "architectures: none is not served"),
-        ({"layer_types": [WINDOW] * 3}, "sliding_window: missing"),
-        ({"layer_types": [FULL]}, "layer_types: 1 entries for 3 layers"),
-        ({"layer_types": ["chunked_attention"] * 3}, "layer_types: chunked_attention"),
-        ({"use_sliding_window": True, "max_window_layers": 0}, "sliding_window: missing"),
+        ({**GEMMA, "sliding_window": None}, "sliding_window: missing"),
+        ({**GEMMA, "layer_types": [FULL]}, "layer_types: 1 entries for 3 layers"),
+        ({**GEMMA, "layer_types": ["chunked_attention"] * 3}, "layer_types: chunked_attention"),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True},
+            "layer_types: missing",
+        ),
+        (
+            {
+                "architectures": ["Mistral3ForConditionalGeneration"],
+                "text_config": {"model_type": "mistral4"},
+            },
+            "text_config: model_type mistral4 is not served; served are mistral, ministral3",
+        ),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: "),
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping: "),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention: "),

@@ -22,16 +22,14 @@ ROPE_FACTORS = {
     "rope_factors_long.weight": "long_factor",
 }
 # Keys that few files have, and their fields in config.json.
-_LIMITS = {
-    "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "attention.sliding_window_pattern": "sliding_window_pattern",
-}
+_LIMITS = {"rope.scaling.original_context_length": "original_max_position_embeddings"}
 _FACTORS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
     "rope.freq_base_swa": "rope_local_base_freq",
+    "rope.local.freq_base": "rope_local_base_freq",  # Ollama's name
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
@@ -89,7 +87,7 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
     if keys.get(f"{arch}.expert_count", int, 0):
         raise GgufError(f"{arch}.expert_count: mixtures of experts are not served")
     window = keys.get(f"{arch}.attention.sliding_window", int, 0)
-    if window and not family.has_window:
+    if window and family.windows == "optional":
         raise GgufError(f"{arch}.attention.sliding_window: not served for {family.architecture}")
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -123,6 +121,7 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         "max_position_embeddings": keys.get(f"{arch}.context_length", int),
         **_given(keys, arch, _LIMITS, int),
         "sliding_window": window or None,
+        **_window_layers(header.keys.get(f"{arch}.attention.sliding_window_pattern")),
         "rope_parameters": {
             # Its product with the heads' size is cut off.
             "partial_rotary_factor": min((rotated + 0.5) / head_dim, 1.0),
@@ -138,6 +137,15 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         "pad_token_id": keys.get("tokenizer.ggml.padding_token_id", int, None),
         "eos_token_id": end_tokens(keys),
     }
+
+
+def _window_layers(pattern: Any) -> dict[str, Any]:
+    """The layers with windows: in Ollama's files a flag for each layer, in others the distance
+    between those without."""
+    if pattern is None or isinstance(pattern, int | np.integer):
+        return {} if pattern is None else {"sliding_window_pattern": int(pattern)}
+    names = "full_attention", "sliding_attention"
+    return {"layer_types": [names[bool(each)] for each in pattern]}
 
 
 def _query_scale(keys: Keys, arch: str, head_dim: int, width: int) -> dict[str, Any]:
@@ -172,7 +180,8 @@ def _rope(keys: Keys, arch: str, factors: list[str]) -> dict[str, Any]:
     Args:
         factors: those of `ROPE_FACTORS` that the file has. The caller adds their values.
     """
-    theta = {"rope_theta": keys.get(f"{arch}.rope.freq_base", float, 10000.0)}
+    names = {"rope.global.freq_base": "rope_theta", "rope.freq_base": "rope_theta"}  # or Ollama's
+    theta = _given(keys, arch, names, float)
     kind = keys.get(f"{arch}.rope.scaling.type", str, "none")
     if factors:
         found = "longrope" if len(factors) == 2 else "factors"

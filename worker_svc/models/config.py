@@ -130,7 +130,8 @@ def load_model_config(model_dir: Path) -> ModelConfig:
 
 def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
     num_kv_heads = file.num_key_value_heads or file.num_attention_heads
-    activation = file.hidden_activation or file.hidden_act
+    own = file.hidden_activation if "hidden_activation" in family.defaults else None
+    activation = own or file.hidden_act
     if activation not in _ACTIVATIONS:
         served = ", ".join(_ACTIVATIONS)
         raise ModelError(f"hidden_act: {activation} is not implemented; implemented are {served}")
@@ -204,6 +205,7 @@ def _ropes(file: _ConfigFile) -> tuple[RopeConfig, RopeConfig]:
     given = file.rope_parameters or {}
     if {_FULL, _WINDOW} & given.keys():
         full, local = (given.get(name) or {} for name in (_FULL, _WINDOW))
+        full = {**full, **(file.rope_scaling or {})}
     else:
         full, local = file.rope_scaling or given, {}
     rope = _rope(_rope_parameters(file, full))
@@ -258,7 +260,7 @@ def _layers(
     family: Family, file: _ConfigFile, rope: RopeConfig, window_rope: RopeConfig
 ) -> tuple[LayerAttention, ...]:
     numbers, interval = range(file.num_hidden_layers), file.no_rope_layer_interval
-    types = file.layer_types or _layer_types(family, file)
+    types = _layer_types(family, file)
     rotated = file.no_rope_layers or [(n + 1) % interval if interval else 1 for n in numbers]
     for name, given in (("layer_types", types), ("no_rope_layers", rotated)):
         if len(given) < len(numbers):
@@ -280,13 +282,20 @@ def _layers(
 
 
 def _layer_types(family: Family, file: _ConfigFile) -> list[str]:
-    """The kinds of layers where the file does not list them."""
     numbers, pattern = range(file.num_hidden_layers), file.sliding_window_pattern
-    if family.has_window and file.sliding_window:
-        return [_WINDOW if not pattern or (n + 1) % pattern else _FULL for n in numbers]
-    if file.use_sliding_window:
+    if family.windows == "all":
+        return [_WINDOW if file.sliding_window else _FULL for _ in numbers]
+    if family.windows == "optional" and not file.use_sliding_window:
+        return [_FULL for _ in numbers]
+    if file.layer_types:
+        return file.layer_types
+    if file.no_rope_layer_interval:  # of SmolLM3, which has a rule of its own
+        raise ModelError("layer_types: missing, but use_sliding_window is true")
+    if family.windows == "optional":
         return [_FULL if n < file.max_window_layers else _WINDOW for n in numbers]
-    return [_FULL for _ in numbers]
+    if pattern:
+        return [_WINDOW if (n + 1) % pattern else _FULL for n in numbers]
+    return [_WINDOW if file.sliding_window else _FULL for _ in numbers]
 
 
 def _describe(error: ValidationError) -> str:

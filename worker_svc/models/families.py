@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from shared.model_directory import read_text
+from shared.model_directory import language_model, read_text
 from worker_svc.errors import ModelError
 
 
@@ -30,8 +30,9 @@ class Family:
         gguf_pairs: whether GGUF files interleave the two halves of each head's rows of q and k.
         gguf_names: names of its tensors, where GGUF files call other tensors of other families so.
         gguf_norm_offset: what GGUF files add to the weights of norms.
-        has_window: whether `sliding_window` in config.json is used whenever it is a number, and not
-            only if `use_sliding_window` or `layer_types` say so.
+        windows: which layers have the `sliding_window` of config.json: "all" of them, those that
+            are "listed" in `layer_types`, or if "optional" these, but only if `use_sliding_window`.
+        texts: of a model that also takes images, defaults by the type of its language model.
         tested: which published weights tests load.
     """
 
@@ -43,7 +44,8 @@ class Family:
     gguf_pairs: bool = False
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_norm_offset: int = 0
-    has_window: bool = False
+    windows: Literal["optional", "all", "listed"] = "optional"
+    texts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     tested: str = ""
 
 
@@ -55,6 +57,7 @@ _QWEN_DEFAULTS = {
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
     "max_position_embeddings": 32768,
+    "sliding_window": 4096,
 }
 _LLAMA_DEFAULTS = {
     "vocab_size": 32000,
@@ -79,6 +82,24 @@ _OLMO_DEFAULTS = {
 _OLMO_GGUF_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_MINISTRAL3_DEFAULTS = {
+    **_MISTRAL_DEFAULTS,
+    "vocab_size": 131072,
+    "num_hidden_layers": 34,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 262144,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
 }
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262208,
@@ -127,7 +148,7 @@ _SERVED = (
         module="llama",
         defaults=_MISTRAL_DEFAULTS,
         gguf="llama",
-        has_window=True,
+        windows="all",
     ),
     Family(
         architecture="MinistralForCausalLM",
@@ -135,15 +156,16 @@ _SERVED = (
         module="llama",
         defaults=_MISTRAL_DEFAULTS,
         gguf="llama",
-        has_window=True,
+        windows="listed",
     ),
     Family(
         architecture="Mistral3ForConditionalGeneration",
         models="Mistral Small 3.1 and 3.2, Ministral 3 (text): 3B to 24B",
         module="llama",
-        defaults={**_MISTRAL_DEFAULTS, "sliding_window": None, "tie_word_embeddings": True},
+        defaults={"tie_word_embeddings": True},
         gguf="llama",
-        has_window=True,
+        windows="all",
+        texts={"mistral": _MISTRAL_DEFAULTS, "ministral3": _MINISTRAL3_DEFAULTS},
     ),
     Family(
         architecture="SmolLM3ForCausalLM",
@@ -188,7 +210,7 @@ _SERVED = (
         },
         gguf="phi3",
         gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        has_window=True,
+        windows="all",
     ),
     Family(
         architecture="Olmo2ForCausalLM",
@@ -210,7 +232,7 @@ _SERVED = (
             "sliding_window_pattern": 4,
         },
         gguf="olmo2",
-        has_window=True,
+        windows="listed",
     ),
     Family(
         architecture="Gemma3ForCausalLM",
@@ -224,7 +246,7 @@ _SERVED = (
             "post_ffw_norm": "post_feedforward_layernorm",
         },
         gguf_norm_offset=1,
-        has_window=True,
+        windows="listed",
         tested="Gemma 3 270M",
     ),
     Family(
@@ -233,7 +255,8 @@ _SERVED = (
         module="gemma3",
         defaults=_GEMMA3_DEFAULTS,
         gguf="gemma3",
-        has_window=True,
+        windows="listed",
+        texts={"gemma3_text": {}},
     ),
 )
 FAMILIES = {family.architecture: family for family in _SERVED}
@@ -261,9 +284,13 @@ def read_model_file(model_dir: Path) -> tuple[Family, dict[str, Any]]:
         raise ModelError(f"architectures: {found} is not served; served are {served}")
     if fields.get("is_causal") is False:
         raise ModelError("is_causal: models whose tokens attend to later ones are not served")
-    if isinstance(text := fields.get("text_config"), dict):
-        # A model that also takes images. Its own field decides whether the head is tied.
-        own = {key: fields[key] for key in ("tie_word_embeddings",) if key in fields}
-        fields = {**fields, **text, **own}
-    family = FAMILIES[name]
-    return family, {**family.defaults, **fields}
+    family, fields = FAMILIES[name], language_model(fields)
+    defaults = family.defaults
+    if family.texts:
+        text = fields.get("text_config") or {}
+        kind = text.get("model_type") or next(iter(family.texts))
+        if kind not in family.texts:
+            served = ", ".join(family.texts)
+            raise ModelError(f"text_config: model_type {kind} is not served; served are {served}")
+        defaults = {**family.texts[kind], **defaults}
+    return family, {**defaults, **fields}

@@ -74,7 +74,8 @@ class GgufTensor:
                     raise OSError("the file is cut short")
                 at, left = at + count, left[count:]
         values = dequantize(data, self.type).astype(np.float32, copy=False)
-        return torch.from_numpy(values).view(len(rows), *self.shape[1:]) - self.minus
+        read = torch.from_numpy(values).view(len(rows), *self.shape[1:])
+        return read - self.minus if self.minus else read
 
 
 def read_gguf(model_dir: Path) -> dict[str, GgufTensor]:

@@ -59,6 +59,12 @@ Begin = Callable[..., Matcher]
 Compile = Callable[[GrammarKind, str, Iterable[int]], Begin]
 
 
+def test_the_vocabulary_of_a_language_model_beside_images(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to(DEMO / "tokenizer.json")
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 1540}}')
+    assert len(read_vocabulary(tmp_path).tokens) == 1540
+
+
 @pytest.fixture(scope="module")
 def compilers() -> Compilers:
     return make_compilers(read_vocabulary(DEMO), MAX_WHITESPACE)

@@ -117,10 +117,11 @@ def _attend_tiles(
                 visible &= position[None, :] > last[:, None] - WINDOW
             scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        if MASKED and WINDOW > 0:  # a row that has seen nothing yet
-            new_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores * scale - new_top[:, None])
-        decay = tl.exp2(top - new_top)
+        finite = new_top
+        if MASKED and WINDOW > 0:  # a row may have seen nothing yet
+            finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores * scale - finite[:, None])
+        decay = tl.exp2(top - finite)
         total = total * decay + tl.sum(weights, 1)
         v = tl.load(values + offsets, mask=loaded, other=0.0)
         if SCALED:

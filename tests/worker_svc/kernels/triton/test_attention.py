@@ -11,6 +11,7 @@ import torch
 from bench.gpu.steps import QWEN_0_6B, Heads
 from tests.worker_svc.device import ROWS, by_device
 from tests.worker_svc.kernels.triton.attention_cases import (
+    DTYPE,
     LONGEST,
     MODELS,
     TILE,
@@ -18,6 +19,7 @@ from tests.worker_svc.kernels.triton.attention_cases import (
     in_a_large_cache,
     random_batch,
 )
+from tests.worker_svc.kernels.triton.precision import relative_error
 from worker_svc.kernels.triton.decode_attention import choose_splits
 from worker_svc.kernels.triton.prompt_attention import query_tiles
 
@@ -127,6 +129,17 @@ def test_windows(window: int) -> None:
         check_decodes([1, window, window + 1, 130, 0, 17], splits=splits, **shape)
     check_prompts([1, 40, 33, 64, 5], [130, 40, 150, 64, window + 5], **shape)
     check_prompts([70], [200], kv_heads=2, heads=2, **shape)
+
+
+@pytest.mark.parametrize("level", [20, 120])
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float16])
+def test_windows_of_low_scores(level: int, dtype: torch.dtype) -> None:
+    """Of rows that see nothing in their tile's first tile of positions. Such large scores round
+    more than others."""
+    batch = random_batch([40], [60], seed=0, head_dim=16, dtype=dtype, window=8)
+    batch.q.mul_(0.1)[..., 0] = level
+    batch.cache[0, ..., 0] = -4.0  # times a scale of 1 / 4
+    assert relative_error(batch.prompted([0]), batch.reference()) < 0.01
 
 
 def test_a_kernel_leaves_the_rows_of_the_other_alone() -> None:
