@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import torch
 
+from worker_svc.errors import ModelError
 from worker_svc.models.decoder import MLP, Attention, Decoder, Parts, PostNormLayer
 
 
 def build(parts: Parts) -> Decoder:
     config = parts.config
+    if config.dtype == torch.float16:  # its hidden states become larger than 65,504
+        raise ModelError("dtype: float16 is too narrow for Gemma 3; use bfloat16")
     # The checkpoints were trained with a factor that is rounded to the model's dtype.
     scale = float(torch.tensor(config.hidden_size**0.5, dtype=config.dtype))
     config = replace(config, embedding_scale=scale)

@@ -39,6 +39,7 @@ from tests.worker_svc.harness import Batch, limits, save_model, worker_settings
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
 from tests.worker_svc.test_model_runner import oracle_logits, prompts
 from worker_svc.attention.choice import BACKENDS
+from worker_svc.errors import ModelError
 from worker_svc.model_runner import ModelRunner
 
 # The first test of a model on a GPU compiles its kernels.
@@ -127,6 +128,13 @@ def check_logits(path: Path, oracle: Any, **overrides: Any) -> None:
 def test_logits_match_transformers(tmp_path: Path, shape: dict[str, Any], block_size: int) -> None:
     oracle = save_model(tmp_path, **{**SMALL, **shape})
     check_logits(tmp_path, oracle, block_size=block_size)
+
+
+@cpu_only
+def test_gemma_is_not_computed_in_float16(tmp_path: Path) -> None:
+    save_model(tmp_path, **SMALL, family=Gemma3ForCausalLM)
+    with pytest.raises(ModelError, match="dtype: float16 is too narrow for Gemma 3"):
+        logits_of_steps(tmp_path, dtype="float16")
 
 
 def distance(logits: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
