@@ -16,7 +16,8 @@ MAX_TOKENIZER_BYTES = 128 << 20  # four times the largest tokenizers
 # a link to each part instead.
 GGUF_WEIGHTS = "model.gguf"
 GGUF_INDEX = "model.gguf.json"
-_VOCAB_SIZES = {"gemma3_text": 262208}  # that published files leave out
+# Of language models beside encoders of images, where files leave them out.
+_VOCAB_SIZES = {"gemma3_text": 262208, "mistral": 32000, "ministral3": 131072}
 
 
 class ModelFileError(ValueError):
@@ -57,7 +58,7 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
     known = _VOCAB_SIZES.get(str(text.get("model_type")))
     sizes = {"vocab_size": known} if known else {}
     text = {name: value for name, value in text.items() if name != "tie_word_embeddings"}
-    return {**sizes, **text, **config}
+    return {**sizes, **text, **{name: value for name, value in config.items() if value is not None}}
 
 
 def is_plain_name(name: object) -> bool:

@@ -30,7 +30,7 @@ _NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
 }
-_POST_NORM_NAMES = {
+_GEMMA3_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -118,9 +118,7 @@ def _arch(config: Any) -> str:
 
 def _names(arch: str) -> tuple[dict[str, str], int]:
     """The names of tensors in files, and what is added to the weights of norms there."""
-    if arch in ("gemma3", "olmo2"):
-        return {**_NAMES, **_POST_NORM_NAMES}, int(arch == "gemma3")
-    return _NAMES, 0
+    return ({**_NAMES, **_GEMMA3_NAMES}, 1) if arch == "gemma3" else (_NAMES, 0)
 
 
 def _keys(config: Any) -> dict[str, Any]:

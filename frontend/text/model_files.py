@@ -101,6 +101,17 @@ def check_tokenizer_files(directory: Path) -> None:
         raise ModelFilesError(f"{directory}: {error}") from error
 
 
+def processors_template(directory: Path) -> str | None:
+    """The chat template of a model that also takes images, whose files may have it here alone.
+
+    Raises:
+        ModelFilesError: the file cannot be read.
+    """
+    path = directory / "chat_template.json"
+    template = _read_json(path).get("chat_template") if path.exists() else None
+    return template if isinstance(template, str) else None
+
+
 def _pooling(path: Path) -> Pooling:
     """The pooling of a model for sentence-transformers, which has this file."""
     if not path.exists():

@@ -17,7 +17,7 @@ from frontend.callers.tracing import part_of_call
 from frontend.text.chat_template import ChatTemplate
 from frontend.text.conversation import read_conversation
 from frontend.text.detokenizer import IncrementalDetokenizer
-from frontend.text.model_files import ModelFilesError, check_tokenizer_files
+from frontend.text.model_files import ModelFilesError, check_tokenizer_files, processors_template
 from frontend.text.threads import FairThreads
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
@@ -207,6 +207,8 @@ def _load(directory: Path) -> Any:
         raise ModelFilesError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
     if not tokenizer.is_fast:
         raise ModelFilesError(f"{directory}: {type(tokenizer).__name__} is not a fast tokenizer")
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = processors_template(directory)
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

@@ -104,6 +104,14 @@ async def test_a_chat_that_the_template_rejects(
     tokenizer.close()
 
 
+def test_a_template_of_a_processor(copy: Path) -> None:
+    edit(copy / "tokenizer_config.json", chat_template=None)
+    (copy / "chat_template.json").write_text('{"chat_template": "[{{ messages[0].content }}]"}')
+    tokenizer = Tokenizer(copy, threads=1)
+    assert tokenizer.chat_template == "[{{ messages[0].content }}]"
+    tokenizer.close()
+
+
 def test_a_decoder_that_is_not_byte_level_is_rejected_by_name(copy: Path) -> None:
     edit(copy / "tokenizer.json", decoder={"type": "Fuse"})
     edit(copy / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")

@@ -208,7 +208,11 @@ def test_windows_have_a_rope_of_their_own(tmp_path: Path) -> None:
         ({**GEMMA, "layer_types": [FULL]}, "layer_types: 1 entries for 3 layers"),
         ({**GEMMA, "layer_types": ["chunked_attention"] * 3}, "layer_types: chunked_attention"),
         (
-            {"architectures": ["SmolLM3ForCausalLM"], "use_sliding_window": True},
+            {
+                "architectures": ["SmolLM3ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 8,
+            },
             "layer_types: missing",
         ),
         (

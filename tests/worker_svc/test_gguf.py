@@ -16,7 +16,6 @@ from transformers import (
     Gemma3ForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
-    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
@@ -51,7 +50,6 @@ CASES: dict[str, tuple[type[PreTrainedModel], Type, dict[str, Any]]] = {
     "granite, Q8_0": (GraniteForCausalLM, Type.Q8_0, GRANITE),
     "smollm3, Q8_0": (SmolLM3ForCausalLM, Type.Q8_0, {"no_rope_layers": [1, 1, 1]}),
     "smollm3, each fourth layer": (SmolLM3ForCausalLM, Type.Q4_0, {"num_hidden_layers": 4}),
-    "olmo2, Q8_0": (Olmo2ForCausalLM, Type.Q8_0, {}),
     "gemma3, Q8_0": (
         Gemma3ForCausalLM,
         Type.Q8_0,

@@ -35,7 +35,7 @@ def page() -> str:
 
 def _names() -> Iterator[tuple[str, ...]]:
     for family in FAMILIES.values():
-        names = code(family.architecture), code(family.gguf)
+        names = code(family.architecture), code(family.gguf) if family.gguf else "none"
         yield family.models, *names, family.tested or "none"
 
 

@@ -62,6 +62,9 @@ class Keys:
             raise GgufError(f"{name}: {str(value)[:50]!r} is not of type {kind.__name__}")
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
+    def has_list(self, name: str) -> bool:
+        return isinstance(self._keys.get(name), list | np.ndarray)
+
 
 def family_of(keys: Keys) -> Family:
     """The family of a file's model.
@@ -70,7 +73,7 @@ def family_of(keys: Keys) -> Family:
         GgufError: the model's architecture is not served.
     """
     name = keys.get("general.architecture", str)
-    families = {family.gguf: family for family in reversed(FAMILIES.values())}
+    families = {each.gguf: each for each in reversed(FAMILIES.values()) if each.gguf}
     if name not in families:
         served = ", ".join(families)
         raise GgufError(f"general.architecture: {name} is not served; served are {served}")
@@ -121,7 +124,7 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         "max_position_embeddings": keys.get(f"{arch}.context_length", int),
         **_given(keys, arch, _LIMITS, int),
         "sliding_window": window or None,
-        **_window_layers(header.keys.get(f"{arch}.attention.sliding_window_pattern")),
+        **_window_layers(keys, f"{arch}.attention.sliding_window_pattern"),
         "rope_parameters": {
             # Its product with the heads' size is cut off.
             "partial_rotary_factor": min((rotated + 0.5) / head_dim, 1.0),
@@ -139,13 +142,14 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
     }
 
 
-def _window_layers(pattern: Any) -> dict[str, Any]:
+def _window_layers(keys: Keys, name: str) -> dict[str, Any]:
     """The layers with windows: in Ollama's files a flag for each layer, in others the distance
     between those without."""
-    if pattern is None or isinstance(pattern, int | np.integer):
-        return {} if pattern is None else {"sliding_window_pattern": int(pattern)}
+    if not keys.has_list(name):
+        pattern = keys.get(name, int, None)
+        return {} if pattern is None else {"sliding_window_pattern": pattern}
     names = "full_attention", "sliding_attention"
-    return {"layer_types": [names[bool(each)] for each in pattern]}
+    return {"layer_types": [names[bool(each)] for each in keys.get(name, list)]}
 
 
 def _query_scale(keys: Keys, arch: str, head_dim: int, width: int) -> dict[str, Any]:
@@ -157,8 +161,8 @@ def _query_scale(keys: Keys, arch: str, head_dim: int, width: int) -> dict[str, 
 
 def _given(keys: Keys, arch: str, names: Mapping[str, str], kind: type) -> dict[str, Any]:
     """The fields that the file has keys for, which `names` gives by key."""
-    found = {field: keys.get(f"{arch}.{key}", kind, None) for key, field in names.items()}
-    return {field: value for field, value in found.items() if value is not None}
+    found = [(field, keys.get(f"{arch}.{key}", kind, None)) for key, field in names.items()]
+    return {field: value for field, value in found if value is not None}
 
 
 def end_tokens(keys: Keys) -> list[int]:

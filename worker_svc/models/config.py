@@ -285,7 +285,7 @@ def _layer_types(family: Family, file: _ConfigFile) -> list[str]:
     numbers, pattern = range(file.num_hidden_layers), file.sliding_window_pattern
     if family.windows == "all":
         return [_WINDOW if file.sliding_window else _FULL for _ in numbers]
-    if family.windows == "optional" and not file.use_sliding_window:
+    if family.windows == "optional" and not (file.use_sliding_window and file.sliding_window):
         return [_FULL for _ in numbers]
     if file.layer_types:
         return file.layer_types

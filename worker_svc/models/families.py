@@ -25,8 +25,8 @@ class Family:
         models: the models that have it, for people.
         module: the name of its module in this folder, whose `build` makes a model of `Parts`.
         defaults: transformers' defaults for fields that config.json may leave out.
-        gguf: the family's `general.architecture` in GGUF files. Of several families with one name,
-            the first one reads the files.
+        gguf: the family's `general.architecture` in GGUF files, if they are read. Of several
+            families with one name, the first one reads the files.
         gguf_pairs: whether GGUF files interleave the two halves of each head's rows of q and k.
         gguf_names: names of its tensors, where GGUF files call other tensors of other families so.
         gguf_norm_offset: what GGUF files add to the weights of norms.
@@ -40,7 +40,7 @@ class Family:
     models: str
     module: str
     defaults: Mapping[str, Any]
-    gguf: str
+    gguf: str = ""
     gguf_pairs: bool = False
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_norm_offset: int = 0
@@ -78,10 +78,6 @@ _OLMO_DEFAULTS = {
     **_LLAMA_DEFAULTS,
     "vocab_size": 50304,
     "rms_norm_eps": 1e-5,
-}
-_OLMO_GGUF_NAMES = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _MINISTRAL3_DEFAULTS = {
     **_MISTRAL_DEFAULTS,
@@ -217,8 +213,6 @@ _SERVED = (
         models="OLMo 2: 1B to 32B",
         module="olmo2",
         defaults=_OLMO_DEFAULTS,
-        gguf="olmo2",
-        gguf_names=_OLMO_GGUF_NAMES,
     ),
     Family(
         architecture="Olmo3ForCausalLM",
@@ -231,7 +225,6 @@ _SERVED = (
             "sliding_window": 4096,
             "sliding_window_pattern": 4,
         },
-        gguf="olmo2",
         windows="listed",
     ),
     Family(

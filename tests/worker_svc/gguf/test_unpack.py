@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from deploy.errors import LaunchError
 from deploy.model import model_name, resolve_model
@@ -24,6 +31,7 @@ from worker_svc.errors import ModelError
 from worker_svc.gguf import unpack as module
 from worker_svc.gguf.header import read_header
 from worker_svc.gguf.unpack import unpack
+from worker_svc.models.config import load_model_config
 from worker_svc.user_cache import keep
 
 pytestmark = pytest.mark.usefixtures("cache_home")
@@ -112,6 +120,37 @@ def test_makes_a_tokenizer_in_sentencepieces_manner(tmp_path: Path) -> None:
         "<s>", "▁", "▁", "<0x7A>", "<|im_end|>", "▁", "é",
     ]  # fmt: skip
     assert tokenizer.decode(tokenizer.encode("ab  €").ids) == "ab  €"
+
+
+@pytest.mark.parametrize(
+    ("keys", "theta", "window_theta", "windows"),
+    [
+        ({}, 1e6, 1e4, [8, 8]),
+        ({"rope.freq_base": None}, 1e6, 1e4, [8, 8]),
+        ({"rope.freq_base": None, "rope.global.freq_base": 77.0}, 77.0, 1e4, [8, 8]),
+        ({"rope.local.freq_base": 5.0}, 1e6, 5.0, [8, 8]),
+        ({"rope.freq_base_swa": 5.0}, 1e6, 5.0, [8, 8]),
+        ({"attention.sliding_window_pattern": 2}, 1e6, 1e4, [8, None]),
+        ({"attention.sliding_window_pattern": [False, True]}, 1e6, 1e4, [None, 8]),
+    ],
+)
+def test_keys_of_gemma3(
+    tmp_path: Path,
+    keys: dict[str, Any],
+    theta: float,
+    window_theta: float,
+    windows: list[int | None],
+) -> None:
+    """By llama.cpp's names and by Ollama's."""
+    config = Gemma3TextConfig(**{**SHAPE, "num_hidden_layers": 2}, sliding_window=8)
+    named = {f"gemma3.{name}": value for name, value in keys.items()}
+    write_gguf(tmp_path / "small.gguf", Gemma3ForCausalLM(config), keys=named)
+    model = load_model_config(unpack(tmp_path / "small.gguf"))
+    assert [layer.window for layer in model.layers] == windows
+    for layer in model.layers:
+        assert layer.rope is not None
+        assert layer.rope.theta == (theta if layer.window is None else window_theta)
+    assert model.rope.theta == theta
 
 
 def test_marks_of_phi3_take_the_space_after_them(tmp_path: Path) -> None:
