@@ -108,6 +108,7 @@ class Server:
 
     async def start(self, address: str) -> None:
         """Listens on `address`: `host:port`, or `unix:path`, to which only this user may connect.
+        From then on, SIGTERM and SIGINT stop the server.
 
         Raises:
             OSError: the address cannot be bound.
@@ -124,6 +125,9 @@ class Server:
                 os.umask(mask)
         if port == 0:
             raise OSError(f"cannot listen on {address}")
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
         await self.grpc.start()
         log.info("listening", address=address, tls=self._credentials is not None)
 
@@ -147,9 +151,6 @@ class Server:
         clients connect elsewhere (GOAWAY). Calls in progress continue. Calls that outlast the grace
         period (`drain_timeout_s`) end with UNAVAILABLE.
         """
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
         try:
             await self._stopping.wait()
         except asyncio.CancelledError:
