@@ -176,7 +176,7 @@ def test_assumes_what_transformers_does_of_text_parts(
 
 
 def test_windows_have_a_rope_of_their_own(tmp_path: Path) -> None:
-    """As in files before transformers 5: those of Gemma 3 4B."""
+    """Gemma 3 4B has such a file, in the form before transformers 5."""
     scaling = {"rope_type": "linear", "factor": 8.0}
     text = {"architectures": None, "sliding_window_pattern": 2, "rope_scaling": scaling, **TINY}
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}

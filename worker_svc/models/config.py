@@ -25,7 +25,7 @@ _FULL, _WINDOW = "full_attention", "sliding_attention"  # entries of `layer_type
 
 
 class LayerAttention(NamedTuple):
-    """What differs between the attention of a model's layers."""
+    """The window and the rope of a layer, in which layers of a model may differ."""
 
     window: int | None  # how many of the last tokens a token sees; None: all
     rope: RopeConfig | None  # None: no rotary embedding
@@ -265,19 +265,15 @@ def _layers(
     for name, given in (("layer_types", types), ("no_rope_layers", rotated)):
         if len(given) < len(numbers):
             raise ModelError(f"{name}: {len(given)} entries for {len(numbers)} layers")
+    kinds = {_FULL: (None, rope), _WINDOW: (file.sliding_window, window_rope)}
     layers = []
     for number in numbers:
-        if types[number] not in (_FULL, _WINDOW):
-            raise ModelError(f"layer_types: {types[number]} is not implemented")
-        has_window = types[number] == _WINDOW
-        if has_window and file.sliding_window is None:
+        if (kind := types[number]) not in kinds:
+            raise ModelError(f"layer_types: {kind} is not implemented")
+        window, own_rope = kinds[kind]
+        if kind == _WINDOW and window is None:
             raise ModelError("sliding_window: missing, but layers have windows")
-        own_rope = window_rope if has_window else rope
-        layers.append(
-            LayerAttention(
-                file.sliding_window if has_window else None, own_rope if rotated[number] else None
-            )
-        )
+        layers.append(LayerAttention(window, own_rope if rotated[number] else None))
     return tuple(layers)
 
 

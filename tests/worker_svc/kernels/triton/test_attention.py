@@ -134,8 +134,8 @@ def test_windows(window: int) -> None:
 @pytest.mark.parametrize("level", [20, 120])
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float16])
 def test_windows_of_low_scores(level: int, dtype: torch.dtype) -> None:
-    """Of rows that see nothing in their tile's first tile of positions. Such large scores round
-    more than others."""
+    """Some rows see nothing in their tile's first tile of positions. Such large scores round more
+    than others."""
     batch = random_batch([40], [60], seed=0, head_dim=16, dtype=dtype, window=8)
     batch.q.mul_(0.1)[..., 0] = level
     batch.cache[0, ..., 0] = -4.0  # times a scale of 1 / 4
