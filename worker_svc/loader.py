@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,23 @@ class WeightLoader:
             ModelError: a tensor is missing or of another shape, or its format is not served.
         """
         return self._matrix(parts, in_features, columns, self._choice.quantize_to)
+
+    def experts(self, experts: Sequence[Sequence[Rows]], in_features: int) -> PackedWeight:
+        """Loads a matrix as `matrix` does for each of several experts, for `Ops.mix_experts`.
+
+        Raises:
+            ModelError: as `matrix`.
+        """
+        return self._matrices(experts, in_features, None, self._choice.quantize_to, stacked=True)
+
+    def router(self, name: str, experts: int, in_features: int) -> PackedWeight:
+        """Loads matrix `name` [experts, in_features], whose products are computed in float32.
+
+        Raises:
+            ModelError: as `matrix`.
+        """
+        weight = self._read_plain([Rows(name, 0, experts)], experts, in_features)
+        return self._keep(self._ops.pack(weight.float(), torch.float32))
 
     def table(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
         """Loads a matrix [num_rows, columns] whose rows are looked up. Rows after `rows` are zero.
@@ -158,34 +175,64 @@ class WeightLoader:
         quantize_to: Format | None,
         num_rows: int = 0,
     ) -> PackedWeight:
-        num_rows = num_rows or sum(part.count for part in parts)
+        return self._matrices([parts], in_features, columns, quantize_to, num_rows)
+
+    def _matrices(
+        self,
+        matrices: Sequence[Sequence[Rows]],
+        in_features: int,
+        columns: range | None,
+        quantize_to: Format | None,
+        num_rows: int = 0,
+        *,
+        stacked: bool = False,
+    ) -> PackedWeight:
+        num_rows = num_rows or sum(part.count for part in matrices[0])
+
+        def pack(weights: Iterable[torch.Tensor | QuantizedWeight]) -> PackedWeight:
+            if stacked:
+                return self._ops.pack_experts(weights, self.dtype)
+            return self._ops.pack(next(iter(weights)), self.dtype)
+
+        names = [part.name for parts in matrices for part in parts]
+        key, width = names[0], columns or range(in_features)
+        if self._cache and quantize_to:
+            nothing = empty(num_rows, in_features, quantize_to, torch.device("meta"))
+            expected = pack([cut_columns(nothing, width)] * len(matrices)).state()
+            if expected and (state := self._cache.get(key, expected)):
+                for name in names:
+                    self._reader.skip(f"{name}.weight")
+                moved = {k: self._reader.on_device(v) for k, v in state.items()}
+                return self._keep(self._ops.unpack(moved))
+        sizes = num_rows, in_features, columns
+        packed = self._keep(pack(self._read(parts, *sizes, quantize_to) for parts in matrices))
+        if self._cache and quantize_to and (found := packed.state()):
+            self._cache.add(key, found)
+        return packed
+
+    def _read(
+        self,
+        parts: Sequence[Rows],
+        num_rows: int,
+        in_features: int,
+        columns: range | None,
+        quantize_to: Format | None,
+    ) -> torch.Tensor | QuantizedWeight:
         plain = [self._is_plain(part.name, quantize_to) for part in parts]
         if all(plain):
-            weight = self._read_plain(parts, num_rows, in_features, columns)
-            return self._keep(self._ops.pack(weight, self.dtype))
+            return self._read_plain(parts, num_rows, in_features, columns)
         if any(plain):
             raise ModelError(
                 f"quantization_config: {parts[plain.index(True)].name} is not quantized, but "
                 f"{parts[plain.index(False)].name} is, and they are multiplied together"
             )
-        key, columns = parts[0].name, columns or range(in_features)
-        if self._cache and quantize_to:
-            nothing = empty(num_rows, in_features, quantize_to, torch.device("meta"))
-            expected = self._ops.pack(cut_columns(nothing, columns), self.dtype).state()
-            if expected and (state := self._cache.get(key, expected)):
-                for part in parts:
-                    self._reader.skip(f"{part.name}.weight")
-                moved = {k: self._reader.on_device(v) for k, v in state.items()}
-                return self._keep(self._ops.unpack(moved))
+        columns = columns or range(in_features)
         pieces = (
             (part.name, self._piece(part.name, rows, columns, in_features, quantize_to))
             for part in parts
             for rows in _pieces(part, _PIECES[self.device.type] // in_features)
         )
-        packed = self._keep(self._ops.pack(join_rows(pieces, num_rows), self.dtype))
-        if self._cache and (found := packed.state()):
-            self._cache.add(key, found)
-        return packed
+        return join_rows(pieces, num_rows)
 
     def _read_plain(
         self, parts: Sequence[Rows], num_rows: int, in_features: int, columns: range | None = None
@@ -237,6 +284,12 @@ class KeptLoader(WeightLoader):
     def matrix(
         self, parts: Sequence[Rows], in_features: int, columns: range | None = None
     ) -> PackedWeight:
+        return self._ops.unpack(next(self._states))
+
+    def experts(self, experts: Sequence[Sequence[Rows]], in_features: int) -> PackedWeight:
+        return self._ops.unpack(next(self._states))
+
+    def router(self, name: str, experts: int, in_features: int) -> PackedWeight:
         return self._ops.unpack(next(self._states))
 
     def table(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:

@@ -17,11 +17,13 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
     SmolLM3ForCausalLM,
 )
 
 FAMILIES = (
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
     Qwen2ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -66,6 +68,12 @@ GEMMA3 = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
     },
 }
+EXPERTS = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "tied, GQA 2": {},
     "untied, GQA 1": {"tie_word_embeddings": False, "num_key_value_heads": 4},
@@ -90,6 +98,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 40,
         "rms_norm_eps": 1e-3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
+    },
+    "Qwen3, experts": {"family": Qwen3MoeForCausalLM, **EXPERTS},
+    "Qwen3, experts in some layers, not normalized": {
+        "family": Qwen3MoeForCausalLM,
+        "num_hidden_layers": 5,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 40,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
+    },
+    "Qwen3, all of few experts": {
+        "family": Qwen3MoeForCausalLM,
+        **EXPERTS,
+        "num_experts_per_tok": 7,
+        "tie_word_embeddings": False,
     },
     "Qwen2, tied": {"family": Qwen2ForCausalLM},
     "Qwen2, untied, sharded files, GQA 7": {

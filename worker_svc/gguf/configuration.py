@@ -33,6 +33,11 @@ _FACTORS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _GEMMA3_27B = 62  # layers; its query scale is in no key (llama.cpp's models/gemma3.cpp)
 _ADDED = 3, 4  # of tokenizer.ggml.token_type: control and user-defined, as some converters write
 _REQUIRED: Any = object()
@@ -87,7 +92,7 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         GgufError: a key is missing or wrong, or the model needs a feature that is not served.
     """
     keys, arch = Keys(header.keys), family.gguf
-    if keys.get(f"{arch}.expert_count", int, 0):
+    if keys.get(f"{arch}.expert_count", int, 0) and "num_experts" not in family.defaults:
         raise GgufError(f"{arch}.expert_count: mixtures of experts are not served")
     window = keys.get(f"{arch}.attention.sliding_window", int, 0)
     if window and family.windows == "optional":
@@ -131,6 +136,8 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
             **_rope(keys, arch, [name for name in ROPE_FACTORS if name in header.tensors]),
         },
         **_given(keys, arch, _FACTORS, float),
+        **_given(keys, arch, _EXPERTS, int),
+        "norm_topk_prob": True,  # as llama.cpp computes all that it reads
         **_query_scale(keys, arch, head_dim, hidden // heads),
         "attention_bias": "blk.0.attn_output.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
@@ -205,7 +212,7 @@ def _rope(keys: Keys, arch: str, factors: list[str]) -> dict[str, Any]:
 
 def _dtype(header: Header) -> str:
     """The dtype to compute in, unless the user sets one."""
-    types = {tensor.type for tensor in header.tensors.values() if len(tensor.shape) == 2}
+    types = {tensor.type for tensor in header.tensors.values() if len(tensor.shape) > 1}
     if types <= {GGMLQuantizationType.F32}:
         return "float32"
     return "float16" if types <= {GGMLQuantizationType.F16} else "bfloat16"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
+
+from gguf import GGML_QUANT_SIZES
 
 from worker_svc.gguf.configuration import ROPE_FACTORS
 from worker_svc.gguf.header import GgufError, Header
@@ -28,6 +31,10 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 
 
@@ -44,12 +51,19 @@ def weight_index(
     names = {file: link for link, file in links.items()}
     weights = {}
     for name, tensor in header.tensors.items():
-        if name not in ROPE_FACTORS:
-            weights[_weight(name, {**_LAYER, **family.gguf_names})] = {
+        if name in ROPE_FACTORS:
+            continue
+        weight = _weight(name, {**_LAYER, **family.gguf_names})
+        count, shape = 1, list(tensor.shape)
+        if "{}" in weight:  # the matrices of all experts
+            count, *shape = shape
+        block, block_bytes = GGML_QUANT_SIZES[tensor.type]
+        for expert in range(count):
+            weights[weight.format(expert)] = {
                 "type": tensor.type.name,
-                "shape": list(tensor.shape),
+                "shape": shape,
                 "file": names[tensor.file],
-                "start": tensor.start,
+                "start": tensor.start + expert * prod(shape) // block * block_bytes,
             }
     if family.gguf_pairs:
         for name, place in weights.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -13,6 +13,23 @@ from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 # gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016).
 Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts, of which each token takes the `per_token` with the largest logits.
+
+    Args:
+        of_rank: those that this rank has, of `count`.
+        normalized: whether a token's factors add up to 1. Else they are a softmax over all experts.
+        activation: that of an expert, which is a gated feed-forward layer.
+    """
+
+    count: int
+    of_rank: range
+    per_token: int
+    normalized: bool
+    activation: Activation
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,17 @@ class Ops(Protocol):
         """
         ...
 
+    def pack_experts(
+        self, weights: Iterable[torch.Tensor | QuantizedWeight], dtype: torch.dtype
+    ) -> PackedWeight:
+        """Packs equal matrices, one per expert, for `mix_experts`. Each is read when the one before
+        it is packed.
+
+        Raises:
+            ModelError: as `pack`.
+        """
+        ...
+
     def unpack(self, state: dict[str, torch.Tensor]) -> PackedWeight:
         """Makes the weight with this `state` without copying it: it may be a mapped file."""
         ...
@@ -158,6 +186,19 @@ class Ops(Protocol):
 
     def activate_and_multiply(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """gate_up [T, 2 · size], gate before up -> activation(gate) · up [T, size]"""
+        ...
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+        experts: Experts,
+    ) -> torch.Tensor:
+        """x [T, in], logits [T, experts] float32 -> the sum over a token's experts of the factor
+        times down(activation(gate) · up), [T, out]. Of equal logits the first is taken. Experts of
+        other ranks add nothing."""
         ...
 
     def chunk_statistics(

@@ -32,6 +32,23 @@ class LayerAttention(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixtures of experts that take the place of some layers' MLPs.
+
+    Args:
+        layers: the numbers of these layers.
+        size: the intermediate size of an expert.
+        normalized: see `kernels.ops.Experts`.
+    """
+
+    layers: frozenset[int]
+    count: int
+    per_token: int
+    size: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The configuration of a model of any family. Sizes are for the whole model, not per rank."""
 
@@ -55,15 +72,33 @@ class ModelConfig:
     embedding_scale: float
     output_scale: float  # of the head's input
     dtype: torch.dtype
+    experts: ExpertsConfig | None = None
     # The file's `quantization_config`, which `worker_svc.weights.quantization` reads.
     quantization: Mapping[str, Any] | None = None
 
     @property
+    def has_mlp(self) -> bool:
+        """Whether any layer has an MLP, not a mixture of experts."""
+        return self.experts is None or len(self.experts.layers) < self.num_layers
+
+    @property
     def num_weights(self) -> int:
+        """The number of weights in products."""
+        return self._weights(self.experts.count if self.experts else 0)
+
+    @property
+    def num_weights_per_token(self) -> int:
         """The number of weights by which each token is multiplied."""
+        return self._weights(self.experts.per_token if self.experts else 0)
+
+    def _weights(self, num_experts: int) -> int:
+        experts = self.experts
+        sparse = len(experts.layers) if experts else 0
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        return self.num_layers * layer + self.vocab_size * self.hidden_size
+        layers = self.num_layers * heads + (self.num_layers - sparse) * 3 * self.intermediate_size
+        if experts:
+            layers += sparse * (experts.count + num_experts * 3 * experts.size)
+        return self.hidden_size * (layers + self.vocab_size)
 
 
 class _ConfigFile(BaseModel, strict=True):
@@ -100,6 +135,14 @@ class _ConfigFile(BaseModel, strict=True):
     no_rope_layers: list[int] | None = None  # 0: the layer has no rotary embedding
     no_rope_layer_interval: PositiveInt | None = None  # each such layer has none
     layer_types: list[str] | None = None
+    # Of mixtures of experts. transformers 5 writes num_local_experts.
+    num_experts: PositiveInt | None = None
+    num_local_experts: PositiveInt | None = None
+    num_experts_per_tok: PositiveInt | None = None
+    moe_intermediate_size: PositiveInt | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: PositiveInt = 1  # each such layer has experts
+    mlp_only_layers: list[int] | None = None  # these have none
     # Of Gemma.
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
@@ -184,8 +227,27 @@ def _checked(family: Family, file: _ConfigFile) -> ModelConfig:
         embedding_scale=(file.embedding_multiplier or 1.0) / residual,
         output_scale=1.0 / (file.logits_scaling or 1.0),
         dtype=_dtype(file.dtype or file.torch_dtype or "float32"),
+        experts=_experts(family, file),
         quantization=file.quantization_config or file.compression_config,
     )
+
+
+def _experts(family: Family, file: _ConfigFile) -> ExpertsConfig | None:
+    if "moe_intermediate_size" not in family.defaults:
+        return None
+    count = file.num_local_experts or file.num_experts
+    size, per_token = file.moe_intermediate_size, file.num_experts_per_tok
+    if count is None or size is None or per_token is None:
+        raise ModelError("num_experts, num_experts_per_tok, moe_intermediate_size: may not be null")
+    if per_token > count:
+        raise ModelError(f"num_experts_per_tok: {per_token} of num_experts = {count}")
+    layers = frozenset(
+        number
+        for number in range(file.num_hidden_layers)
+        if (number + 1) % file.decoder_sparse_step == 0
+        and number not in (file.mlp_only_layers or [])
+    )
+    return ExpertsConfig(layers, count, per_token, size, file.norm_topk_prob)
 
 
 def _dtype(name: str) -> torch.dtype:

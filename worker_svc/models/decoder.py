@@ -15,8 +15,9 @@ import torch
 from worker_svc.attention.base import AttentionShape, Backend, KvDtype, QKNorm
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
-from worker_svc.kernels.ops import Ops
+from worker_svc.kernels.ops import Experts, Ops
 from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead, VocabPartition
+from worker_svc.layers.experts import MixtureOfExperts
 from worker_svc.layers.linear import ColumnParallelLinear, RowParallelLinear
 from worker_svc.layers.norm import JointNorm, RMSNorm, norm_weight
 from worker_svc.layers.rotary import RopeConfig
@@ -180,6 +181,18 @@ class MLP:
         return self.down_proj(self._ops.activate_and_multiply(gate_up, self._activation))
 
 
+def feed_forward(parts: Parts, name: str) -> MLP | MixtureOfExperts:
+    """Makes the MLP of a layer, or the mixture of experts that takes its place."""
+    config, tp, experts = parts.config, parts.tp, parts.config.experts
+    if experts is None or parts.number not in experts.layers:
+        return MLP(parts, name)
+    count = experts.count
+    own = range(tp.rank * count // tp.size, (tp.rank + 1) * count // tp.size)
+    mixture = Experts(count, own, experts.per_token, experts.normalized, config.activation)
+    sizes = config.hidden_size, experts.size
+    return MixtureOfExperts(parts.loader, parts.ops, tp, name, mixture, *sizes)
+
+
 def _rotated_rows(rows: Rows, config: ModelConfig) -> list[Rows]:
     """The rows of whole heads of q or k, in an order in which the channels that are rotated with
     each other are half a head apart. If the whole head is rotated, they are."""
@@ -211,7 +224,7 @@ class DecoderLayer:
         parts: Parts,
         name: str,
         attention: Attention,
-        mlp: MLP,
+        mlp: MLP | MixtureOfExperts,
         input_norm: str | None = "input_layernorm",
         middle_norm: str | None = "post_attention_layernorm",
     ) -> None:
@@ -317,7 +330,11 @@ def attention_shape(
         ModelError: the model cannot be split across that many ranks.
     """
     heads, kv_heads = local_heads(config, ranks)
-    if config.intermediate_size % ranks:
+    if config.experts and config.experts.count < ranks:
+        raise ModelError(
+            f"num_experts: {config.experts.count} cannot be split over tp = {ranks} ranks"
+        )
+    if config.has_mlp and config.intermediate_size % ranks:
         raise ModelError(
             f"intermediate_size: {config.intermediate_size} cannot be split over tp = {ranks} ranks"
         )

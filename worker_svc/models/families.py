@@ -59,6 +59,16 @@ _QWEN_DEFAULTS = {
     "max_position_embeddings": 32768,
     "sliding_window": 4096,
 }
+_QWEN_MOE_DEFAULTS = {
+    **_QWEN_DEFAULTS,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
 _LLAMA_DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -121,6 +131,13 @@ _SERVED = (
         module="qwen3",
         defaults={**_QWEN_DEFAULTS, "head_dim": 128},
         gguf="qwen3",
+    ),
+    Family(
+        architecture="Qwen3MoeForCausalLM",
+        models="Qwen3, mixtures of experts (Coder, Thinking): 30B-A3B to 480B-A35B",
+        module="qwen3",
+        defaults=_QWEN_MOE_DEFAULTS,
+        gguf="qwen3moe",
     ),
     Family(
         architecture="Qwen2ForCausalLM",

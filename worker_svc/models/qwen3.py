@@ -1,8 +1,9 @@
-"""Qwen3 (Yang et al., "Qwen3 Technical Report", 2025): queries and keys are normalized."""
+"""Qwen3 (Yang et al., "Qwen3 Technical Report", 2025): queries and keys are normalized. Some models
+have mixtures of experts."""
 
 from __future__ import annotations
 
-from worker_svc.models.decoder import MLP, Attention, Decoder, DecoderLayer, Parts
+from worker_svc.models.decoder import Attention, Decoder, DecoderLayer, Parts, feed_forward
 
 
 def build(parts: Parts) -> Decoder:
@@ -16,5 +17,5 @@ def _layer(parts: Parts, name: str) -> DecoderLayer:
         parts,
         name,
         Attention(parts, attention, qk_norm, input_bias=bias, output_bias=bias),
-        MLP(parts, f"{name}.mlp"),
+        feed_forward(parts, f"{name}.mlp"),
     )

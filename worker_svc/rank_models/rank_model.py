@@ -123,7 +123,7 @@ class RankModel:
         config = self.config
         attended = int(np.dot(step.query_lens.astype(np.int64), step.context_lens))
         attention = 2 * attended * config.num_layers * config.num_heads * config.head_dim
-        products = (len(step.input_ids) + _READING) * config.num_weights
+        products = (len(step.input_ids) + _READING) * config.num_weights_per_token
         return (products + attention) // self._settings.tp
 
     def allocate(self, num_blocks: int, new: NewTensor | None = None) -> None:

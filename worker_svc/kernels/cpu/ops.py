@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from ctypes import addressof
 
 import torch
 
 from worker_svc.kernels import cpu_features
+from worker_svc.kernels.cpu.experts import mix_each, trace_mix
 from worker_svc.kernels.cpu.program import run_phase, tracing
 from worker_svc.kernels.cpu.quantize import quantize
 from worker_svc.kernels.cpu.sampling.filtering import count_by_key, pick_bins, weigh_by_key
@@ -23,8 +25,15 @@ from worker_svc.kernels.cpu.structs import (
     Vector,
     vector,
 )
-from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized
-from worker_svc.kernels.ops import Activation, Exchange, PackedWeight, PlainWeight, pick_last_rows
+from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized, stack
+from worker_svc.kernels.ops import (
+    Activation,
+    Exchange,
+    Experts,
+    PackedWeight,
+    PlainWeight,
+    pick_last_rows,
+)
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 __all__ = [
@@ -36,7 +45,9 @@ __all__ = [
     "embed",
     "last_rows",
     "layout",
+    "mix_experts",
     "pack",
+    "pack_experts",
     "penalize",
     "pick_bins",
     "quantize",
@@ -152,6 +163,20 @@ def activate_and_multiply(gate_up: torch.Tensor, activation: Activation) -> torc
     return out
 
 
+def mix_experts(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    experts: Experts,
+) -> torch.Tensor:
+    assert isinstance(gate_up, PanelWeight)  # `pack_experts` makes no others
+    assert isinstance(down, PanelWeight)
+    if trace := tracing():
+        return trace_mix(trace, x, logits, gate_up, down, experts)
+    return mix_each(x, logits, gate_up, down, experts, activate_and_multiply)
+
+
 def last_rows(x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
     if trace := tracing():
         return trace.last_rows(x)
@@ -163,12 +188,23 @@ def table_format(format: Format) -> Format:
 
 
 def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    if isinstance(weight, torch.Tensor) and weight.dtype == torch.bfloat16:
+        amx = cpu_features.has("amx-bf16")  # only oneDNN uses it
+        if amx and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return OneDnnWeight(weight)
+    return _panels(weight)
+
+
+def _panels(weight: torch.Tensor | QuantizedWeight) -> PanelWeight:
     if isinstance(weight, QuantizedWeight):
         return pack_quantized(weight)
-    amx = weight.dtype == torch.bfloat16 and cpu_features.has("amx-bf16")  # only oneDNN uses it
-    if amx and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return OneDnnWeight(weight)
     return pack_floats(weight if weight.dtype == torch.bfloat16 else weight.float())
+
+
+def pack_experts(
+    weights: Iterable[torch.Tensor | QuantizedWeight], dtype: torch.dtype
+) -> PackedWeight:
+    return stack([_panels(each) for each in weights])
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:

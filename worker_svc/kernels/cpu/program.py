@@ -148,7 +148,7 @@ class Trace:
 
     # Rows and tensors.
 
-    def _memory(self, row_bytes: int, per_sequence: bool, columns: int = 0) -> Rows:
+    def new_memory(self, row_bytes: int, per_sequence: bool, columns: int = 0) -> Rows:
         rows = Rows(row_bytes, columns, per_sequence, first_use=len(self.parts))
         self.memory.append(rows)
         return rows
@@ -178,16 +178,16 @@ class Trace:
             )
         return rows
 
-    def _new(self, columns: int, per_sequence: bool = False) -> tuple[Rows, torch.Tensor]:
-        rows = self._memory(_FLOAT32 * columns, per_sequence, columns)
+    def new_rows(self, columns: int, per_sequence: bool = False) -> tuple[Rows, torch.Tensor]:
+        rows = self.new_memory(_FLOAT32 * columns, per_sequence, columns)
         return rows, self._tensor(rows)
 
-    def _count(self, rows: Rows) -> int:
+    def count(self, rows: Rows) -> int:
         """The address of the number of rows."""
         field_ = Step.sequences if rows.per_sequence else Step.tokens
         return addressof(self.step) + int(field_.offset)
 
-    def _add(self, phase: Phase, bind: Callable[[], Any], *used: Rows) -> TracedPhase:
+    def add(self, phase: Phase, bind: Callable[[], Any], *used: Rows) -> TracedPhase:
         self._use(*used)
         traced = TracedPhase(phase, bind)
         self.parts.append(traced)
@@ -198,12 +198,12 @@ class Trace:
     def embed(
         self, table: Any, codes: Any, size: int, start: int, count: int, scale: float
     ) -> torch.Tensor:
-        out, tensor = self._new(size)
+        out, tensor = self.new_rows(size)
 
         def bind() -> Any:
             return EmbedArgs(table, codes, size, start, count, scale, out.address)
 
-        self._add(Phase.EMBED, bind, out)
+        self.add(Phase.EMBED, bind, out)
         return tensor
 
     def last_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -220,18 +220,18 @@ class Trace:
     ) -> torch.Tensor:
         read = self.rows(x)
         total = None if residual is None else self.rows(residual)
-        out, tensor = self._new(read.columns, read.per_sequence)
+        out, tensor = self.new_rows(read.columns, read.per_sequence)
 
         def bind() -> Any:
             target = traced.pack.target() if traced.pack else PackTo()
             return NormArgs(
-                self._count(out), bool(read.whole), bool(total and total.whole), read.columns,
+                self.count(out), bool(read.whole), bool(total and total.whole), read.columns,
                 read.source.address, total.source.address if total else None,
                 vector(weight), eps, out.address, target,
             )  # fmt: skip
 
         used = [each.source for each in (read, total) if each]
-        traced = self._add(Phase.NORM, bind, out, *used)
+        traced = self.add(Phase.NORM, bind, out, *used)
         self._producers[out] = traced
         return tensor
 
@@ -248,26 +248,26 @@ class Trace:
         sizes are those of the parts, and then their total sizes."""
         read = self.rows(x)
         if squares is None:
-            _, squares = self._new(2, read.per_sequence)
+            _, squares = self.new_rows(2, read.per_sequence)
         sums = self.rows(squares)
 
         def bind() -> Any:
-            numbers = self._count(read), read.columns, *sizes
+            numbers = self.count(read), read.columns, *sizes
             return PartsArgs(*numbers, read.address, sums.address, vector(weight), eps)
 
-        self._add(phase, bind, read, sums)
+        self.add(phase, bind, read, sums)
         return squares
 
     def activate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         read = self.rows(gate_up)
-        out, tensor = self._new(read.columns // 2, read.per_sequence)
+        out, tensor = self.new_rows(read.columns // 2, read.per_sequence)
 
         def bind() -> Any:
             target = traced.pack.target() if traced.pack else PackTo()
-            sizes = self._count(read), out.columns, ACTIVATIONS.index(activation)
+            sizes = self.count(read), out.columns, ACTIVATIONS.index(activation)
             return ActivateArgs(*sizes, read.address, out.address, target)
 
-        traced = self._add(Phase.ACTIVATE, bind, out, read)
+        traced = self.add(Phase.ACTIVATE, bind, out, read)
         self._producers[out] = traced
         return tensor
 
@@ -280,41 +280,54 @@ class Trace:
     ) -> torch.Tensor:
         read = self.rows(x)
         segment, exchange = weight.split(exchange)
-        segments = -(-weight.in_features // segment)
-        packed = PackedRows(
-            weight, bias, segment,
-            self._memory(4 * weight.stride, read.per_sequence),
-            self._memory(4 * segments, read.per_sequence),
-            self._memory(4 * segments, read.per_sequence),
-        )  # fmt: skip
+        packed = self.packed_rows(weight, bias, segment, read.per_sequence)
         producer = self._producers.pop(read, None)
         if exchange is not None:
-            self._pack(packed, read, exchange)
+            self.pack(packed, read, exchange)
         elif producer and self.parts[-1] is producer:
             producer.pack = packed
             for each in packed.all:
                 each.first_use = len(self.parts) - 1
         else:
-            self._pack(packed, read, None)
-        out, tensor = self._new(weight.out_features, read.per_sequence)
+            self.pack(packed, read, None)
+        out, tensor = self.new_rows(weight.out_features, read.per_sequence)
+        self.multiply(packed, self.count(read), out)
+        return tensor
+
+    def packed_rows(
+        self,
+        weight: Panels,
+        bias: torch.Tensor | None,
+        segment: int,
+        per_sequence: bool,
+        per_token: int = 1,
+        starts: torch.Tensor | None = None,
+    ) -> PackedRows:
+        segments = -(-weight.in_features // segment)
+        sizes = (4 * per_token * each for each in (weight.stride, segments, segments))
+        words, sums, scales = (self.new_memory(size, per_sequence) for size in sizes)
+        return PackedRows(weight, bias, segment, words, sums, scales, starts)
+
+    def multiply(self, packed: PackedRows, rows: int, out: Rows) -> None:
+        """Adds the product of packed rows, whose number is at address `rows`."""
         number = len(self.products)
         self.products.append(packed)
 
         def bind() -> Any:
             following = self.products[(number + 1) % len(self.products)]
-            return ProductArgs(
-                packed.struct, self._count(read), packed.packed(), out.address, following.struct
-            )
+            args = ProductArgs(packed.struct, rows, packed.packed(), out.address, packed.groups())
+            if following.starts is None or following.starts is packed.starts:
+                args.next, args.next_groups = following.struct, following.groups()
+            return args
 
-        self._add(Phase.PRODUCT, bind, out, *packed.all)
-        return tensor
+        self.add(Phase.PRODUCT, bind, out, *packed.all)
 
-    def _pack(self, packed: PackedRows, read: Rows, exchange: Exchange | None) -> None:
+    def pack(self, packed: PackedRows, read: Rows, exchange: Exchange | None) -> None:
         magnitudes = tops = None
         if exchange:
             shared = packed.weight.shared_segment(exchange, packed.segment)
             stride = -(-exchange.columns // shared)
-            magnitudes = self._memory(_FLOAT32 * stride, read.per_sequence, columns=stride)
+            magnitudes = self.new_memory(_FLOAT32 * stride, read.per_sequence, columns=stride)
             tops = Tops(None, stride, exchange.first, shared)
             self._maxima(read, magnitudes, tops)
             self._add_host_call(exchange.maximum, magnitudes, magnitudes)
@@ -323,20 +336,20 @@ class Trace:
             if tops is not None and magnitudes:
                 tops.data = magnitudes.address
             return PackArgs(
-                packed.struct, self._count(read), read.address,
+                packed.struct, self.count(read), read.address,
                 None if tops is None else addressof(tops), packed.packed(),
             )  # fmt: skip
 
-        self._add(Phase.PACK, bind, read, *packed.all, *([magnitudes] if magnitudes else []))
+        self.add(Phase.PACK, bind, read, *packed.all, *([magnitudes] if magnitudes else []))
 
     def _maxima(self, read: Rows, magnitudes: Rows, tops: Any) -> None:
         def bind() -> Any:
             places = tops.stride, tops.first_input, tops.segment
             return MaximaArgs(
-                self._count(read), read.columns, read.address, magnitudes.address, *places
+                self.count(read), read.columns, read.address, magnitudes.address, *places
             )
 
-        self._add(Phase.MAXIMA, bind, read, magnitudes)
+        self.add(Phase.MAXIMA, bind, read, magnitudes)
 
     def rope_store(
         self,
@@ -348,26 +361,26 @@ class Trace:
         head_dim: int,
     ) -> torch.Tensor:
         read = self.rows(qkv)
-        q, tensor = self._new(heads * head_dim)
+        q, tensor = self.new_rows(heads * head_dim)
 
         def bind() -> Any:
             return rope_store_args(
                 self.caches[layer], read.address, q.address, heads, norm, cos_sin.data_ptr()
             )
 
-        self._add(Phase.ROPE_STORE, bind, read, q)
+        self.add(Phase.ROPE_STORE, bind, read, q)
         return tensor
 
     def attend(
         self, q: torch.Tensor, layer: int, heads: int, scale: float, window: int
     ) -> torch.Tensor:
         read = self.rows(q)
-        out, tensor = self._new(read.columns)
+        out, tensor = self.new_rows(read.columns)
 
         def bind() -> Any:
             return AttendArgs(self.caches[layer], read.address, out.address, heads, scale, window)
 
-        self._add(Phase.ATTEND, bind, read, out)
+        self.add(Phase.ATTEND, bind, read, out)
         return tensor
 
     def in_place(
@@ -383,7 +396,7 @@ class Trace:
     ) -> torch.Tensor:
         """Has Python compute new rows between two native calls."""
         read = self.rows(x)
-        out, tensor = self._new(columns, read.per_sequence)
+        out, tensor = self.new_rows(columns, read.per_sequence)
         self._add_host_call(call, read, out)
         return tensor
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from worker_svc.kernels.cpu.structs import Packed, PackTo
+from worker_svc.kernels.cpu.structs import Groups, Packed, PackTo
 from worker_svc.kernels.ops import Exchange
 
 _ALIGNMENT = 64
@@ -63,7 +63,12 @@ class Rows:
 
 @dataclass(eq=False)
 class PackedRows:
-    """Memory for rows that are packed for a product."""
+    """Memory for rows that are packed for a product.
+
+    Args:
+        starts: int64 [matrices + 1], the first row of each of the matrices with which rows are
+            multiplied, if there are several.
+    """
 
     weight: Panels
     bias: torch.Tensor | None
@@ -71,6 +76,7 @@ class PackedRows:
     words: Rows
     sums: Rows
     scales: Rows
+    starts: torch.Tensor | None = None
 
     @property
     def all(self) -> tuple[Rows, Rows, Rows]:
@@ -78,7 +84,12 @@ class PackedRows:
 
     def packed(self) -> Any:
         addresses = (each.address for each in self.all)
-        return Packed(*addresses, self.words.row_bytes // 4)
+        return Packed(*addresses, self.weight.stride)
+
+    def groups(self) -> Any:
+        if self.starts is None:
+            return Groups()
+        return Groups(self.starts.data_ptr(), len(self.starts) - 1)
 
     @property
     def struct(self) -> int:

@@ -29,6 +29,10 @@ class Phase(IntEnum):
     MAXIMA = 7
     SUM_SQUARES = 8
     SCALE_PARTS = 9
+    CHOOSE = 10
+    SORT = 11
+    GATHER = 12
+    COMBINE = 13
 
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")  # as numbered in `native/rows.h`
@@ -92,8 +96,40 @@ NormArgs = structure(
     ("pack", PackTo),
 )
 PackArgs = structure("PackArgs", ("weight rows x tops", POINTER), ("out", Packed))
+Groups = structure("Groups", ("starts", POINTER), ("count", INT))
 ProductArgs = structure(
-    "ProductArgs", ("weight rows", POINTER), ("x", Packed), ("out next", POINTER)
+    "ProductArgs",
+    ("weight rows", POINTER),
+    ("x", Packed),
+    ("out", POINTER),
+    ("groups", Groups),
+    ("next", POINTER),
+    ("next_groups", Groups),
+)
+ChooseArgs = structure(
+    "ChooseArgs",
+    ("rows", POINTER),
+    ("experts per_token normalized", INT),
+    ("logits chosen factors", POINTER),
+)
+SortArgs = structure(
+    "SortArgs",
+    ("rows", POINTER),
+    ("per_token first_expert experts", INT),
+    ("chosen places starts", POINTER),
+)
+GatherArgs = structure(
+    "GatherArgs",
+    ("rows", POINTER),
+    ("per_token", INT),
+    ("weight places", POINTER),
+    ("x out", Packed),
+)
+CombineArgs = structure(
+    "CombineArgs",
+    ("rows", POINTER),
+    ("per_token size", INT),
+    ("places factors x out", POINTER),
 )
 ActivateArgs = structure(
     "ActivateArgs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import addressof, byref
 from math import gcd
 from typing import Any
@@ -34,6 +35,7 @@ PANEL = 2 * LANES
 # most servers have it, SmolLM2's perplexity grew by 3.7% (docs/results/quality.md).
 SEGMENT = 64
 _INPUTS = {Kind.INT8: 4, Kind.INT4: 8, Kind.INT6: 16}  # of a step
+_ZEROS = {Kind.INT8: 128, Kind.INT4: 8}  # without zeros of a group
 KINDS = {
     torch.float32: Kind.FLOAT32,
     torch.uint32: Kind.BFLOAT16,
@@ -48,7 +50,8 @@ class PanelWeight:
     """W [out, in] in panels, as `native/products.h` describes them.
 
     Args:
-        state: the codes, scales and zeros of `native/products.h`, and the shape int64 [2].
+        state: the codes, scales and zeros of `native/products.h`, and the shape int64 [2], or [3]
+            of several matrices: [out, in, matrices].
     """
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
@@ -58,7 +61,8 @@ class PanelWeight:
         self._codes, self._scales, self._zeros = (
             self._state[name] for name in ("codes", "scales", "zeros")
         )
-        self.out_features, self.in_features = state["shape"].tolist()
+        self.out_features, self.in_features, *groups = state["shape"].tolist()
+        self._panels = len(self._codes) // (groups[0] if groups else 1)  # of a matrix
         self.groups = self._scales.shape[1] if len(self._scales) else 1
         self.kind = KINDS[self._codes.dtype]
         self.quantizes = self.kind in _INPUTS
@@ -124,10 +128,17 @@ class PanelWeight:
         packed = Packed(words.data_ptr(), sums.data_ptr(), scales.data_ptr(), self.stride)
         weight = addressof(self.struct(bias, segment))
         pack = PackArgs(weight, count, x.data_ptr(), addressof(tops) if tops else None, packed)
-        product = ProductArgs(weight, count, packed, out.data_ptr(), None)
+        product = ProductArgs(weight, count, packed, out.data_ptr())
         ops = (Op * 2)(Op(Phase.PACK, addressof(pack)), Op(Phase.PRODUCT, addressof(product)))
         run(ops, step)
         return out
+
+    def of_group(self, number: int) -> PanelWeight:
+        """Matrix `number` of several."""
+        panels = slice(number * self._panels, (number + 1) * self._panels)
+        names = "codes", "scales", "zeros"
+        state = {name: self._state[name][panels].contiguous() for name in names}
+        return PanelWeight(state | {"shape": self._state["shape"][:2]})
 
     def shared_segment(self, exchange: Exchange, segment: int) -> int:
         """The inputs of all ranks that share a magnitude."""
@@ -194,6 +205,19 @@ def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
     if weight.zeros is not None:
         zeros = _columns(weight.zeros.int() + (128 if weight.format == "int8" else 0))
     return _weight(codes, _columns(scales), zeros, out_features, in_features)
+
+
+def stack(weights: Sequence[PanelWeight]) -> PanelWeight:
+    """Makes one weight of several equal matrices, whose panels follow each other."""
+    states = [dict(each.state()) for each in weights]
+    if zeros := [each["zeros"] for each in states if len(each["zeros"])]:
+        for each, weight in zip(states, weights, strict=True):
+            if not len(each["zeros"]):
+                each["zeros"] = torch.full_like(zeros[0], _ZEROS[weight.kind])
+    names = "codes", "scales", "zeros"
+    state = {name: torch.cat([each[name] for each in states]) for name in names}
+    shape = torch.tensor([*states[0]["shape"].tolist(), len(weights)])
+    return PanelWeight(state | {"shape": shape})
 
 
 def _weight(

@@ -177,13 +177,15 @@ void multiply_rows(int rows, const Block& block) {
 
 int64_t panels_of(const Weight& weight) { return ceil_div(weight.out, PANEL); }
 
-// Multiplies rows [first, end) with a panel, and meanwhile fetches `bytes` from `ahead` on.
+// Multiplies rows [first, end) with a panel of matrix `group`, and meanwhile fetches `bytes` from
+// `ahead` on.
 template <class K>
-void multiply_panel(const Weight& weight, int64_t panel, int64_t first, int64_t end,
+void multiply_panel(const Weight& weight, int64_t group, int64_t panel, int64_t first, int64_t end,
                     const ProductArgs& args, const char* ahead, int64_t bytes) {
     const int64_t steps = ceil_div(weight.in / weight.groups, K::INPUTS);
     const int64_t panel_steps = steps * weight.groups, column = panel * PANEL;
     const int64_t columns = std::min<int64_t>(PANEL, weight.out - column);
+    const int64_t place = group * panels_of(weight) + panel;
     float bias[PANEL] = {};
     const float* of_panel = weight.bias ? weight.bias + column : nullptr;
     if (of_panel && columns < PANEL) {
@@ -191,9 +193,9 @@ void multiply_panel(const Weight& weight, int64_t panel, int64_t first, int64_t 
         of_panel = bias;
     }
     Block block{
-        .panel = weight.codes + panel * panel_steps * K::BYTES,
-        .scales = weight.scales ? weight.scales + panel * weight.groups * PANEL : nullptr,
-        .zeros = weight.zeros ? weight.zeros + panel * weight.groups * PANEL : nullptr,
+        .panel = weight.codes + place * panel_steps * K::BYTES,
+        .scales = weight.scales ? weight.scales + place * weight.groups * PANEL : nullptr,
+        .zeros = weight.zeros ? weight.zeros + place * weight.groups * PANEL : nullptr,
         .bias = of_panel,
         .groups = weight.groups,
         .steps = steps,
@@ -218,30 +220,64 @@ void multiply_panel(const Weight& weight, int64_t panel, int64_t first, int64_t 
     }
 }
 
+// The units of a product: for each group of rows, for each block of these, all panels.
+struct Units {
+    Groups groups;
+    int64_t panels, most_rows;  // of a block
+    int64_t group = 0, first = 0;  // the group of the last unit found, and its first unit
+
+    int64_t rows() const { return groups.starts[group + 1] - groups.starts[group]; }
+    int64_t blocks() const { return ceil_div(rows(), most_rows); }
+
+    // Moves to the group of a unit, which is not before the last one.
+    void find(int64_t unit) {
+        for (; unit >= first + panels * blocks(); group++) first += panels * blocks();
+    }
+
+    int64_t panel(int64_t unit) const { return (unit - first) % panels; }
+
+    int64_t count() const {
+        Units each = *this;
+        for (; each.group < groups.count; each.group++) each.first += panels * each.blocks();
+        return each.first;
+    }
+};
+
+const char* first_panel(const Weight& weight, const Groups& groups) {
+    int64_t group = 0;
+    if (groups.starts)
+        while (group + 1 < groups.count && groups.starts[group + 1] == groups.starts[group]) group++;
+    return weight.codes + group * panels_of(weight) * bytes_of_panel(weight);
+}
+
 template <class K>
 void product_of(const ProductArgs& args, Member& member) {
     const Weight& weight = *args.weight;
-    const int64_t rows = *args.rows, panels = panels_of(weight);
-    const int64_t row_bytes = 4 * words_of(weight);
+    const int64_t rows = *args.rows, panels = panels_of(weight), whole[] = {0, rows};
+    const int64_t row_bytes = 4 * words_of(weight), panel_bytes = bytes_of_panel(weight);
     const int64_t most_rows = std::max<int64_t>(X_BLOCK_BYTES / row_bytes / K::MAX_ROWS, 1) * K::MAX_ROWS;
-    const int64_t blocks = ceil_div(rows, most_rows), units = panels * blocks;
-    const int64_t block_rows = padded(ceil_div(rows, blocks), K::MAX_ROWS);
-    const int64_t panel_bytes = bytes_of_panel(weight);
+    Units place{args.groups.starts ? args.groups : Groups{whole, 1}, panels, most_rows};
+    const int64_t units = place.count();
     const auto multiply = [&](int64_t unit, int64_t following) {
+        place.find(unit);
         // The next panel is fetched while all rows are multiplied. Without that, the CPU would read
         // memory only during the first tile.
-        const char* ahead = weight.codes + unit % panels * panel_bytes;
+        const char* ahead = weight.codes;
         int64_t bytes = 0;
         if (following < units) {
-            ahead = weight.codes + following % panels * panel_bytes;
+            Units then = place;
+            then.find(following);
+            ahead += (then.group * panels + then.panel(following)) * panel_bytes;
             bytes = panel_bytes;
         } else if (args.next) {
-            ahead = args.next->codes + member.number * panel_bytes;
+            ahead = first_panel(*args.next, args.next_groups) + member.number * panel_bytes;
             bytes = panel_bytes;
         }
-        const int64_t first = unit / panels * block_rows;
-        multiply_panel<K>(weight, unit % panels, first, std::min(rows, first + block_rows), args,
-                          ahead, bytes);
+        const int64_t block_rows = padded(ceil_div(place.rows(), place.blocks()), K::MAX_ROWS);
+        const int64_t begin = place.groups.starts[place.group];
+        const int64_t first = begin + (unit - place.first) / panels * block_rows;
+        const int64_t end = std::min(begin + place.rows(), first + block_rows);
+        multiply_panel<K>(weight, place.group, place.panel(unit), first, end, args, ahead, bytes);
     };
     if (rows * weight.in * weight.out < PARALLEL_PRODUCTS)
         member.each(1, [&](int64_t) {

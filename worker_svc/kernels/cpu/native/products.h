@@ -82,12 +82,21 @@ struct PackArgs {
 };
 void pack(const PackArgs& args, Member& member);
 
+// Rows [starts[g], starts[g + 1]) are multiplied with matrix g of several equal ones, whose panels
+// follow each other. The `Weight` is the first of them.
+struct Groups {
+    const int64_t* starts;  // [count + 1], or null: there is one matrix
+    int64_t count;
+};
+
 struct ProductArgs {
     const Weight* weight;
     const int64_t* rows;
     Packed x;
     float* out;          // [T, out]
+    Groups groups;
     const Weight* next;  // the weight that is multiplied next, or null
+    Groups next_groups;
 };
 void product(const ProductArgs& args, Member& member);
 

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "attention.h"
+#include "experts.h"
 #include "rows.h"
 
 namespace nano {
@@ -16,7 +17,10 @@ struct Times {
 
 namespace {
 
-enum Phase : int64_t { EMBED, NORM, PACK, PRODUCT, ROPE_STORE, ATTEND, ACTIVATE, MAXIMA, SUM_SQUARES, SCALE_PARTS };
+enum Phase : int64_t {
+    EMBED, NORM, PACK, PRODUCT, ROPE_STORE, ATTEND, ACTIVATE, MAXIMA, SUM_SQUARES, SCALE_PARTS, CHOOSE,
+    SORT, GATHER, COMBINE
+};
 
 struct Op {
     int64_t phase;
@@ -35,6 +39,10 @@ void run_phase(const Op& op, const Step& step, Member& member) {
         case MAXIMA: return maxima(*(const MaximaArgs*)op.args, member);
         case SUM_SQUARES: return sum_squares(*(const PartsArgs*)op.args, member);
         case SCALE_PARTS: return scale_parts(*(const PartsArgs*)op.args, member);
+        case CHOOSE: return choose(*(const ChooseArgs*)op.args, member);
+        case SORT: return sort(*(const SortArgs*)op.args, member);
+        case GATHER: return gather(*(const GatherArgs*)op.args, member);
+        case COMBINE: return combine(*(const CombineArgs*)op.args, member);
     }
 }
 

@@ -1,0 +1,110 @@
+"""`Ops.mix_experts` on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import addressof
+from typing import Any
+
+import torch
+
+from worker_svc.kernels.cpu.program import Trace, run_phase
+from worker_svc.kernels.cpu.structs import (
+    ACTIVATIONS,
+    ActivateArgs,
+    ChooseArgs,
+    CombineArgs,
+    GatherArgs,
+    Phase,
+    SortArgs,
+    Step,
+)
+from worker_svc.kernels.cpu.weights import PanelWeight
+from worker_svc.kernels.ops import Activation, Experts
+
+_NUMBER = 4  # bytes
+
+
+def mix_each(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: PanelWeight,
+    down: PanelWeight,
+    experts: Experts,
+    activate: Callable[[torch.Tensor, Activation], torch.Tensor],
+) -> torch.Tensor:
+    """Computes `Ops.mix_experts` expert by expert."""
+    step = Step(tokens=len(x))
+    chosen = torch.empty(len(x), experts.per_token, dtype=torch.int32)
+    factors = torch.empty(len(x), experts.per_token)
+    sizes = addressof(step), experts.count, experts.per_token, experts.normalized
+    places = logits.data_ptr(), chosen.data_ptr(), factors.data_ptr()
+    run_phase(Phase.CHOOSE, ChooseArgs(*sizes, *places), step)
+    outputs = torch.zeros(len(x), experts.per_token, down.out_features)
+    for number, expert in enumerate(experts.of_rank):
+        tokens, nth = (chosen == expert).nonzero(as_tuple=True)
+        if len(tokens):
+            hidden = gate_up.of_group(number).matmul(x[tokens], None)
+            hidden = activate(hidden, experts.activation)
+            outputs[tokens, nth] = down.of_group(number).matmul(hidden, None)
+    out = torch.zeros(len(x), down.out_features)
+    for number in range(experts.per_token):
+        out += factors[:, number, None] * outputs[:, number]
+    return out
+
+
+def trace_mix(
+    trace: Trace,
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: PanelWeight,
+    down: PanelWeight,
+    experts: Experts,
+) -> torch.Tensor:
+    """Writes down the phases of `Ops.mix_experts`. Rows of all experts of a token lie in the memory
+    of one row."""
+    read, scores, k, own = trace.rows(x), trace.rows(logits), experts.per_token, experts.of_rank
+    rows, by_sequence = trace.count(read), read.per_sequence
+    starts = torch.zeros(len(own) + 1, dtype=torch.int64)
+    num_rows = starts[-1:].data_ptr()  # of this rank's experts
+    chosen, factors, places = (trace.new_memory(_NUMBER * k, by_sequence) for _ in range(3))
+    packed = trace.packed_rows(gate_up, None, gate_up.segment, by_sequence)
+    trace.pack(packed, read, None)
+
+    def bind_choice() -> Any:
+        sizes = experts.count, k, experts.normalized
+        return ChooseArgs(rows, *sizes, scores.address, chosen.address, factors.address)
+
+    def bind_sort() -> Any:
+        sizes = k, own.start, len(own)
+        return SortArgs(rows, *sizes, chosen.address, places.address, starts.data_ptr())
+
+    trace.add(Phase.CHOOSE, bind_choice, scores, chosen, factors)
+    trace.add(Phase.SORT, bind_sort, chosen, places)
+    gathered = trace.packed_rows(gate_up, None, gate_up.segment, by_sequence, k, starts)
+
+    def bind_gather() -> Any:
+        return GatherArgs(
+            rows, k, packed.struct, places.address, packed.packed(), gathered.packed()
+        )
+
+    trace.add(Phase.GATHER, bind_gather, places, *packed.all, *gathered.all)
+    hidden = trace.new_memory(_NUMBER * k * gate_up.out_features, by_sequence)
+    trace.multiply(gathered, num_rows, hidden)
+    inner = trace.packed_rows(down, None, down.segment, by_sequence, k, starts)
+
+    def bind_activation() -> Any:
+        sizes = num_rows, down.in_features, ACTIVATIONS.index(experts.activation)
+        return ActivateArgs(*sizes, hidden.address, None, inner.target())
+
+    trace.add(Phase.ACTIVATE, bind_activation, hidden, *inner.all)
+    outputs = trace.new_memory(_NUMBER * k * down.out_features, by_sequence)
+    trace.multiply(inner, num_rows, outputs)
+    out, tensor = trace.new_rows(down.out_features, by_sequence)
+
+    def bind_combination() -> Any:
+        sources = places.address, factors.address, outputs.address
+        return CombineArgs(rows, k, down.out_features, *sources, out.address)
+
+    trace.add(Phase.COMBINE, bind_combination, places, factors, outputs, out)
+    return tensor
