@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
 }
@@ -84,7 +88,7 @@ def write_gguf(
     names, norm_offset = _names(arch)
     for name, value in values.items():
         _add(writer, name, value)
-    for name, parameter in model.named_parameters():
+    for name, parameter in _parameters(model):
         stem, _, suffix = name.rpartition(".")
         prefix = ""
         if layer := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", stem):
@@ -97,12 +101,12 @@ def write_gguf(
             array = _pair(array, heads[stem])
         if offset:
             array = array + np.float32(offset)
-        kind = matrices if array.ndim == 2 else Type.F32
+        kind = matrices if array.ndim > 1 and stem != "mlp.gate" else Type.F32
         data = gguf.quantize(array, kind)
         values_in_file = gguf.dequantize(data, kind)
         if paired:
             values_in_file = _unpair(values_in_file, heads[stem])
-        parameter.data = torch.from_numpy(values_in_file.copy()) - offset
+        parameter.data.copy_(torch.from_numpy(values_in_file.copy()) - offset)
         writer.add_tensor(f"{prefix}{names[stem]}.{suffix}", data, raw_dtype=kind)
     for name, array in (tensors or {}).items():
         writer.add_tensor(name, array)
@@ -112,8 +116,18 @@ def write_gguf(
     writer.close()
 
 
+def _parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    """The parameters by name. Those of gates and ups of experts are parts of one."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), parameter.data.chunk(2, dim=1), strict=True):
+                yield f"{name.removesuffix('gate_up_proj')}{part}_proj.weight", half
+        else:
+            yield f"{name}.weight" if name.endswith("experts.down_proj") else name, parameter
+
+
 def _arch(config: Any) -> str:
-    return str(config.model_type).removesuffix("_text")
+    return str(config.model_type).removesuffix("_text").replace("_", "")
 
 
 def _names(arch: str) -> tuple[dict[str, str], int]:
@@ -143,6 +157,9 @@ def _keys(config: Any) -> dict[str, Any]:
             if hasattr(config, field)
         },
         f"{arch}.attention.sliding_window": getattr(config, "sliding_window", None),
+        f"{arch}.expert_count": getattr(config, "num_experts", None),
+        f"{arch}.expert_used_count": getattr(config, "num_experts_per_tok", None),
+        f"{arch}.expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
         **spm_keys(config.vocab_size),
     }
 

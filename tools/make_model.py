@@ -15,6 +15,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -58,7 +59,7 @@ def model_config(shape: str, overrides: Mapping[str, Any] | None = None) -> dict
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shape of every weight, by its Hugging Face name, in the order of the forward pass."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden, inner = config["hidden_size"], _inner_size(config)
     head_dim = config["head_dim"]
     q_size = config["num_attention_heads"] * head_dim
     kv_size = config["num_key_value_heads"] * head_dim
@@ -80,7 +81,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.self_attn.{name}.weight"] = (rows, columns)
             if config["attention_bias"] or (kind == "qwen2" and name != "o_proj"):
                 shapes[f"{prefix}.self_attn.{name}.bias"] = (rows,)
-        if kind in ("qwen3", "gemma3_text"):
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (head_dim,)
         if kind == "olmo2":
@@ -91,8 +92,13 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.pre_feedforward_layernorm.weight"] = (hidden,)
         if kind in ("gemma3_text", "olmo2"):
             shapes[f"{prefix}.post_feedforward_layernorm.weight"] = (hidden,)
-        shapes |= {f"{prefix}.mlp.{name}.weight": (rows, hidden) for name, rows in gates.items()}
-        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, inner)
+        mlps = [f"{prefix}.mlp"]
+        if kind == "qwen3_moe":
+            shapes[f"{prefix}.mlp.gate.weight"] = config["num_experts"], hidden
+            mlps = [f"{prefix}.mlp.experts.{expert}" for expert in range(config["num_experts"])]
+        for mlp in mlps:
+            shapes |= {f"{mlp}.{name}.weight": (rows, hidden) for name, rows in gates.items()}
+            shapes[f"{mlp}.down_proj.weight"] = (hidden, inner)
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
@@ -122,7 +128,13 @@ def stored_tensors(
 def _group_size(config: Mapping[str, Any]) -> int:
     """The largest power of two up to `_MAX_GROUP` that divides the inputs of all layers."""
     q_size = config["num_attention_heads"] * config["head_dim"]
-    return math.gcd(_MAX_GROUP, config["hidden_size"], config["intermediate_size"], q_size)
+    return math.gcd(_MAX_GROUP, config["hidden_size"], _inner_size(config), q_size)
+
+
+def _inner_size(config: Mapping[str, Any]) -> int:
+    """The intermediate size of MLPs, or of experts."""
+    size: int = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return size
 
 
 def _quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +146,7 @@ def _quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
     }
 
 
@@ -152,13 +164,17 @@ def make_tensor(
     mean, std = (1.0, 0.05) if "norm" in name else (0.0, std)
     if name.endswith("_scale"):
         mean, std = std / _CODES_STD, 0.05 * std / _CODES_STD
-    centers = (torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES
-    quantiles = (mean + std * torch.special.ndtri(centers)).to(dtype)
     # Looking up quantiles is much faster than drawing from a normal distribution. numpy needs less
     # time for it than torch, and has no bfloat16.
     bits = np.int32 if dtype.itemsize == 4 else np.int16
-    table = np.frombuffer(quantiles.view(torch.uint8).numpy(), bits)
+    table = np.frombuffer(_quantiles(mean, std, dtype).view(torch.uint8).numpy(), bits)
     return torch.from_numpy(_draw(generator, table, shape, bits)).view(dtype)
+
+
+@cache
+def _quantiles(mean: float, std: float, dtype: torch.dtype) -> Tensor:
+    centers = (torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES
+    return (mean + std * torch.special.ndtri(centers)).to(dtype)
 
 
 def _pairs_of_codes() -> NDArray[Any]:

@@ -41,6 +41,18 @@ def _shape(hidden: int, layers: int, heads: int, intermediate: int, **rest: Any)
 # Other families' keys that differ from `BASE_CONFIG`.
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 _LARGE_QWEN2 = {"vocab_size": 152064, "tie_word_embeddings": False}
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+}
 _LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -129,6 +141,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _shape(4096, 36, 32, 12288, tie_word_embeddings=False),
     "qwen3-14b": _shape(5120, 40, 40, 17408, tie_word_embeddings=False),
     "qwen3-32b": _shape(5120, 64, 64, 25600, tie_word_embeddings=False),
+    "qwen3-30b-a3b": _shape(2048, 48, 32, 6144, **_QWEN3_MOE),
     "qwen2.5-0.5b": _shape(896, 24, 14, 4864, num_key_value_heads=2, head_dim=64, **_QWEN2),
     "qwen2.5-7b": _shape(3584, 28, 28, 18944, num_key_value_heads=4, **_QWEN2, **_LARGE_QWEN2),
     "qwen2.5-72b": _shape(8192, 80, 64, 29568, **_QWEN2, **_LARGE_QWEN2),

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -55,6 +56,7 @@ def test_reads_sizes_and_dtype(tmp_path: Path) -> None:
     ("architecture", "oracle"),
     [
         ("Qwen3ForCausalLM", Qwen3Config()),
+        ("Qwen3MoeForCausalLM", Qwen3MoeConfig()),
         ("Qwen2ForCausalLM", Qwen2Config()),
         ("LlamaForCausalLM", LlamaConfig()),
         ("MistralForCausalLM", MistralConfig()),
@@ -201,7 +203,7 @@ def test_windows_have_a_rope_of_their_own(tmp_path: Path) -> None:
         (
             {"architectures": ["GPT2LMHeadModel"]},
             "architectures: GPT2LMHeadModel is not served; served are Qwen3ForCausalLM, "
-            "Qwen2ForCausalLM, LlamaForCausalLM",
+            "Qwen3MoeForCausalLM, Qwen2ForCausalLM",
         ),
         ({"architectures": None}, "architectures: none is not served"),
         ({**GEMMA, "sliding_window": None}, "sliding_window: missing"),

@@ -20,11 +20,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
     SmolLM3ForCausalLM,
 )
 
 from tests.gguf_files import split_gguf, write_gguf
-from tests.worker_svc.families import GRANITE, LLAMA3
+from tests.worker_svc.families import EXPERTS, GRANITE, LLAMA3
 from tests.worker_svc.harness import save_model
 from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
 from worker_svc.errors import ModelError
@@ -47,6 +48,11 @@ CASES: dict[str, tuple[type[PreTrainedModel], Type, dict[str, Any]]] = {
     "qwen2, Q8_0": (Qwen2ForCausalLM, Type.Q8_0, {}),
     "qwen3, F16, untied": (Qwen3ForCausalLM, Type.F16, {"tie_word_embeddings": False}),
     "qwen3, BF16": (Qwen3ForCausalLM, Type.BF16, {}),
+    "qwen3moe, Q8_0": (
+        Qwen3MoeForCausalLM,
+        Type.Q8_0,
+        {**EXPERTS, "moe_intermediate_size": 32, "tie_word_embeddings": False},
+    ),
     "granite, Q8_0": (GraniteForCausalLM, Type.Q8_0, GRANITE),
     "smollm3, Q8_0": (SmolLM3ForCausalLM, Type.Q8_0, {"no_rope_layers": [1, 1, 1]}),
     "smollm3, each fourth layer": (SmolLM3ForCausalLM, Type.Q4_0, {"num_hidden_layers": 4}),

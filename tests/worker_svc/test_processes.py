@@ -24,6 +24,7 @@ from transformers import (
     Olmo2ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
+    Qwen3MoeForCausalLM,
     SmolLM3ForCausalLM,
 )
 
@@ -32,7 +33,7 @@ from deploy.ports import free_port
 from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.waiting import WAIT_S, wait_for
-from tests.worker_svc.families import GEMMA3
+from tests.worker_svc.families import EXPERTS, GEMMA3
 from tests.worker_svc.harness import Asked, Batch, limits, save_model, worker_settings
 from worker_svc.distributed import JOIN_TIMEOUT, TensorParallel
 from worker_svc.errors import SupersededError
@@ -174,6 +175,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
     },
     "gemma3": {"family": Gemma3ForCausalLM, **GEMMA3},
+    "experts": {"family": Qwen3MoeForCausalLM, **EXPERTS},  # an odd number of them
     # One key-value head for two ranks, in the norm of all keys.
     "olmo2": {"family": Olmo2ForCausalLM, "num_key_value_heads": 1},
     "smollm3": {"family": SmolLM3ForCausalLM, "no_rope_layers": [0, 1, 0]},
@@ -205,6 +207,7 @@ def answers_of_one(model: Path, requests: list[StepRequest]) -> list[StepResult]
         ("smollm3", 2),
         ("phi3", 2),
         ("gemma3", 2),
+        ("experts", 2),
         ("olmo2", 2),
     ],
     ids=lambda param: f"{param[0]}-{param[1]}",

@@ -17,11 +17,12 @@ from transformers import (
     Olmo2ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
+    Qwen3MoeForCausalLM,
     SmolLM3ForCausalLM,
 )
 
 from tests.worker_svc.device import DEVICE, by_device, cpu_only
-from tests.worker_svc.families import GEMMA3, GRANITE
+from tests.worker_svc.families import EXPERTS, GEMMA3, GRANITE
 from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops
 from tests.worker_svc.gpu_path.small_model import (
     LARGER,
@@ -113,6 +114,7 @@ def check_logits(path: Path, oracle: Any, **overrides: Any) -> None:
         ({"family": GraniteForCausalLM, **GRANITE}, 16),
         ({"family": Olmo2ForCausalLM, "num_hidden_layers": 2}, 16),
         ({"family": Gemma3ForCausalLM, "num_hidden_layers": 3, **GEMMA3, "sliding_window": 9}, 16),
+        ({"family": Qwen3MoeForCausalLM, **EXPERTS, "num_hidden_layers": 2}, 16),
         ({"family": SmolLM3ForCausalLM, "no_rope_layers": [0, 1], "num_hidden_layers": 2}, 16),
         (
             {

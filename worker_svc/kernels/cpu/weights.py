@@ -195,16 +195,23 @@ def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
         for word in range(1, 4):
             codes[:, :, 2].add_(high[..., word, :] << 2 * word)
     else:
-        nibbles = weight.codes.new_empty(*weight.codes.shape, 2)
-        nibbles[..., 1] = weight.codes >> 4
-        nibbles[..., 0] = weight.codes.clone().sub_(nibbles[..., 1] << 4)
-        fours = _in_panels(nibbles.flatten(1), depth).unflatten(3, (2, 4))
-        codes = (fours[..., 1, :] << 4).add_(fours[..., 0, :]).contiguous()
-        codes = codes.view(torch.int32).squeeze(3)
+        codes = weight.codes.contiguous()
+        if padding := -codes.shape[1] % 4:
+            codes = F.pad(codes, (0, padding))
+        words = codes.view(torch.int32)
+        codes = _in_panels(words if words.is_meta else _interleave(words), 1).squeeze(3)
     zeros = torch.empty(0, 0, 0, dtype=torch.int32)
     if weight.zeros is not None:
         zeros = _columns(weight.zeros.int() + (128 if weight.format == "int8" else 0))
     return _weight(codes, _columns(scales), zeros, out_features, in_features)
+
+
+def _interleave(words: torch.Tensor) -> torch.Tensor:
+    """Halves of bytes 0 to 7 of each word -> 0, 4, 1, 5, 2, 6, 3, 7."""
+    for shift, mask in ((8, 0xFF00), (4, 0xF000F0)):
+        swapped = (words ^ words >> shift).bitwise_and_(mask)
+        words = words ^ swapped.bitwise_xor_(swapped << shift)
+    return words
 
 
 def stack(weights: Sequence[PanelWeight]) -> PanelWeight:

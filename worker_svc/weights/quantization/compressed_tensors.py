@@ -95,6 +95,10 @@ class CompressedTensors:
         reader.skip(f"{name}.weight_shape")
         words = -(-in_features * self._bits // 32)
         require_shape(reader, f"{name}.weight_packed", -1, words)
+        if self.format == "int4" and zeros is None and not (columns.start % 8 or columns.stop % 8):
+            of_columns = range(columns.start // 8, columns.stop // 8)
+            packed = reader.read(f"{name}.weight_packed", rows, of_columns)
+            return QuantizedWeight("int4", packed.view(torch.uint8), scales.float())
         values = unpack_columns(reader, f"{name}.weight_packed", self._bits, rows, columns)
         return from_unsigned(self.format, values, scales, zeros)
 

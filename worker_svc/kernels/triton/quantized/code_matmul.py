@@ -11,6 +11,7 @@ from worker_svc.kernels.triton.codes import from_e4m3
 from worker_svc.kernels.triton.launch import kernel
 from worker_svc.kernels.triton.paged_attention import dot_dtype
 from worker_svc.kernels.triton.quantized.products import (
+    Grouped,
     choose_splits,
     choose_tiles,
     combine,
@@ -28,6 +29,7 @@ def code_matmul(
     bias: torch.Tensor | None,
     group: int,
     width: int,
+    grouped: Grouped | None = None,
 ) -> torch.Tensor:
     """x ((code − zero) · scale)ᵀ + bias [out] -> [T, out] in the dtype of x, for x [T, in].
 
@@ -41,13 +43,16 @@ def code_matmul(
         group   columns that share a scale
         width   bytes of a row in a tile: a power of two of at least 16, which divides group unless
                 there is only one group
+        grouped then codes, scales and zeros have one more dimension, of matrices
     """
     rows, columns = x.shape
-    outs, int4 = len(codes), codes.dim() == 3
+    one = codes if grouped is None else codes[0]
+    outs, int4 = len(one), one.dim() == 3
     out = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
     x = x.contiguous()
-    tiles = choose_tiles(rows, x.dtype)
-    splits = choose_splits(rows, outs, triton.cdiv(columns, 2 * width if int4 else width))
+    tiles = grouped.tiles if grouped else choose_tiles(rows, x.dtype)
+    column_tiles = triton.cdiv(columns, 2 * width if int4 else width)
+    splits = 1 if grouped else choose_splits(rows, outs, column_tiles)
     parts = room_for_parts(out, splits, torch.float32)
     _code_kernel[(triton.cdiv(outs, tiles.outs), triton.cdiv(rows, tiles.rows), splits)](
         x,
@@ -56,11 +61,12 @@ def code_matmul(
         zeros,
         bias,
         parts,
+        grouped.matrices if grouped else None,
         rows,
         COLUMNS=columns,
         ALL_OUTS=outs,
         GROUP=group,
-        GROUPS=len(scales),
+        GROUPS=scales.shape[-2],
         INT4=int4,
         ROWS=tiles.rows,
         OUTS=tiles.outs,
@@ -126,6 +132,7 @@ def _code_kernel(
     zeros: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
+    matrices: tl.tensor,
     rows: tl.tensor,
     COLUMNS: tl.constexpr,
     ALL_OUTS: tl.constexpr,
@@ -150,11 +157,20 @@ def _code_kernel(
     part = tl.program_id(2)
     # Rows beyond the last are computed from the last row and not stored.
     real_n = tl.minimum(n, ALL_OUTS - 1)
+    first, last = tiles * part // SPLITS, tiles * (part + 1) // SPLITS
+    if matrices is not None:
+        matrix = tl.load(matrices + tl.program_id(1)).to(tl.int64)
+        last = tl.where(matrix < 0, first, last)
+        matrix = tl.maximum(matrix, 0)
+        codes += matrix * ALL_OUTS * row_bytes
+        scales += matrix * GROUPS * ALL_OUTS
+        if zeros is not None:
+            zeros += matrix * GROUPS * ALL_OUTS
     rows_of_codes = codes + real_n.to(tl.int64)[:, None] * row_bytes
     rows_of_x = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * COLUMNS
     column = tl.arange(0, WIDTH)
     sums = tl.zeros([OUTS, ROWS], tl.float32)
-    for tile in range(tiles * part // SPLITS, tiles * (part + 1) // SPLITS):
+    for tile in range(first, last):
         k = tile * tile_columns + column
         group = 0 if GROUPS == 1 else tile * tile_columns // GROUP
         scale = tl.load(scales + group * ALL_OUTS + real_n).to(tl.float32)[:, None]

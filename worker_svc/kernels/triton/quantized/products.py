@@ -37,6 +37,18 @@ class Tiles:
     num_stages: int
 
 
+@dataclass(frozen=True)
+class Grouped:
+    """Which of several equal matrices each tile of rows is multiplied with.
+
+    Args:
+        matrices: int32 [tiles of rows]; the results of a tile with −1 are zeros.
+    """
+
+    matrices: torch.Tensor
+    tiles: Tiles
+
+
 # The maximum rows of x for each entry, and its tiles. The columns of a tile do not depend on the
 # number of rows. So the order in which a row's products are added up depends only on the splits.
 TILES = (

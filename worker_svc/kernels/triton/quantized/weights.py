@@ -9,16 +9,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import ScalingType, scaled_mm
 from triton.runtime.driver import driver
 
 from worker_svc.errors import ModelError
-from worker_svc.kernels.ops import Exchange, PackedWeight
+from worker_svc.kernels.ops import Exchange
 from worker_svc.kernels.triton.launch import INTERPRETED
 from worker_svc.kernels.triton.quantized.code_matmul import code_matmul, pack_int4
 from worker_svc.kernels.triton.quantized.int8_matmul import int8_matmul
-from worker_svc.kernels.triton.quantized.products import SPLIT_ROWS
+from worker_svc.kernels.triton.quantized.products import SPLIT_ROWS, Grouped
 from worker_svc.kernels.triton.quantized.row_quantization import quantize
 from worker_svc.weights.quantization.formats import QuantizedWeight
 
@@ -29,7 +31,7 @@ ROWS_MULTIPLE = 4  # so are the rows of x, if there is a scale per block
 BLOCK_SCALING_CUDA = (12, 9)  # the first version whose cuBLAS has scales per block
 
 
-def pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+def pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> Int8Weight | CodeWeight:
     """Packs `weight` for steps that compute in dtype.
 
     Raises:
@@ -53,13 +55,27 @@ def pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
     return CodeWeight(codes, scales, zeros, dtype, weight.shape[1])
 
 
-def unpack_quantized(state: dict[str, torch.Tensor]) -> PackedWeight:
+def stack(weights: Sequence[Int8Weight | CodeWeight]) -> Int8Weight | CodeWeight:
+    """Makes one weight of equal matrices, for `Grouped` products."""
+    states = [each.state() for each in weights]
+    first = states[0]
+    if zeros := [each["zeros"] for each in states if "zeros" in each]:
+        default = torch.full_like(zeros[0], 8 if first["codes"].dtype == torch.uint8 else 0)
+        states = [{"zeros": default, **each} for each in states]
+    if len({each["scales"].dtype for each in states}) > 1:
+        states = [{**each, "scales": each["scales"].float()} for each in states]
+    joined = {name: torch.stack([each[name] for each in states]) for name in states[0]}
+    return unpack_quantized({**joined, "like": first["like"]})
+
+
+def unpack_quantized(state: dict[str, torch.Tensor]) -> Int8Weight | CodeWeight:
     """Makes a weight from its `state`."""
     columns, dtype = state["like"].shape[1], state["like"].dtype
     if "int8" in state:
         return Int8Weight(state["int8"], state["scales"], dtype)
     codes, scales, zeros = state["codes"], state["scales"], state.get("zeros")
-    if codes.dtype == torch.float8_e4m3fn and _scales_products(codes.shape, len(scales)):
+    is_fp8_matrix = codes.dtype == torch.float8_e4m3fn and codes.dim() == 2
+    if is_fp8_matrix and _scales_products(codes.shape, len(scales)):
         return Fp8Weight(codes, scales, zeros, dtype, columns)
     return CodeWeight(codes, scales, zeros, dtype, columns)
 
@@ -73,13 +89,18 @@ class Int8Weight:
         self.dtype = dtype
 
     def matmul(
-        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        exchange: Exchange | None = None,
+        grouped: Grouped | None = None,
     ) -> torch.Tensor:
         codes, scales = quantize(x, torch.int8, maxima=_maxima(x, exchange))
-        return int8_matmul(codes, scales, self.codes, self.scales, bias, x.dtype)
+        return int8_matmul(codes, scales, self.codes, self.scales, bias, x.dtype, grouped)
 
     def state(self) -> dict[str, torch.Tensor]:
-        return {"int8": self.codes, "scales": self.scales, "like": _like(self, self.codes.shape[1])}
+        like = _like(self, self.codes.shape[-1])
+        return {"int8": self.codes, "scales": self.scales, "like": like}
 
 
 class CodeWeight:
@@ -98,15 +119,22 @@ class CodeWeight:
         self.scales = scales
         self.zeros = zeros
         self.dtype = dtype
-        self._columns = codes.shape[1] if columns is None else columns
-        self._group = self._columns // len(scales)
-        self._width = codes.shape[2] if codes.dim() == 3 else _width(self._group, len(scales))
+        self._columns = codes.shape[-1] if columns is None else columns
+        groups = scales.shape[-2]
+        self._group = self._columns // groups
+        is_int4 = codes.dtype == torch.uint8
+        self._width = codes.shape[-1] if is_int4 else _width(self._group, groups)
         self._bytes = codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes
 
     def matmul(
-        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        exchange: Exchange | None = None,
+        grouped: Grouped | None = None,
     ) -> torch.Tensor:
-        return code_matmul(x, self._bytes, self.scales, self.zeros, bias, self._group, self._width)
+        sizes = self._group, self._width
+        return code_matmul(x, self._bytes, self.scales, self.zeros, bias, *sizes, grouped)
 
     def state(self) -> dict[str, torch.Tensor]:
         state = {"codes": self.codes, "scales": self.scales, "like": _like(self, self._columns)}
@@ -120,8 +148,13 @@ class Fp8Weight(CodeWeight):
     the weight takes most of the time, and x is not quantized."""
 
     def matmul(
-        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        exchange: Exchange | None = None,
+        grouped: Grouped | None = None,
     ) -> torch.Tensor:
+        assert grouped is None  # `stack` makes no weight of this kind
         if len(x) <= SPLIT_ROWS or x.dtype != torch.bfloat16:
             return super().matmul(x, bias, exchange)
         one_group = len(self.scales) == 1
