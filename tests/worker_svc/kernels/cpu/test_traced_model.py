@@ -14,10 +14,11 @@ from transformers import (
     LlamaForCausalLM,
     Olmo2ForCausalLM,
     Phi3ForCausalLM,
+    Qwen3MoeForCausalLM,
     SmolLM3ForCausalLM,
 )
 
-from tests.worker_svc.families import GEMMA3, GRANITE
+from tests.worker_svc.families import EXPERTS, GEMMA3, GRANITE
 from tests.worker_svc.harness import Batch, limits, load_rank, save_model
 from tests.worker_svc.test_model_runner import prompts
 from tests.worker_svc.thread_ranks import on_ranks
@@ -37,6 +38,7 @@ CPU = torch.device("cpu")
 NUM_BLOCKS = 64
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {},
+    "Qwen3, experts": {"family": Qwen3MoeForCausalLM, **EXPERTS},
     "Llama with biases": {"family": LlamaForCausalLM, "attention_bias": True, "mlp_bias": True},
     "SmolLM3": {"family": SmolLM3ForCausalLM, "no_rope_layers": [1, 0, 1]},
     "Granite": {"family": GraniteForCausalLM, **GRANITE},
@@ -113,9 +115,10 @@ def test_a_traced_model_equals_its_operations(
 
 
 @pytest.mark.parametrize(("quantization", "dtype"), FORMATS)
-def test_on_two_ranks(tmp_path: Path, quantization: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("model", ["Llama with biases", "Qwen3, experts"])
+def test_on_two_ranks(tmp_path: Path, model: str, quantization: str, dtype: torch.dtype) -> None:
     """All-reduces, and the exchange of magnitudes, cut the program."""
-    save_model(tmp_path, **MODELS["Llama with biases"])
+    save_model(tmp_path, **MODELS[model])
     on_ranks(2, lambda tp: load(tmp_path, quantization, dtype, tp).check_some_steps())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from tests.worker_svc.kernels.triton.compile_cases_pointwise import empty
 from tests.worker_svc.kernels.triton.compiled import Case
 from worker_svc.kernels.ops import PackedWeight
 from worker_svc.kernels.triton.embedding import embed
+from worker_svc.kernels.triton.quantized.products import Grouped, choose_tiles
 from worker_svc.kernels.triton.quantized.row_quantization import quantize
 from worker_svc.kernels.triton.quantized.weights import CodeWeight, Int8Weight
 from worker_svc.kernels.triton.row_matmul import RowWeight
@@ -19,6 +21,7 @@ from worker_svc.kernels.triton.thin_matmul import ThinWeight
 from worker_svc.weights.quantization.formats import Format
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+EXPERTS = 64
 # Rows of x that have to share a binary, for each size of tiles.
 ROWS = ((1, 15, 16), (17, 64), (65, 250), (257, 4096))
 
@@ -86,4 +89,30 @@ def cases() -> Iterator[Case]:
     yield Case("embed int8", partial(embed, ints, ints, make_int8(151936, 1024), 0, 151936))
 
 
-CASES = list(cases())
+def expert_products(weight: Any, columns: int, counts: tuple[int, ...]) -> None:
+    for count in counts:
+        tiles = choose_tiles(-(-count // EXPERTS), BF16)
+        matrices = empty(min(count, count // tiles.rows + EXPERTS), dtype=torch.int32)
+        x = empty(len(matrices) * tiles.rows, columns, dtype=BF16)
+        weight.matmul(x, None, grouped=Grouped(matrices, tiles))
+
+
+def expert_cases() -> Iterator[Case]:
+    """Those of one of two ranks of Qwen3-30B-A3B, by the rows of all its experts."""
+    sizes = EXPERTS, 2048, 768
+    scales = empty(EXPERTS, 1, 2048, dtype=FP16)
+    scales_of_groups = empty(EXPERTS, 6, 2048, dtype=FP16)
+    nibbles = empty(EXPERTS, 2048, 6, 64, dtype=torch.uint8)
+    weights = {
+        "bf16": CodeWeight(empty(*sizes, dtype=BF16), scales, None, BF16),
+        "fp8": CodeWeight(empty(*sizes, dtype=torch.float8_e4m3fn), scales, None, BF16),
+        "int8": Int8Weight(empty(*sizes, dtype=torch.int8), empty(*sizes[:2], dtype=FP32), BF16),
+        "int4": CodeWeight(nibbles, scales_of_groups, None, BF16, 768),
+    }
+    for counts in ((8, 80, 1024), (1280, 4096, 16384), (32768, 65536)):
+        for name, weight in weights.items():
+            launch = partial(expert_products, weight, 768, counts)
+            yield Case(f"experts {name}, {counts[0]} rows", launch, uses_wgmma=True)
+
+
+CASES = [*cases(), *expert_cases()]
