@@ -163,8 +163,10 @@ class WeightReader:
 
     def skip(self, name: str) -> None:
         """Allows tensor `name`, or all tensors of layer `name`, to stay unread, if they exist."""
-        names = {name} & self._unread  # a look at thousands of names would take long
-        names = names or {each for each in self._unread if each.startswith(f"{name}.")}
+        names = {name}
+        if name not in self._tensors:  # looking at all names takes long
+            names = {each for each in self._unread if each.startswith(f"{name}.")}
+        names &= self._unread
         self._unread -= names
         self._progress.update(len(names))
 
@@ -184,8 +186,7 @@ class WeightReader:
     def _tensor(self, name: str) -> Tensor:
         if name not in self._tensors:
             raise ModelError(f"missing weight: {name}")
-        if name in self._unread:
-            self.skip(name)
+        self.skip(name)
         return self._tensors[name]
 
     def _fill(
