@@ -21,16 +21,13 @@ Raise an error where the fault is known. Only `rpc.interceptors` translates erro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc import aio
 
 Metadata = tuple[tuple[str, str | bytes], ...]
-Detail = TypeVar("Detail", bound=Message)
 _DETAILS = "grpc-status-details-bin"  # the standard trailer
 RETRY_AFTER_S = 1.0  # if no service knows when there will be room
 
@@ -169,35 +166,6 @@ class InternalError(ServiceError):
     repeat the call, because the request itself may be the cause."""
 
     code = grpc.StatusCode.INTERNAL
-
-
-def passed_on(error: aio.AioRpcError, otherwise: ServiceError) -> ServiceError:
-    """Translates another service's rejection of a call into an error for this service's caller.
-    Returns `otherwise` if the call ended for another reason."""
-    message = error.details() or ""
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        violations = _detail(error, error_details_pb2.BadRequest()).field_violations
-        if violations:
-            return InvalidArgumentError(violations[0].field, violations[0].description)
-        return InvalidArgumentError("request", message)
-    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-        return FailedPreconditionError(message)
-    if error.code() is grpc.StatusCode.DATA_LOSS:
-        return DataLossError(message)
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        delay = _detail(error, error_details_pb2.RetryInfo()).retry_delay
-        return QueueFullError(message, delay.ToMilliseconds() / 1000 or RETRY_AFTER_S)
-    return otherwise
-
-
-def _detail(error: aio.AioRpcError, detail: Detail) -> Detail:
-    """Fills in `detail` from the call's trailer, if the trailer has a google.rpc detail of its
-    type."""
-    for key, value in error.trailing_metadata() or ():
-        if key == _DETAILS and isinstance(value, bytes):
-            for packed in status_pb2.Status.FromString(value).details:
-                packed.Unpack(detail)
-    return detail
 
 
 def _retry_info(delay_s: float) -> error_details_pb2.RetryInfo:

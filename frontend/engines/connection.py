@@ -14,7 +14,7 @@ from grpc import StatusCode, aio
 from nano_vllm_grpc.tls import FileError
 from shared.backoff import Backoff
 from shared.channels import Dialer
-from shared.errors import UnavailableError, passed_on
+from shared.errors import UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 
@@ -72,16 +72,14 @@ class SchedulerConnection:
         """Lends the stub of the connected scheduler for calls beside the stream.
 
         Raises:
-            InvalidArgumentError, FailedPreconditionError, DataLossError, QueueFullError: the
-                scheduler rejects the call.
-            UnavailableError: there is no connection, or it is lost during the call.
+            UnavailableError: there is no connection, or the scheduler ends the call.
         """
         if self._stub is None:
             raise no_engine()
         try:
             yield self._stub
         except aio.AioRpcError as error:
-            raise passed_on(error, no_engine()) from error
+            raise UnavailableError(error.details() or error.code().name) from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
