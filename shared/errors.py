@@ -7,10 +7,8 @@
     ├── QueueFullError           RESOURCE_EXHAUSTED   says when to retry (RetryInfo)
     ├── UnauthenticatedError     UNAUTHENTICATED      no valid token came with the call
     ├── PermissionDeniedError    PERMISSION_DENIED    the caller may not call this method
-    ├── OutOfRangeError          OUT_OF_RANGE         a position in a stream that is no longer kept
     ├── DataLossError            DATA_LOSS            a stream's reader fell behind; begin again
     ├── StreamEndedError         ABORTED              this process ends a stream; open another
-    ├── UnimplementedError       UNIMPLEMENTED        this model or stack lacks the method
     ├── UnavailableError         UNAVAILABLE          no engine is ready (RetryInfo if soon)
     ├── DeadlineError            DEADLINE_EXCEEDED
     └── InternalError            INTERNAL             what happened is in the log, not in the reply
@@ -115,12 +113,6 @@ class PermissionDeniedError(ServiceError):
     code = grpc.StatusCode.PERMISSION_DENIED
 
 
-class OutOfRangeError(ServiceError):
-    """A position in a stream is no longer kept. The client should begin with a new snapshot."""
-
-    code = grpc.StatusCode.OUT_OF_RANGE
-
-
 class DataLossError(ServiceError):
     """The reader of a stream fell behind. The client should open the stream again."""
 
@@ -132,12 +124,6 @@ class StreamEndedError(ServiceError):
     process has not died, because gRPC itself ends no call with this code."""
 
     code = grpc.StatusCode.ABORTED
-
-
-class UnimplementedError(ServiceError):
-    """This model or stack lacks the method. Repeating the call does not help."""
-
-    code = grpc.StatusCode.UNIMPLEMENTED
 
 
 class UnavailableError(ServiceError):

@@ -26,7 +26,6 @@ STATUSES = {
     StatusCode.NOT_FOUND: 404,
     StatusCode.FAILED_PRECONDITION: 409,
     StatusCode.RESOURCE_EXHAUSTED: 429,
-    StatusCode.UNIMPLEMENTED: 501,
     StatusCode.UNAVAILABLE: 503,
     StatusCode.DEADLINE_EXCEEDED: 504,
 }
