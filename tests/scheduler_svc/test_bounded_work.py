@@ -80,7 +80,7 @@ def test_beams_of_any_length_take_the_same_work(monkeypatch: pytest.MonkeyPatch)
     real = beam_search._token_ids
     monkeypatch.setattr(beam_search, "_token_ids", lambda path: gathered.append(1) or real(path))
     search = BeamSearch(4, 1.0, {0, 1}, max_tokens=2000)
-    found = (list(range(2, 2 + search.num_candidates)), [-1.0] * search.num_candidates)
+    found = (list(range(2, 16)), [-1.0] * 14)
     while chosen := search.advance([found] * len(search._live)):
         assert len(chosen) == 4
     assert not gathered

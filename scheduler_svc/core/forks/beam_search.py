@@ -83,17 +83,6 @@ class BeamSearch:
         self._ends = np.array(sorted(self.end_token_ids), np.int64)
 
     @property
-    def num_candidates(self) -> int:
-        """The number of most likely tokens that the next `advance` needs for each live beam, or
-        the whole vocabulary if that is smaller."""
-        return self._num_kept + (len(self.end_token_ids) if self._bans_end_tokens else 0)
-
-    @property
-    def live_beams(self) -> list[tuple[int, ...]]:
-        """Each live beam's tokens after the prompt, in order; empty once the search has ended."""
-        return [_token_ids(beam.path) for beam in self._live]
-
-    @property
     def hypotheses(self) -> list[Hypothesis]:
         """The best completions, best first; final once there is no live beam."""
         return [Hypothesis(_token_ids(path), score, end) for path, score, end in self._found]
@@ -122,10 +111,6 @@ class BeamSearch:
             live = []
         self._live = [beam for _, beam in live]
         return [continuation for continuation, _ in live]
-
-    @property
-    def _bans_end_tokens(self) -> bool:
-        return self.num_tokens < self.min_tokens
 
     def _best(self, candidates: Seq[Candidates]) -> list[tuple[int, int, np.float32]]:
         """The best continuations (beam, token, sum of log-probabilities), best first; among

@@ -10,7 +10,8 @@ import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import GenerationMode
 
-from scheduler_svc.core.forks.beam_search import BeamSearch, Candidates
+from scheduler_svc.core.forks.beam_search import BeamSearch, Candidates, _token_ids
+from scheduler_svc.core.sampling import num_continuations
 
 VOCAB_SIZE = 40
 PROMPT = [3, 1, 4]
@@ -47,8 +48,14 @@ def log_probs(model: Qwen3ForCausalLM, beams: list[tuple[int, ...]]) -> torch.Te
     return torch.log_softmax(logits.float(), dim=-1)
 
 
+def live_beams(search: BeamSearch) -> list[tuple[int, ...]]:
+    return [_token_ids(beam.path) for beam in search._live]
+
+
 def candidates(model: Qwen3ForCausalLM, search: BeamSearch) -> list[Candidates]:
-    best = log_probs(model, search.live_beams).topk(min(search.num_candidates, VOCAB_SIZE))
+    num_ends = len(search.end_token_ids)
+    count = num_continuations(search.width, num_ends) + num_ends
+    best = log_probs(model, live_beams(search)).topk(min(count, VOCAB_SIZE))
     return list(zip(best.indices.numpy(), best.values.numpy(), strict=True))
 
 
@@ -108,11 +115,10 @@ def step(*beams: dict[int, float]) -> list[Candidates]:
 
 def test_live_beams_name_their_parents_best_first() -> None:
     search = BeamSearch(2, 1.0, {0}, 10)
-    assert search.num_candidates == 4
     assert search.advance(step({5: -0.5, 6: -1.0, 0: -2.0})) == [(0, 5), (0, 6)]
-    assert search.live_beams == [(5,), (6,)]
+    assert live_beams(search) == [(5,), (6,)]
     assert search.advance(step({1: -3.0, 2: -4.0}, {3: -0.1, 4: -3.0})) == [(1, 3), (0, 1)]
-    assert search.live_beams == [(6, 3), (5, 1)]
+    assert live_beams(search) == [(6, 3), (5, 1)]
     assert search.hypotheses == []  # the end token was not among the best two
 
 
@@ -124,13 +130,11 @@ def test_equals_go_by_beam_and_then_by_token() -> None:
 
 def test_no_end_token_before_min_tokens() -> None:
     search = BeamSearch(1, 1.0, {0, 1}, 10, min_tokens=1)
-    assert search.num_candidates == 5  # (1 + 2) * 1, plus the two that may be banned
     assert search.advance(step({0: -0.1, 1: -0.2, 5: -3.0})) == [(0, 5)]
-    assert search.num_candidates == 3
     assert search.advance(step({0: -0.1, 5: -3.0, 6: -4.0})) == []
     assert [(h.token_ids, h.end_token) for h in search.hypotheses] == [((5, 0), 0)]
     assert search.hypotheses[0].score == pytest.approx(-3.1 / 2)
-    assert search.live_beams == []
+    assert live_beams(search) == []
 
 
 def test_a_vocabulary_smaller_than_the_beam_is_searched_whole() -> None:

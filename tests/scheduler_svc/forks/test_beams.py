@@ -11,7 +11,7 @@ import pytest
 from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.client import Client
-from scheduler_svc.core.forks.beam_search import BeamSearch
+from scheduler_svc.core.forks.beam_search import BeamSearch, _token_ids
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence
@@ -99,9 +99,10 @@ def search(prompt: list[int], params: SamplingParams) -> list[tuple[list[int], F
     beams = BeamSearch(
         params.beam_width, params.length_penalty, ends, params.max_tokens, params.min_tokens
     )
-    while beams.live_beams:
-        k = params.num_logprobs or 0
-        after = [logprobs(states([*prompt, *ids])[-1], 0, k) for ids in beams.live_beams]
+    k = params.num_logprobs or 0
+    while beams._live:
+        live = [_token_ids(beam.path) for beam in beams._live]
+        after = [logprobs(states([*prompt, *ids])[-1], 0, k) for ids in live]
         beams.advance([(ids[1:], values[1:]) for ids, values in after])
     return [
         (
