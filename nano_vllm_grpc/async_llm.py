@@ -194,7 +194,13 @@ class AsyncLLM:
         items = cast(list[str | Sequence[int]], as_prompts(prompts))
 
         async def embed(part: slice, deadline: float) -> list[list[float]]:
-            request = wire.encode_embed(items[part], dimensions, priority, cache_salt)
+            with wire.encoding():
+                request = pb.EmbedRequest(
+                    inputs=map(wire.encode_input, items[part]),
+                    dimensions=dimensions,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
             answer = await self._calls.unary(
                 lambda stub: stub.Embed(request, timeout=seconds_until(deadline)), deadline
             )
@@ -233,7 +239,14 @@ class AsyncLLM:
 
         async def score(part: slice, deadline: float) -> list[float]:
             own = queries if len(queries) == 1 else queries[part]
-            request = wire.encode_score(own, documents[part], instruction, priority, cache_salt)
+            with wire.encoding():
+                request = pb.ScoreRequest(
+                    queries=own,
+                    documents=documents[part],
+                    instruction=instruction,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
             answer = await self._calls.unary(
                 lambda stub: stub.Score(request, timeout=seconds_until(deadline)), deadline
             )
@@ -266,7 +279,8 @@ class AsyncLLM:
         return list((await self._calls.unary(lambda stub: stub.Tokenize(request))).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        request = wire.encode_detokenize(token_ids)
+        with wire.encoding():
+            request = pb.DetokenizeRequest(token_ids=token_ids)
         return (await self._calls.unary(lambda stub: stub.Detokenize(request))).text
 
     async def get_model(self) -> ModelInfo:

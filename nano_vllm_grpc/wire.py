@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, TypeVar, cast
 
@@ -35,6 +36,21 @@ _REPEATED = ("stop", "stop_token_ids", "bad_words")
 _NOT_PLAIN = (*_REPEATED, "logit_bias", "structured_output")
 
 
+@contextmanager
+def encoding() -> Iterator[None]:
+    """Translates protobuf's errors about values while a request is encoded.
+
+    Raises:
+        InvalidRequestError: a field cannot hold its value, such as a negative token id or a text
+            that is not valid Unicode, or a message is malformed.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
+
+
+@encoding()
 def encode_request(
     prompt: Prompt,
     params: SamplingParams,
@@ -42,99 +58,34 @@ def encode_request(
     cache_salt: str = "",
     resume_token_ids: Sequence[int] = (),
 ) -> pb.GenerateRequest:
-    """Encodes a request.
-
-    Raises:
-        InvalidRequestError: a field cannot hold its value, such as a negative token id.
-    """
-    try:
-        request = pb.GenerateRequest(
-            sampling=_encode_sampling(params),
-            priority=priority,
-            cache_salt=cache_salt,
-            resume_token_ids=resume_token_ids,
-        )
-        if isinstance(prompt, str):
-            request.text = prompt
-        elif is_chat(prompt):
-            request.chat.CopyFrom(_encode_chat(prompt))
-        else:
-            request.token_ids.CopyFrom(pb.TokenIds(ids=cast(Sequence[int], prompt)))
-        return request
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
+    request = pb.GenerateRequest(
+        sampling=_encode_sampling(params),
+        priority=priority,
+        cache_salt=cache_salt,
+        resume_token_ids=resume_token_ids,
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif is_chat(prompt):
+        request.chat.CopyFrom(_encode_chat(prompt))
+    else:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=cast(Sequence[int], prompt)))
+    return request
 
 
-def encode_embed(
-    prompts: Sequence[str | Sequence[int]], dimensions: int, priority: int, cache_salt: str
-) -> pb.EmbedRequest:
-    """Encodes texts or token ids to embed.
-
-    Raises:
-        InvalidRequestError: a text is not valid Unicode, or an id is negative or not an integer.
-    """
-    try:
-        inputs = [
-            pb.EmbedInput(text=each)
-            if isinstance(each, str)
-            else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
-            for each in prompts
-        ]
-        return pb.EmbedRequest(
-            inputs=inputs, dimensions=dimensions, priority=priority, cache_salt=cache_salt
-        )
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
+def encode_input(prompt: str | Sequence[int]) -> pb.EmbedInput:
+    """Encodes a text or token ids to embed."""
+    if isinstance(prompt, str):
+        return pb.EmbedInput(text=prompt)
+    return pb.EmbedInput(token_ids=pb.TokenIds(ids=prompt))
 
 
-def encode_score(
-    queries: Sequence[str],
-    documents: Sequence[str],
-    instruction: str,
-    priority: int,
-    cache_salt: str,
-) -> pb.ScoreRequest:
-    """Encodes documents to score.
-
-    Raises:
-        InvalidRequestError: a text is not valid Unicode.
-    """
-    try:
-        return pb.ScoreRequest(
-            queries=queries,
-            documents=documents,
-            instruction=instruction,
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
-
-
+@encoding()
 def encode_tokenize(prompt: str | Sequence[Message] | Chat) -> pb.TokenizeRequest:
-    """Encodes a text or a chat to tokenize.
-
-    Raises:
-        InvalidRequestError: a text is not valid Unicode, or a message is malformed.
-    """
-    try:
-        if isinstance(prompt, str):
-            return pb.TokenizeRequest(text=prompt)
-        return pb.TokenizeRequest(chat=_encode_chat(prompt))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
-
-
-def encode_detokenize(token_ids: Sequence[int]) -> pb.DetokenizeRequest:
-    """Encodes token ids to detokenize.
-
-    Raises:
-        InvalidRequestError: an id is negative or not an integer.
-    """
-    try:
-        return pb.DetokenizeRequest(token_ids=token_ids)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(f"the request cannot be sent: {error}") from error
+    """Encodes a text or a chat to tokenize."""
+    if isinstance(prompt, str):
+        return pb.TokenizeRequest(text=prompt)
+    return pb.TokenizeRequest(chat=_encode_chat(prompt))
 
 
 def decode_chunk(message: pb.GenerateStreamResponse) -> Chunk:
