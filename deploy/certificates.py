@@ -6,9 +6,9 @@ import ssl
 from collections.abc import Iterable
 
 from deploy.errors import LaunchError
-from nano_vllm_grpc.tls import ClientTls, FileError, client_context, load_files
+from nano_vllm_grpc.tls import ClientTls, FileError, client_context
 from shared.rpc.roles import ROLE, roles_among
-from shared.tls import ServerTls, check_apart
+from shared.tls import ServerTls, present_context
 
 
 def pinned(server: ServerTls, client_cert: str, client_key: str) -> ClientTls:
@@ -57,7 +57,7 @@ def check_roles(
 def _handshake(server: ServerTls, client: ClientTls, host: str | None = None) -> list[str]:
     """Returns the names in the server's certificate. If `host` is given, it must be one of them."""
     try:
-        return _exchange(_server_side(server), client_context(client, host), host)
+        return _exchange(present_context(server), client_context(client, host), host)
     except FileError as error:
         raise LaunchError(str(error)) from error
     except ssl.SSLCertVerificationError as error:
@@ -66,15 +66,6 @@ def _handshake(server: ServerTls, client: ClientTls, host: str | None = None) ->
         ) from error
     except ssl.SSLError as error:
         raise LaunchError(f"{server.setting}_cert: {server.cert}: {error.reason}") from error
-
-
-def _server_side(server: ServerTls) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    load_files(server.setting, context, server.cert, server.key, server.client_ca)
-    check_apart(server.client_ca, server.apart_from)
-    if server.client_ca:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def _exchange(

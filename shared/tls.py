@@ -59,11 +59,11 @@ def server_context(tls: ServerTls, warn: Callable[[str], None]) -> ssl.SSLContex
         FileError: a file cannot be used.
     """
     context = _FollowingContext(ssl.PROTOCOL_TLS_SERVER)
-    context.follower = _Follower(tls, warn, _context)
+    context.follower = _Follower(tls, warn, present_context)
     return context
 
 
-def check_apart(client_ca: str, internal_ca: str) -> None:
+def _check_apart(client_ca: str, internal_ca: str) -> None:
     """Checks that no authority signs the certificates of both clients and services. Otherwise a
     client could pass for a service. The check finds equal certificates in the files, but not an
     authority that has signed another.
@@ -125,10 +125,15 @@ class _FollowingContext(ssl.SSLContext):
         return self.follower.current.wrap_bio(*args, **kwargs)
 
 
-def _context(tls: ServerTls) -> ssl.SSLContext:
+def present_context(tls: ServerTls) -> ssl.SSLContext:
+    """A context for servers with the files' present contents.
+
+    Raises:
+        FileError: a file cannot be used.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     load_files(tls.setting, context, tls.cert, tls.key, tls.client_ca)
-    check_apart(tls.client_ca, tls.apart_from)
+    _check_apart(tls.client_ca, tls.apart_from)
     if tls.client_ca:
         context.verify_mode = ssl.CERT_REQUIRED
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as gRPC does
@@ -137,7 +142,7 @@ def _context(tls: ServerTls) -> ssl.SSLContext:
 
 
 def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    _context(tls)  # which checks the files
+    present_context(tls)  # which checks the files
     return grpc.ssl_server_certificate_configuration(
         [(read_file(tls.key), read_file(tls.cert))],
         root_certificates=read_file(tls.client_ca) if tls.client_ca else None,
