@@ -8,7 +8,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 
@@ -78,8 +78,7 @@ def make_folders(path: Path, mode: int) -> None:
             folder.mkdir(mode, exist_ok=True)
 
 
-@contextmanager
-def private_folder(path: Path, *, create: bool = False) -> Iterator[int]:
+def private_folder(path: Path, *, create: bool = False) -> AbstractContextManager[int]:
     """Opens folder `path` -> a descriptor. The folders above are not checked: whoever replaces one
     can only lead to another folder that this user or root has made.
 
@@ -89,15 +88,14 @@ def private_folder(path: Path, *, create: bool = False) -> Iterator[int]:
     """
     if create:
         make_folders(path, 0o700)
-    with _opened(path, os.O_RDONLY | os.O_DIRECTORY, None) as folder:
-        yield folder
+    return private_file(None, path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 @contextmanager
 def private_file(
-    folder: int, name: str, flags: int = os.O_RDONLY, *, any_mode: bool = False
+    folder: int | None, path: Path | str, flags: int = os.O_RDONLY, *, any_mode: bool = False
 ) -> Iterator[int]:
-    """Opens file `name` in `folder` -> a descriptor.
+    """Opens file `path`, relative to `folder` if that is given -> a descriptor.
 
     Args:
         any_mode: whether the file may have any mode, because no other user can enter the folder.
@@ -105,14 +103,6 @@ def private_file(
     Raises:
         OSError: as `private_folder`.
     """
-    with _opened(name, flags, folder, any_mode=any_mode) as file:
-        yield file
-
-
-@contextmanager
-def _opened(
-    path: Path | str, flags: int, folder: int | None, *, any_mode: bool = False
-) -> Iterator[int]:
     # Opening a FIFO would otherwise block.
     flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     number = os.open(path, flags, 0o600, dir_fd=folder)
