@@ -16,7 +16,7 @@ from grpc_health.v1 import health
 from frontend.callers.admission import Admission, bearer_token
 from frontend.callers.call import Call
 from shared.errors import ServiceError
-from shared.rpc.interceptors import Context, within, wrap_behavior
+from shared.rpc.interceptors import Context, within
 
 _OPEN = f"/{health.SERVICE_NAME}/"
 
@@ -58,7 +58,7 @@ class ClientInterceptor(aio.ServerInterceptor):
             with self._admission.placed(call, str(traceparent)):
                 yield
 
-        return wrap_behavior(handler, lambda behavior: within(behavior, place))
+        return within(handler, place)
 
     def _rejection(self, method: str, error: ServiceError) -> Any:
         """A handler that raises `error`, of a kind that need not read a message first."""

@@ -21,6 +21,7 @@ log = structlog.get_logger(__name__)
 
 Context = aio.ServicerContext[Any, Any]
 Span = AbstractAsyncContextManager[None]
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class SpanInterceptor(aio.ServerInterceptor):
@@ -38,8 +39,7 @@ class SpanInterceptor(aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None  # an unknown method
-        span = partial(self.span, handler_call_details.method)
-        return wrap_behavior(handler, lambda behavior: within(behavior, span))
+        return within(handler, partial(self.span, handler_call_details.method))
 
 
 class StatusInterceptor(SpanInterceptor):
@@ -64,27 +64,11 @@ class StatusInterceptor(SpanInterceptor):
             await _abort(context, InternalError("internal error"))
 
 
-def wrap_behavior(handler: Any, wrap: Callable[[Any], Any]) -> Any:
-    """A handler of the same kind as `handler`, with its behaviour wrapped in `wrap`."""
-    kinds = (
-        ("unary_unary", grpc.unary_unary_rpc_method_handler),
-        ("unary_stream", grpc.unary_stream_rpc_method_handler),
-        ("stream_unary", grpc.stream_unary_rpc_method_handler),
-        ("stream_stream", grpc.stream_stream_rpc_method_handler),
-    )
-    for name, make_handler in kinds:
-        behavior = getattr(handler, name)
-        if behavior is not None:
-            return make_handler(
-                wrap(behavior),
-                request_deserializer=handler.request_deserializer,
-                response_serializer=handler.response_serializer,
-            )
-    return handler
-
-
-def within(behavior: Any, span: Callable[[Context], Span]) -> Any:
-    """Wraps `behavior` so that each call runs inside the context manager from `span`."""
+def within(handler: Any, span: Callable[[Context], Span]) -> Any:
+    """A handler of the same kind, each of whose calls runs inside the context manager from
+    `span`."""
+    kind = next(each for each in _KINDS if getattr(handler, each) is not None)
+    behavior = getattr(handler, kind)
 
     async def entered(request: Any, context: Context) -> Any:
         async with span(context):
@@ -95,7 +79,12 @@ def within(behavior: Any, span: Callable[[Context], Span]) -> Any:
             async for response in behavior(request, context):
                 yield response
 
-    return entered_generator if inspect.isasyncgenfunction(behavior) else entered
+    make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
+    return make_handler(
+        entered_generator if inspect.isasyncgenfunction(behavior) else entered,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
 
 
 async def _abort(context: Context, error: ServiceError) -> None:
