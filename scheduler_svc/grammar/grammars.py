@@ -26,7 +26,7 @@ from shared.sampling_params import GrammarKind
 # docs/internals/structured-output.md describes these limits.
 MAX_TEXT_BYTES = 64 << 10
 _MAX_COMPILING = 2  # at a time; and as many more to replace processes that died
-_MAX_PROCESSES = 64
+_MAX_PROCESSES = 64  # grammars at a time
 _MAX_BYTES = 1 << 30  # of all grammars' private memory when they were compiled
 _WAIT_S = 30.0  # for a slot, and then for the compilation
 # A grammar that killed its process while it was compiled is rejected for this long.
@@ -83,25 +83,9 @@ class Grammars:
     """Compiles the grammars that requests bring, and computes the masks of their tokens. Use it
     from one event loop only."""
 
-    def __init__(
-        self,
-        link: HostLink,
-        *,
-        timeout_s: float = _WAIT_S,
-        max_processes: int = _MAX_PROCESSES,
-        max_bytes: int = _MAX_BYTES,
-    ) -> None:
-        """Demands nothing of the host yet.
-
-        Args:
-            timeout_s: for a compilation, and for the wait before it, but not for the host's start.
-            max_processes: the maximum number of grammars at a time.
-            max_bytes: the memory of compiled grammars beyond which no other grammar is compiled.
-        """
+    def __init__(self, link: HostLink) -> None:
+        """Demands nothing of the host yet."""
         self._link = link
-        self._timeout_s = timeout_s
-        self._max_processes = max_processes
-        self._max_bytes = max_bytes
         self._loading: asyncio.Task[None] | None = None
         self._grammars: dict[Key, RemoteGrammar] = {}
         # Grammars that have a process, or are about to have one; least recently used first.
@@ -115,12 +99,12 @@ class Grammars:
         """Compiles the grammar in `text`, or waits for it if it is already being compiled.
 
         Args:
-            client: clients take turns, and no client may use more than half of `max_processes`;
+            client: clients take turns, and no client may use more than half of the processes;
                 None: no limit.
 
         Raises:
             GrammarError: it cannot be compiled, or not within the limits.
-            GrammarsBusyError: there was no room or no slot for it within `timeout_s`.
+            GrammarsBusyError: there was no room or no slot for it in time.
             VocabularyError: the model's tokenizer cannot be used.
         """
         if len(text.encode()) > MAX_TEXT_BYTES:
@@ -174,7 +158,7 @@ class Grammars:
             await self._enter(grammar.client)
             try:
                 self._started[key] = grammar
-                await grammar.start(self._timeout_s)
+                await grammar.start(_WAIT_S)
             finally:
                 self._slots.leave()
         except GuiltyGrammarError as error:
@@ -189,10 +173,10 @@ class Grammars:
 
     async def _enter(self, client: Hashable) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(_WAIT_S):
                 await self._slots.enter(client)
         except TimeoutError:
-            reason = f"other grammars have taken all slots for {self._timeout_s:g} seconds"
+            reason = f"other grammars have taken all slots for {_WAIT_S:g} seconds"
             raise GrammarsBusyError(reason) from None
 
     def _drop_use(self, key: Key, grammar: RemoteGrammar) -> None:
@@ -215,14 +199,14 @@ class Grammars:
         started = self._started.values()  # few, however many wait
         if client is not None:
             theirs = sum(each.client == client and not each.is_evictable for each in started)
-            if theirs >= max(self._max_processes // 2, 1):
+            if theirs >= max(_MAX_PROCESSES // 2, 1):
                 return False
         num_bytes = sum(grammar.num_bytes for grammar in started)
         for key, grammar in [*self._started.items()]:
-            if len(started) < self._max_processes and num_bytes < self._max_bytes:
+            if len(started) < _MAX_PROCESSES and num_bytes < _MAX_BYTES:
                 return True
             if grammar.is_evictable:
                 grammar.close()
                 self._forget(key, grammar)
                 num_bytes -= grammar.num_bytes
-        return len(started) < self._max_processes and num_bytes < self._max_bytes
+        return len(started) < _MAX_PROCESSES and num_bytes < _MAX_BYTES

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_svc.grammar import grammars as limits
 from scheduler_svc.grammar.errors import (
     Death,
     GrammarError,
@@ -160,8 +161,11 @@ async def test_a_completion_whose_process_always_dies_ends_alone(
     assert b in allowed_of((await masks([completions[0].matcher]))[0])
 
 
-async def test_the_least_recently_used_idle_grammar_is_evicted(host: TestHost) -> None:
-    grammars = Grammars(host.link, max_processes=2)
+async def test_the_least_recently_used_idle_grammar_is_evicted(
+    host: TestHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "_MAX_PROCESSES", 2)
+    grammars = Grammars(host.link)
     await grammars.compile(REGEX, "a", ENDS)
     await grammars.compile(REGEX, "b", ENDS)
     first, second = host.children()
@@ -174,17 +178,18 @@ async def test_the_least_recently_used_idle_grammar_is_evicted(host: TestHost) -
     grammars.close()
 
 
-@pytest.mark.parametrize("limit", [{"max_processes": 1}, {"max_bytes": 1}])
+@pytest.mark.parametrize("limit", ["_MAX_PROCESSES", "_MAX_BYTES"])
 async def test_a_grammar_waits_while_all_processes_are_in_use(
-    limit: dict[str, int], host: TestHost
+    limit: str, host: TestHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = Grammars(host.link, **limit)
+    monkeypatch.setattr(limits, limit, 1)
+    grammars = Grammars(host.link)
     matcher = Completion(await grammars.compile(REGEX, "a", ENDS)).matcher
-    grammars._timeout_s = 0.01
+    monkeypatch.setattr(limits, "_WAIT_S", 0.01)
     with pytest.raises(GrammarsBusyError, match="other grammars"):
         await grammars.compile(REGEX, "b", ENDS)
     assert await masks([matcher])
-    grammars._timeout_s = 30.0
+    monkeypatch.setattr(limits, "_WAIT_S", 30.0)
     waiting = asyncio.ensure_future(grammars.compile(REGEX, "b", ENDS))
     (child,) = host.children()
     await asyncio.sleep(0)
@@ -194,13 +199,16 @@ async def test_a_grammar_waits_while_all_processes_are_in_use(
     grammars.close()
 
 
-async def test_a_named_client_takes_at_most_half_of_the_processes(host: TestHost) -> None:
-    grammars = Grammars(host.link, max_processes=4)
+async def test_a_named_client_takes_at_most_half_of_the_processes(
+    host: TestHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "_MAX_PROCESSES", 4)
+    grammars = Grammars(host.link)
     kept = [await grammars.compile(REGEX, text, ENDS, "many") for text in "ab"]
-    grammars._timeout_s = 0.01
+    monkeypatch.setattr(limits, "_WAIT_S", 0.01)
     with pytest.raises(GrammarsBusyError):
         await grammars.compile(REGEX, "c", ENDS, "many")
-    grammars._timeout_s = 30.0
+    monkeypatch.setattr(limits, "_WAIT_S", 30.0)
     kept.append(await grammars.compile(REGEX, "d", ENDS, "one"))
     kept.append(await grammars.compile(REGEX, "a", ENDS, "many"))  # it is there already
     grammars.close()
@@ -253,8 +261,9 @@ async def test_waiting_grammars_are_not_examined_repeatedly(
     monkeypatch.setattr(RemoteGrammar, "is_evictable", property(is_evictable))
     monkeypatch.setattr(Grammars, "_load", nothing)
     monkeypatch.setattr(RemoteGrammar, "start", nothing)
+    monkeypatch.setattr(limits, "_MAX_PROCESSES", 4)
     link: Any = None
-    grammars = Grammars(link, max_processes=4)
+    grammars = Grammars(link)
     uses = [await grammars.compile(REGEX, f"use {i}", []) for i in range(4)]
     waiting = [asyncio.create_task(grammars.compile(REGEX, str(i), [])) for i in range(200)]
     for _ in range(5):
