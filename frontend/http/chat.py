@@ -11,7 +11,7 @@ from frontend.http.chunks import ChunkedAnswer, Json
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
 from frontend.http.formats.parser import CallArguments, CallBegin, Content, Event, Reasoning
-from frontend.http.parameters import CompletionFields, Int32, Items, read_body
+from frontend.http.parameters import CompletionFields, Int32, Items
 from frontend.http.prompts import (
     ChatFields,
     Message,
@@ -47,8 +47,7 @@ async def create(service: Service, request: Request) -> Answer:
     Raises:
         ServiceError: a parameter is wrong, or the request failed.
     """
-    body = read_body(ChatBody, request.body)
-    service.check_model(body.model)
+    body = service.read(ChatBody, request)
     tools = _tools(body)
     answers = await _start(service, request, body, tools)
     return await _Chat(service, body, answers).answer()

@@ -20,7 +20,6 @@ from frontend.http.parameters import (
     Items,
     TokenId,
     generate_request,
-    read_body,
 )
 from frontend.http.service import Service
 from frontend.logprobs import LogprobRow
@@ -45,8 +44,7 @@ async def create(service: Service, request: Request) -> Answer:
     Raises:
         ServiceError: a parameter is wrong, or the request failed.
     """
-    body = read_body(CompletionBody, request.body)
-    service.check_model(body.model)
+    body = service.read(CompletionBody, request)
     prompts = _prompts(body)
     message = generate_request(body)
     sampling = message.sampling

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from frontend.embeddings import embed
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
-from frontend.http.parameters import Int32, Items, RequestFields, TokenId, read_body
+from frontend.http.parameters import Int32, Items, RequestFields, TokenId
 from frontend.http.service import Service
 from frontend.pooled import check_count
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -26,7 +26,6 @@ class EmbeddingBody(RequestFields):
     """The parameters of embeddings."""
 
     input: str | Items[TokenId] | Items[str] | Items[Items[TokenId]]
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int32 | None = None
 
@@ -37,8 +36,7 @@ async def create(service: Service, request: Request) -> Answer:
     Raises:
         ServiceError: a parameter is wrong, or the request failed.
     """
-    body = read_body(EmbeddingBody, request.body)
-    service.check_model(body.model)
+    body = service.read(EmbeddingBody, request)
     given: Any = body.input
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
     check_count("input", [given] if is_one else given)

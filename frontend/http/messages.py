@@ -15,7 +15,7 @@ from frontend.http.answers import Answers, named_event
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
 from frontend.http.formats.parser import CallArguments, CallBegin, Content, Event, Reasoning
-from frontend.http.parameters import Body, Int32, Items, Object, SamplingFields, read_body
+from frontend.http.parameters import Body, Int32, Items, Object, SamplingFields
 from frontend.http.prompts import Function, Tools, chat_of, read_tools, tool_call
 from frontend.http.service import Service
 from frontend.validation import MAX_TOKENIZED
@@ -64,7 +64,6 @@ class PromptBody(SamplingFields):
     """The parameters from which a prompt is made."""
 
     messages: Items[Message]
-    model: str | None = None
     system: str | Items[Block] | None = None
     tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -86,8 +85,7 @@ async def create(service: Service, request: Request) -> Answer:
     Raises:
         ServiceError: a parameter is wrong, or the request failed.
     """
-    body = read_body(MessageBody, request.body)
-    service.check_model(body.model)
+    body = service.read(MessageBody, request)
     tools = _tools(body)
     chat = _chat(service, body, tools)
     message = service.chat_request(body, request, chat, body.max_tokens)
@@ -99,8 +97,7 @@ async def create(service: Service, request: Request) -> Answer:
 
 async def count_tokens(service: Service, request: Request) -> Answer:
     """Returns the number of tokens of a prompt."""
-    body = read_body(PromptBody, request.body)
-    service.check_model(body.model)
+    body = service.read(PromptBody, request)
     chat = pb.TokenizeRequest(chat=_chat(service, body, _tools(body)))
     tokens = await service.generations.encode(chat, MAX_TOKENIZED)
     return orjson.dumps({"input_tokens": len(tokens)})

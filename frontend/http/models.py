@@ -9,7 +9,7 @@ import orjson
 
 from frontend.http.errors import ParameterError, unknown_model
 from frontend.http.exchange import Answer, Request
-from frontend.http.parameters import Body, Items, TokenId, read_body
+from frontend.http.parameters import Items, ModelFields, TokenId
 from frontend.http.prompts import ChatFields, Message, chat_with_fields, read_tools
 from frontend.http.service import Service
 from frontend.validation import MAX_TOKENIZED, check_token_ids
@@ -17,17 +17,15 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import UnavailableError
 
 
-class TokenizeBody(ChatFields):
+class TokenizeBody(ChatFields, ModelFields):
     """A prompt or a chat to tokenize."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: Items[Message] | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(Body):
-    model: str | None = None
+class DetokenizeBody(ModelFields):
     tokens: Items[TokenId]
 
 
@@ -65,8 +63,7 @@ def _card(service: Service) -> dict[str, Any]:
 
 async def tokenize(service: Service, request: Request) -> Answer:
     """Returns the tokens that a completion, or a chat completion, would have as its prompt."""
-    body = read_body(TokenizeBody, request.body)
-    service.check_model(body.model)
+    body = service.read(TokenizeBody, request)
     message = pb.TokenizeRequest()
     if (body.prompt is None) == (body.messages is None):
         raise ParameterError("prompt", "give either prompt or messages")
@@ -93,8 +90,7 @@ async def tokenize(service: Service, request: Request) -> Answer:
 
 async def detokenize(service: Service, request: Request) -> Answer:
     """Returns the text of tokens, without special tokens."""
-    body = read_body(DetokenizeBody, request.body)
-    service.check_model(body.model)
+    body = service.read(DetokenizeBody, request)
     if len(body.tokens) > MAX_TOKENIZED:
         raise ParameterError("tokens", f"{len(body.tokens)} tokens; the limit is {MAX_TOKENIZED}")
     check_token_ids("tokens", body.tokens, service.generations.facts.vocab_size)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from frontend.http.errors import ParameterError
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -14,19 +14,9 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 Item = TypeVar("Item")
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
-
-
-class _OneError(FailFast):
-    """Reports the first wrong item only, because a hostile body may have a million of them."""
-
-    def __hash__(self) -> int:  # which typing asks for
-        return hash(_OneError)
-
-
-Items = Annotated[list[Item], _OneError()]
+# Only the first wrong item is reported, because a hostile body may have a million of them.
+Items = Annotated[list[Item], Field(fail_fast=True)]
 _Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
-
-
 MAX_DEPTH = 64  # of the values in a request that have no form of their own
 
 
@@ -79,7 +69,13 @@ class StructuredOutputs(Body):
     structural_tag: str | None = None
 
 
-class RequestFields(Body):
+class ModelFields(Body):
+    """The model that a request is for."""
+
+    model: str | None = None
+
+
+class RequestFields(ModelFields):
     """The parameters of all requests to the model, whatever it makes of a prompt."""
 
     priority: Int32 | None = None
@@ -129,7 +125,6 @@ class StreamOptions(Body):
 class CompletionFields(SamplingFields):
     """The parameters that only completions of chats and of texts have."""
 
-    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int32 | None = None
@@ -142,7 +137,7 @@ class CompletionFields(SamplingFields):
     return_tokens_as_token_ids: bool | None = None
 
 
-Parameters = TypeVar("Parameters", bound=BaseModel)
+Parameters = TypeVar("Parameters", bound=ModelFields)
 
 
 def read_body(model: type[Parameters], value: object) -> Parameters:

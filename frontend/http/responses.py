@@ -21,7 +21,6 @@ from frontend.http.parameters import (
     Items,
     Object,
     SamplingFields,
-    read_body,
     set_constraint,
 )
 from frontend.http.prompts import Item, Tools, chat_of, item_messages, read_tools
@@ -57,7 +56,6 @@ class ResponseBody(SamplingFields):
     """The parameters of a response."""
 
     input: str | Items[Item]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: Int32 | None = None
     background: bool | None = None
@@ -86,8 +84,7 @@ async def create(service: Service, request: Request) -> Answer:
     Raises:
         ServiceError: a parameter is wrong, or the request failed.
     """
-    body = read_body(ResponseBody, request.body)
-    service.check_model(body.model)
+    body = service.read(ResponseBody, request)
     _check(body)
     tools = _tools(body)
     message = _message(service, request, body, tools)

@@ -9,7 +9,7 @@ import orjson
 
 from frontend.http.errors import ParameterError
 from frontend.http.exchange import Answer, Request
-from frontend.http.parameters import Body, Int32, Items, RequestFields, read_body
+from frontend.http.parameters import Body, Int32, Items, RequestFields
 from frontend.http.service import Service, now
 from frontend.pooled import check_count
 from frontend.scores import Scored, score_documents
@@ -19,7 +19,6 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 class _Fields(RequestFields):
     """The parameters that both APIs have."""
 
-    model: str | None = None
     instruction: str | None = None
 
 
@@ -53,7 +52,7 @@ async def rerank(service: Service, request: Request) -> Answer:
     Raises:
         ServiceError: a parameter is wrong, or the request failed.
     """
-    body = read_body(RerankBody, request.body)
+    body = service.read(RerankBody, request)
     if body.top_n is not None and body.top_n < 0:
         raise ParameterError("top_n", f"{body.top_n}; must be at least 0")
     documents = [each if isinstance(each, str) else each.text for each in body.documents]
@@ -82,7 +81,7 @@ async def score(service: Service, request: Request) -> Answer:
     Raises:
         ServiceError: a parameter is wrong, or the request failed.
     """
-    body = read_body(ScoreBody, request.body)
+    body = service.read(ScoreBody, request)
     queries = _either(body, "queries", "text_1")
     documents = _either(body, "documents", "text_2")
     scored = await _score(service, request, body, queries, documents)
@@ -117,7 +116,6 @@ def _either(body: ScoreBody, *names: str) -> list[str]:
 async def _score(
     service: Service, request: Request, body: _Fields, queries: list[str], documents: list[str]
 ) -> Scored:
-    service.check_model(body.model)
     check_count("documents", documents)
     message = pb.ScoreRequest(
         request_id=request.request_id,

@@ -12,7 +12,7 @@ from frontend.http.background.responses import BackgroundResponses
 from frontend.http.errors import ParameterError, unknown_model
 from frontend.http.exchange import Request
 from frontend.http.formats.tool_format import ToolFormat
-from frontend.http.parameters import SamplingFields, generate_request
+from frontend.http.parameters import Parameters, SamplingFields, generate_request, read_body
 from frontend.http.prompts import Tools, force_calls
 from frontend.pooled import Pooled
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -38,13 +38,17 @@ class Service:
     def template(self) -> str:
         return self.generations.tokenizer.chat_template
 
-    def check_model(self, name: str | None) -> None:
-        """
+    def read(self, kind: type[Parameters], request: Request) -> Parameters:
+        """Reads the parameters of a request.
+
         Raises:
+            ParameterError: a parameter is unknown, or has a value of the wrong kind.
             HttpError: the request is for another model.
         """
-        if name is not None and name != self.model:
-            raise unknown_model(name)
+        body = read_body(kind, request.body)
+        if body.model is not None and body.model != self.model:
+            raise unknown_model(body.model)
+        return body
 
     def usage(self, pooled: Pooled) -> dict[str, Any]:
         """The numbers of tokens of prompts without completions, as in OpenAI's API."""
