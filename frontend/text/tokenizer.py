@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -138,14 +137,14 @@ class Tokenizer:
 
         return await self.on_thread(decode)
 
-    def on_thread(self, work: Callable[[], Result]) -> asyncio.Future[Result]:
+    async def on_thread(self, work: Callable[[], Result]) -> Result:
         """Runs `work`, which would block the event loop, on a thread at the turn of the call's
         client."""
         call = CALL.get()
-        return self._threads.run(call.caller if call else "", work)
+        return await self._threads.run(call.caller if call else "", work)
 
     def close(self) -> None:
-        """Ends the threads and drops queued work."""
+        """Lets the threads end. Call it when nothing is queued."""
         self._threads.close()
 
     def _encode(self, field: str, text: str, max_tokens: int | None, *, special: bool) -> list[int]:

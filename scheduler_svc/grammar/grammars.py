@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from weakref import finalize
 
@@ -20,8 +20,8 @@ from scheduler_svc.grammar.errors import (
 from scheduler_svc.grammar.grammar import GrammarUse, RemoteGrammar
 from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.grammar.process import GrammarProcess
-from shared.round_robin import RoundRobin
 from shared.sampling_params import GrammarKind
+from shared.slots import Slots
 
 # docs/internals/structured-output.md describes these limits.
 MAX_TEXT_BYTES = 64 << 10
@@ -33,50 +33,6 @@ _WAIT_S = 30.0  # for a slot, and then for the compilation
 _GUILTY_S = 300.0
 
 Key = tuple[GrammarKind, str]
-
-
-class Slots:
-    """A number of slots. Clients take turns, each with its oldest request. However many slots one
-    client asks for, another client waits for only one of them at a time.
-
-    Args:
-        count: the number of slots.
-        make_room: returns whether a client may have a slot; call `fill` once the result may have
-            changed.
-    """
-
-    def __init__(self, count: int, make_room: Callable[[Hashable], bool]) -> None:
-        self._num_free = count
-        self._make_room = make_room
-        self._waiting: RoundRobin[Hashable, asyncio.Future[None]] = RoundRobin()
-
-    async def enter(self, client: Hashable) -> None:
-        """Waits for a slot and takes it. Give it back with `leave`."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(client, turn)
-        self.fill()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.leave()
-            self._waiting.remove(client, turn)
-            raise
-
-    def leave(self) -> None:
-        self._num_free += 1
-        self.fill()
-
-    def fill(self) -> None:
-        """Gives out the free slots."""
-        while self._num_free:
-            heads = (each for each in self._waiting.heads() if self._make_room(each[0]))
-            if (head := next(heads, None)) is None:
-                return
-            turn = self._waiting.pop_of(head[0])
-            if not turn.done():  # else it was cancelled
-                self._num_free -= 1
-                turn.set_result(None)
 
 
 class Grammars:

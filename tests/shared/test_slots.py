@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from scheduler_svc.grammar.grammars import Slots
+from shared.slots import Slots
 
 
 async def entered(slots: Slots, order: list[str], client: str) -> None:
@@ -20,7 +20,7 @@ async def settle() -> None:
 
 
 async def test_clients_take_turns_however_many_slots_one_asks_for() -> None:
-    slots, order = Slots(1, lambda _: True), list[str]()
+    slots, order = Slots(1), list[str]()
     await slots.enter("first")
     many = [asyncio.create_task(entered(slots, order, "many")) for _ in range(20)]
     await settle()
@@ -36,7 +36,7 @@ async def test_clients_take_turns_however_many_slots_one_asks_for() -> None:
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before its turn", "at its turn"])
 async def test_a_cancelled_request_leaves_its_slot_to_others(is_late: bool) -> None:
-    slots, order = Slots(1, lambda _: True), list[str]()
+    slots, order = Slots(1), list[str]()
     await slots.enter("first")
     gone = asyncio.create_task(entered(slots, order, "gone"))
     await settle()
