@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -59,6 +59,7 @@ class PooledRequest:
         self.request_id = message.request_id or uuid.uuid4().hex
         self._checked: list[GenerationRequest] = []
         self._num_tokens = 0
+        self._num_accepted = 0  # prompts that are at an engine, or have ended there
 
     async def add(self, field: str, **prompt: Any) -> None:
         """Checks a prompt, given as fields of `GenerateRequest`, before any one is computed.
@@ -97,11 +98,11 @@ class PooledRequest:
         Raises:
             ServiceError: as `Generations.begin`, an engine failed, or `finish` raised it.
         """
-        slots, queue = asyncio.Semaphore(_AT_ONCE), _Queue()
+        slots = asyncio.Semaphore(_AT_ONCE)
 
         async def run(each: GenerationRequest) -> tuple[Vector, Totals]:
             async with slots:
-                generation = await queue.run(lambda: self._run(each))
+                generation = await self._run_or_repeat(each)
             return finish(generation.embedding), generation.totals()
 
         tasks = [asyncio.create_task(run(each)) for each in self._checked]
@@ -118,34 +119,28 @@ class PooledRequest:
             sum(totals.cached_prompt_tokens for _, totals in ended),
         )
 
+    async def _run_or_repeat(self, request: GenerationRequest) -> Generation:
+        """Runs a request, again if engines have no room for it while others run.
+
+        Raises:
+            QueueFullError: none of the prompts was accepted.
+        """
+        while True:
+            self._num_accepted += 1
+            try:
+                return await self._run(request)
+            except QueueFullError as error:
+                self._num_accepted -= 1
+                if not self._num_accepted:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+
     async def _run(self, request: GenerationRequest) -> Generation:
         """Runs a request to its end, which is that of its prompt: its one token means nothing."""
         with closing(await self._generations.begin(request, time.monotonic())) as generation:
             while not generation.ended:
                 await generation.next_deltas()
         return generation
-
-
-class _Queue:
-    """Repeats inputs that engines have no room for, while other inputs of the request run."""
-
-    def __init__(self) -> None:
-        self._num_accepted = 0  # inputs that are at an engine, or have ended there
-
-    async def run(self, start: Callable[[], Awaitable[Generation]]) -> Generation:
-        """
-        Raises:
-            QueueFullError: no input of the request was accepted.
-        """
-        while True:
-            self._num_accepted += 1
-            try:
-                return await start()
-            except QueueFullError as error:
-                self._num_accepted -= 1
-                if not self._num_accepted:
-                    raise
-                await asyncio.sleep(error.retry_after_s)
 
 
 def check_count(field: str, inputs: Sequence[Any]) -> None:
