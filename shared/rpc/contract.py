@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
+from grpc import aio
 
 from shared.channels import CONTRACT, USER_AGENT
 from shared.errors import FailedPreconditionError
-from shared.rpc.interceptors import Context, SpanInterceptor
 
 
-class ContractInterceptor(SpanInterceptor):
+class ContractInterceptor(aio.ServerInterceptor):
     """Rejects calls of `service` by services with another contract. Other callers may call it."""
 
     def __init__(self, service: str) -> None:
@@ -27,12 +26,11 @@ class ContractInterceptor(SpanInterceptor):
         agent = str(dict(handler_call_details.invocation_metadata).get("user-agent", ""))
         differs = CONTRACT in agent and USER_AGENT not in agent
         if differs and handler_call_details.method.startswith(self._prefix):
-            return await super().intercept_service(continuation, handler_call_details)
-        return await continuation(handler_call_details)  # without a span, which would take time
+            return grpc.stream_stream_rpc_method_handler(_reject, request_deserializer=bytes)
+        return await continuation(handler_call_details)
 
-    @asynccontextmanager
-    async def span(self, method: str, context: Context) -> AsyncIterator[None]:
-        raise FailedPreconditionError(
-            "the caller is of another version, whose scheduler.proto or worker.proto differs"
-        )
-        yield
+
+async def _reject(*_: object) -> None:
+    raise FailedPreconditionError(
+        "the caller is of another version, whose scheduler.proto or worker.proto differs"
+    )
