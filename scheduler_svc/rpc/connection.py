@@ -31,7 +31,8 @@ class FrontendConnection:
         self.ended = asyncio.Event()  # set once none of its requests is open
 
     def send_state(self, state: pb.EngineState) -> None:
-        self._send(pb.SchedulerMessage(engine_state=state))
+        self._messages.append(pb.SchedulerMessage(engine_state=state))
+        self._news.set()
 
     def add(self, output: Output) -> None:
         if self.closed.done():
@@ -62,7 +63,3 @@ class FrontendConnection:
                 messages.append(pb.SchedulerMessage(step_output=step_output(outputs)))
             for message in messages:
                 await context.write(message)
-
-    def _send(self, message: pb.SchedulerMessage) -> None:
-        self._messages.append(message)
-        self._news.set()
