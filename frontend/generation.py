@@ -34,7 +34,6 @@ VLLM_REASONS = {
     FinishReason.EOS: STOP,
     FinishReason.STOP: STOP,
     FinishReason.LENGTH: LENGTH,
-    FinishReason.ABORTED: ABORT,
 }
 
 # Runs a function on a thread.
@@ -197,14 +196,6 @@ class Generation:
             deltas[0][1].prompt_logprobs = self._prompt_logprobs.rows
             self._prompt_logprobs = None
         return deltas
-
-    def abort(self) -> None:
-        """Ends the completions with the tokens that they have."""
-        self._prompt_logprobs = None
-        for each in self._open:
-            each.stream.close()
-            if not each.stream.ended:
-                each.stream.complete(FinishReason.ABORTED)
 
     def close(self) -> None:
         """Drops the completions that have not ended."""

@@ -23,7 +23,6 @@ class FinishReason(enum.Enum):
     EOS = enum.auto()
     LENGTH = enum.auto()
     STOP = enum.auto()
-    ABORTED = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,6 @@ REASONS = {
     FinishReason.EOS: "stop",
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
-    FinishReason.ABORTED: "abort",
 }
 
 

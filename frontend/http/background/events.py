@@ -134,7 +134,7 @@ class ResponseEvents:
         """Ends the response.
 
         Args:
-            reason: stop, length, abort, cancelled or failed.
+            reason: stop, length, cancelled or failed.
             usage: OpenAI's usage of a chat.
             error: of a response that failed.
         """
@@ -171,7 +171,6 @@ class ResponseEvents:
 _ENDS = {
     "stop": ("completed", "response.completed"),
     "length": ("incomplete", "response.incomplete"),
-    "abort": ("incomplete", "response.incomplete"),
     "cancelled": ("cancelled", "response.incomplete"),
     "failed": ("failed", "response.failed"),
 }

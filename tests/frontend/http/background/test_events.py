@@ -209,7 +209,6 @@ async def test_after_the_end_there_is_nothing(tokenizer: Tokenizer, tmp_path: Pa
     [
         ("stop", "completed", "response.completed", "completed"),
         ("length", "incomplete", "response.incomplete", "incomplete"),
-        ("abort", "incomplete", "response.incomplete", "incomplete"),
         ("cancelled", "cancelled", "response.incomplete", "incomplete"),
         ("failed", "failed", "response.failed", "incomplete"),
     ],
