@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from scheduler_svc.grammar.schema.errors import SchemaError
@@ -17,9 +18,12 @@ def check_finite(definitions: dict[str, Any], places: dict[str, str]) -> None:
         definitions: schemas in the form for xgrammar.
         places: where each was in the document.
     """
-    for name, place in places.items():
-        if name in _reachable_in_place(name, definitions):
-            raise SchemaError("'$ref' leads back to itself", place)
+    graph = {name: _in_place(schema) for name, schema in definitions.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        first = next(name for name in places if name in error.args[1])
+        raise SchemaError("'$ref' leads back to itself", places[first]) from error
     finite: set[str] = set()
     while more := {
         name
@@ -32,19 +36,8 @@ def check_finite(definitions: dict[str, Any], places: dict[str, str]) -> None:
             raise SchemaError("no finite value matches", place)
 
 
-def _reachable_in_place(start: str, definitions: dict[str, Any]) -> set[str]:
-    """The definitions that apply to the same value as one of them."""
-    found: set[str] = set()
-    waiting = [start]
-    while waiting:
-        for name in _in_place(definitions[waiting.pop()]):
-            if name not in found:
-                found.add(name)
-                waiting.append(name)
-    return found
-
-
 def _in_place(schema: Any) -> Iterator[str]:
+    """The definitions that apply to the same value as a schema."""
     if isinstance(schema, dict):
         if "$ref" in schema:
             yield schema["$ref"].removeprefix(DEFINED)
