@@ -46,13 +46,13 @@ async def serve(
     add_WorkerServiceServicer_to_server(service, server.grpc)
     await server.start(settings.worker_addresses[settings.rank])
     try:
-        await service.load()
+        await service.execution.load()
         await server.set_serving(True)
         await server.wait()
         service.check()
     finally:
         await server.grpc.stop(None)
-        service.close()
+        service.execution.close()
 
 
 def main() -> int:

@@ -32,8 +32,6 @@ log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
 EXIT_DEVICE_LOST = 70  # EX_SOFTWARE of sysexits.h
-# Joining the other ranks has its own timeout; allocating and capturing have none.
-_MAX_CONFIGURE_S = 600.0
 _MAX_LAUNCHED = 2  # steps on the device: one that runs, and the next
 _ANY_NUMBER = 1 << 30
 _MAX_PROFILE_S = 60.0  # to start a profile, or to write a piece of it
@@ -103,23 +101,6 @@ class Execution:
         self._results.shutdown(cancel_futures=True)
         self._profiler.close()
 
-    async def configure(
-        self,
-        runner: ModelRunner,
-        epoch: int,
-        num_blocks: int,
-        superseded: Callable[[], bool],
-        keep: str,
-        graph_tokens: int,
-    ) -> None:
-        """Runs `ModelRunner.configure` after the steps submitted so far."""
-
-        await self._between_steps(
-            lambda: runner.configure(epoch, num_blocks, superseded, keep, graph_tokens),
-            f"configuring epoch {epoch}",
-            _MAX_CONFIGURE_S,
-        )
-
     async def profile(self, runner: ModelRunner, num_steps: int) -> AsyncGenerator[bytes]:
         """Records the steps after those submitted so far -> the pieces of a gzip file.
 
@@ -135,16 +116,16 @@ class Execution:
             self._profiler.start(num_steps, runner.info.device, send)
 
         try:
-            await self._between_steps(start, "starting a profile", _MAX_PROFILE_S)
+            await self.between_steps(start, "starting a profile", _MAX_PROFILE_S)
             while (piece := await pieces.get()) is not None:
                 yield await asyncio.wrap_future(piece)
         finally:
             with suppress(RuntimeError):  # the process ends
                 self._launches.submit(self._profiler.stop, send)
 
-    async def _between_steps(self, run: Callable[[], Result], what: str, max_s: float) -> Result:
-        """Calls `run` on the execution thread. `what` describes it for the hang watch, and `max_s`
-        is the maximum time that it may take."""
+    async def between_steps(self, run: Callable[[], Result], what: str, max_s: float) -> Result:
+        """Calls `run` after the steps submitted so far. `what` describes it for the hang watch, and
+        `max_s` is the maximum time that it may take."""
 
         def watched() -> Result:
             with self._watch.doing(what, max_s):

@@ -51,6 +51,8 @@ MAX_FIRST_EPOCH = 1 << 63
 # unread. A scheduler sends one step ahead, or a run of up to four.
 MAX_STEPS_AHEAD = 8
 _MAX_SPANS = 16  # per step
+# Joining the other ranks has its own timeout; allocating and capturing have none.
+_MAX_CONFIGURE_S = 600.0
 
 
 # A step of an Execute stream that has not been answered yet, and its trace contexts.
@@ -79,19 +81,11 @@ class WorkerService(WorkerServiceServicer):
         self._stop = stop
         self._ready = ready
         self._start_error: StartError | None = None
-        self._execution = Execution(settings, memory)
+        self.execution = Execution(settings, memory)
         self._tracing = open_tracing(settings.otlp_endpoint, "worker", settings.rank)
         self._incarnation = uuid.uuid4().hex
         self._newest_epoch = 0  # the newest requested epoch, which may not be configured yet
         self._epoch: Epoch | None = None
-
-    async def load(self) -> None:
-        """Loads the model and warms it up.
-
-        Raises:
-            StartError: the model or the settings cannot be served.
-        """
-        await self._execution.load()
 
     def check(self) -> None:
         """Raises the error that ended the start, if there was one.
@@ -101,10 +95,6 @@ class WorkerService(WorkerServiceServicer):
         """
         if self._start_error:
             raise self._start_error
-
-    def close(self) -> None:
-        """Drops waiting steps and returns when the running step has ended."""
-        self._execution.close()
 
     async def GetInfo(self, request: GetInfoRequest, context: Context) -> GetInfoResponse:
         runner = self._loaded()
@@ -142,13 +132,16 @@ class WorkerService(WorkerServiceServicer):
         if self._epoch:
             self._epoch.ended = True
         try:
-            await self._execution.configure(
-                runner,
-                request.epoch,
-                request.num_blocks,
-                superseded=lambda: self._newest_epoch > request.epoch,
-                keep=request.keep_cache_id,
-                graph_tokens=request.graph_tokens,
+            await self.execution.between_steps(
+                lambda: runner.configure(
+                    request.epoch,
+                    request.num_blocks,
+                    lambda: self._newest_epoch > request.epoch,
+                    request.keep_cache_id,
+                    request.graph_tokens,
+                ),
+                f"configuring epoch {request.epoch}",
+                _MAX_CONFIGURE_S,
             )
         except StartError as error:
             if request.epoch > 1:  # epoch 1 was configured, so a new process may succeed
@@ -197,7 +190,7 @@ class WorkerService(WorkerServiceServicer):
     async def Profile(  # type: ignore[override]  # writes to the context instead of yielding
         self, request: ProfileRequest, context: Context
     ) -> None:
-        async with aclosing(self._execution.profile(self._loaded(), request.num_steps)) as pieces:
+        async with aclosing(self.execution.profile(self._loaded(), request.num_steps)) as pieces:
             async for piece in pieces:
                 await context.write(ProfileResponse(trace=piece))
 
@@ -217,7 +210,7 @@ class WorkerService(WorkerServiceServicer):
                 traceparents = [*request.traceparents[:_MAX_SPANS]]
                 for step in decode_run(request, epoch.limits, epoch.last_step):
                     await places.acquire()
-                    launch = self._execution.submit(self._loaded(), epoch, step)
+                    launch = self.execution.submit(self._loaded(), epoch, step)
                     launches.append(launch)
                     running.put_nowait((launch, traceparents))
                     epoch.last_step = step
@@ -246,7 +239,7 @@ class WorkerService(WorkerServiceServicer):
         """Drops the steps that have not begun, the last one first, so that none of them begins
         after a step that was dropped."""
         while launches:
-            self._execution.drop(launches.pop())
+            self.execution.drop(launches.pop())
         if step := epoch.last_step:  # perhaps dropped: the next step cannot take its tokens
             epoch.last_step = replace(step, samples=np.zeros_like(step.samples))
 
@@ -260,9 +253,9 @@ class WorkerService(WorkerServiceServicer):
         return self._epoch
 
     def _loaded(self) -> ModelRunner:
-        if self._execution.runner is None:
+        if self.execution.runner is None:
             raise UnavailableError("the model is still loading")
-        return self._execution.runner
+        return self.execution.runner
 
     def _limits(self, request: ConfigureRequest, runner: ModelRunner) -> StepLimits:
         maxima = {

@@ -37,7 +37,7 @@ async def worker(tiny_dir: Path, tmp_path: Path) -> AsyncIterator[Worker]:
     from tests.worker_svc.serving import running  # a GPU's machine may have no gRPC
 
     async with running(tiny_dir, tmp_path) as started:
-        await started.service.load()
+        await started.service.execution.load()
         await started.server.set_serving(True)
         yield started
 

@@ -80,7 +80,7 @@ async def running(model: Path, tmp_path: Path, **overrides: Any) -> AsyncIterato
             WorkerServiceStub(channel), health_pb2_grpc.HealthStub(channel), server, service
         )
     await server.grpc.stop(0)
-    service.close()
+    service.execution.close()
 
 
 class Gate:

@@ -22,7 +22,7 @@ from worker_svc.profiling.profiler import PIECE_STEPS
 @pytest.fixture
 async def worker(tiny_dir: Path, tmp_path: Path) -> AsyncIterator[Worker]:
     async with running(tiny_dir, tmp_path) as started:
-        await started.service.load()
+        await started.service.execution.load()
         yield started
 
 
@@ -50,13 +50,13 @@ class Steps:
 async def begin(worker: Worker, num_steps: int) -> asyncio.Task[bytes]:
     """Starts a profile -> a task that returns its trace."""
     started = asyncio.Event()
-    start = worker.service._execution._profiler.start
+    start = worker.service.execution._profiler.start
 
     def observed(*args: Any) -> None:
         start(*args)
         loop.call_soon_threadsafe(started.set)
 
-    loop, worker.service._execution._profiler.start = asyncio.get_running_loop(), observed  # type: ignore[method-assign]
+    loop, worker.service.execution._profiler.start = asyncio.get_running_loop(), observed  # type: ignore[method-assign]
 
     async def read() -> bytes:
         call = worker.stub.Profile(ProfileRequest(num_steps=num_steps))
@@ -67,7 +67,7 @@ async def begin(worker: Worker, num_steps: int) -> asyncio.Task[bytes]:
 
     task = asyncio.create_task(read())
     await asyncio.wait_for(started.wait(), 60)
-    worker.service._execution._profiler.start = start  # type: ignore[method-assign]
+    worker.service.execution._profiler.start = start  # type: ignore[method-assign]
     return task
 
 
@@ -105,7 +105,7 @@ async def test_one_profile_is_recorded_at_a_time_until_its_call_ends(worker: Wor
     await steps.run(PIECE_STEPS + 1)
     first.cancel()
     await asyncio.wait([first])
-    await until(lambda: worker.service._execution._profiler._profile is None, "its end")
+    await until(lambda: worker.service.execution._profiler._profile is None, "its end")
     second = await begin(worker, 2)
     await steps.run(2)
     assert steps_of(await second) == 2

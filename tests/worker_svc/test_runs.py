@@ -82,7 +82,7 @@ async def test_a_device_holds_the_next_step_and_no_more(
     await call.write(StepRequest(epoch=1, cut=True))
     batch.step_id = 4
     await call.write(batch.request([(1, [5, 6])]))
-    waiting = worker.service._execution._waiting
+    waiting = worker.service.execution._waiting
     await until(lambda: [each.step.step_id for each in waiting] == [5], "the prompt")
     second.finish()
     third.finish()

@@ -76,7 +76,7 @@ async def test_steps_are_answered_in_order(worker: Worker, tiny_dir: Path) -> No
 async def test_drafted_tokens_are_in_the_answers(tiny_dir: Path, tmp_path: Path) -> None:
     """Those of a model that drafts for itself are the tokens that it samples."""
     async with running(tiny_dir, tmp_path, speculation=str(tiny_dir)) as worker:
-        await worker.service.load()
+        await worker.service.execution.load()
         assert (await worker.stub.GetInfo(GetInfoRequest())).drafts
         batch = await worker.configure(1)
         call = await worker.execute(
@@ -93,7 +93,7 @@ async def test_info_and_health_follow_the_load(tiny_dir: Path, tmp_path: Path) -
     async with running(tiny_dir, tmp_path) as worker:
         assert not await worker.is_serving()
         await rejected(worker.stub.GetInfo(GetInfoRequest()), UNAVAILABLE)
-        await worker.service.load()
+        await worker.service.execution.load()
         info = await worker.stub.GetInfo(GetInfoRequest())
         await worker.configure(7)
         assert (await worker.stub.GetInfo(GetInfoRequest())).epoch == 7
@@ -167,7 +167,7 @@ async def test_the_time_of_a_launch_does_not_count_as_the_time_of_a_step(
     other would end a healthy worker."""
     device = Device(monkeypatch)
     learned: list[int] = []
-    watch = worker.service._execution._watch
+    watch = worker.service.execution._watch
     monkeypatch.setattr(watch, "record", lambda step, seconds: learned.append(step.step_id))
     batch = await worker.configure(1)
     call = await worker.execute(batch.request([(0, [1, 2])]))
