@@ -74,7 +74,7 @@ class SchedulerConnection:
         Raises:
             UnavailableError: there is no connection, or the scheduler ends the call.
         """
-        if self._stub is None:
+        if self._stub is None or self.info is None:
             raise no_engine()
         try:
             yield self._stub

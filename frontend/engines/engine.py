@@ -128,17 +128,6 @@ class EngineClient:
         """Whether new requests wait for it, because it was lost less than `_RECOVERY_S` ago."""
         return self.listed and self.is_lost and time.monotonic() - self._lost_at < _RECOVERY_S
 
-    @property
-    def engine_info(self) -> pb.EngineInfo:
-        """The limits of the connected engine.
-
-        Raises:
-            UnavailableError: there is no connection.
-        """
-        if not self.connected:
-            raise no_engine()
-        return self.info
-
     def lost_for(self, seconds: float) -> bool:
         """Whether it has not been ready for at least `seconds`."""
         return not self._was_ready and time.monotonic() - self._not_ready_since >= seconds
@@ -181,7 +170,7 @@ class EngineClient:
         """Whether it has the model and the room for a completion that was begun elsewhere."""
         request = stream.request
         num_tokens = len(request.prompt_ids) + request.sampling.max_tokens
-        fits = num_tokens <= self.engine_info.max_model_len
+        fits = num_tokens <= self.info.max_model_len
         return fits and model_fingerprint in ("", self.model_fingerprint)
 
     def fit(self, num_tokens: int, names: Sequence[Name], num_cached: int) -> Fit:
@@ -349,8 +338,8 @@ class EngineClient:
         reason = ""
         while True:
             try:
-                index = index_of(self.engine_info.block_size)
                 with self.connection.stub() as stub:
+                    index = index_of(self.info.block_size)
                     call = stub.WatchBlocks(pb.WatchBlocksRequest())
                     try:
                         async for message in call:

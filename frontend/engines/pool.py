@@ -82,7 +82,7 @@ class Engines:
         Raises:
             UnavailableError: there is no connection.
         """
-        return _merged([engine.info for engine in self.connected()])
+        return _merged([each.info for each in self._engines.values() if each.connected])
 
     @property
     def limits(self) -> pb.EngineInfo:
@@ -91,20 +91,9 @@ class Engines:
         Raises:
             UnavailableError: no engine is connected or recovers.
         """
-        recovering = [engine.info for engine in self._engines.values() if engine.recovers]
-        connected = any(engine.connected for engine in self._engines.values())
-        return self.engine_info if connected or not recovering else _merged(recovering)
-
-    def connected(self) -> list[EngineClient]:
-        """The connected engines.
-
-        Raises:
-            UnavailableError: no engine is connected.
-        """
-        engines = [engine for engine in self._engines.values() if engine.connected]
-        if not engines:
-            raise no_engine()
-        return engines
+        engines = self._engines.values()
+        connected = [each.info for each in engines if each.connected]
+        return _merged(connected or [each.info for each in engines if each.recovers])
 
     @property
     def model_fingerprints(self) -> list[str]:
@@ -322,7 +311,13 @@ class Engines:
 
 
 def _merged(infos: Sequence[pb.EngineInfo]) -> pb.EngineInfo:
-    """The smallest limits of requests, and the total capacity."""
+    """The smallest limits of requests, and the total capacity.
+
+    Raises:
+        UnavailableError: there is no engine.
+    """
+    if not infos:
+        raise no_engine()
     if len(infos) == 1:
         return infos[0]
     merged = pb.EngineInfo()

@@ -14,7 +14,6 @@ from frontend.engines.engine import EngineClient
 from frontend.engines.pool import Engines
 from frontend.engines.token_stream import FinishReason, TokenStream
 from frontend.request import GenerationRequest, Sampling
-from shared.errors import UnavailableError
 from shared.pb import scheduler_pb2 as pb
 from tests.frontend.fake_scheduler import INFO, FakeScheduler
 from tests.waiting import until
@@ -74,10 +73,8 @@ class Cluster:
         await self.until_connected(*sorted(names))
 
     def connected(self) -> list[str]:
-        try:
-            return sorted(engine.name for engine in self.engines.connected())
-        except UnavailableError:
-            return []
+        engines = self.engines._engines.values()
+        return sorted(engine.name for engine in engines if engine.connected)
 
     async def until_connected(self, *names: str) -> None:
         """Waits until the frontend is connected to exactly these engines."""

@@ -247,7 +247,7 @@ async def test_not_ready_before_the_engine_info_arrives(cluster: Cluster) -> Non
     a.ready.set()
     await listed
     assert await cluster.readiness.get() is True
-    assert cluster.engine("a").engine_info == a.info
+    assert cluster.engine("a").info == a.info
 
 
 async def test_not_ready_while_the_engine_waits_for_workers(
