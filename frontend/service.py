@@ -20,7 +20,6 @@ from frontend.metrics import RequestMetrics
 from frontend.settings import FrontendSettings
 from frontend.text.model_files import ModelFacts, ModelFilesError, read_model_facts
 from frontend.text.tokenizer import Tokenizer
-from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import add_InferenceServiceServicer_to_server
 from shared.process.ports import SharedListener
 from shared.rpc.server import Server
@@ -29,11 +28,6 @@ from shared.telemetry.tracing import open_tracing
 
 _TOKENIZER_THREADS = 2
 _MIN_TOKENS = 100  # transformers makes a tokenizer of no files, too, with special tokens alone
-# By path.
-_METHODS = {
-    f"/{SERVICE_NAME}/{name}": name
-    for name in pb.DESCRIPTOR.services_by_name["InferenceService"].methods_by_name
-}
 
 
 class Frontend:
@@ -68,7 +62,7 @@ class Frontend:
         self.server = Server(
             settings,
             SERVICE_NAME,
-            interceptors=[ClientInterceptor(self._admission, _METHODS)],
+            interceptors=[ClientInterceptor(self._admission)],
             reuse_port=True,
             ready=ready,
         )

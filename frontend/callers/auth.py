@@ -5,7 +5,7 @@ The health service needs no token, so that load balancers can use it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,22 +15,19 @@ from grpc_health.v1 import health
 
 from frontend.callers.admission import Admission, bearer_token
 from frontend.callers.call import Call
+from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import ServiceError
 from shared.rpc.interceptors import Context, within
 
 _OPEN = f"/{health.SERVICE_NAME}/"
+_SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"]
 
 
 class ClientInterceptor(aio.ServerInterceptor):
-    """Has `admission` decide about each call.
+    """Has `admission` decide about each call."""
 
-    Args:
-        methods: names of the methods that are recorded by name, by path.
-    """
-
-    def __init__(self, admission: Admission, methods: Mapping[str, str]) -> None:
+    def __init__(self, admission: Admission) -> None:
         self._admission = admission
-        self._methods = methods
 
     async def intercept_service(
         self,
@@ -40,7 +37,9 @@ class ClientInterceptor(aio.ServerInterceptor):
         path = handler_call_details.method
         if path.startswith(_OPEN):
             return await continuation(handler_call_details)
-        method = self._methods.get(path, "other")
+        service, _, method = path.removeprefix("/").rpartition("/")
+        if service != _SERVICE.full_name or method not in _SERVICE.methods_by_name:
+            method = "other"
         token = _bearer_token(handler_call_details.invocation_metadata)
         try:
             client = self._admission.client(token, "metadata 'authorization: Bearer TOKEN'")
