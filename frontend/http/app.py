@@ -144,7 +144,7 @@ class App:
                 headers.append((b"x-request-id", request_id.encode()))
                 if method.startswith("/v1/messages"):
                     headers.append((b"request-id", request_id.encode()))  # of Anthropic's API
-                request = Request(body, exchange.headers, exchange.query, parameters, request_id)
+                request = Request(body, exchange.query, parameters, request_id)
                 await exchange.run(handler(self._service, request), headers)
 
     async def _health(self, path: str) -> Answer:

@@ -35,7 +35,6 @@ class Request:
     """The parts of a request that the APIs read."""
 
     body: Any  # its JSON value; None without a body
-    headers: Mapping[str, str]
     query: Mapping[str, str]
     parameters: Mapping[str, str]  # of the path
     request_id: str
