@@ -64,7 +64,7 @@ class Generations:
         vocabulary = self.vocabulary_of(request)
         generation = await begin(request, self.engines, vocabulary, received_at, on_thread)
         if call := CALL.get():
-            call.add_work(lambda: _work(generation, self.facts.name))
+            call.works.append(lambda: _work(generation, self.facts.name))
         return generation
 
     def vocabulary_of(self, request: GenerationRequest) -> Vocabulary:

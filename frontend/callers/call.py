@@ -96,13 +96,9 @@ class Call:
     peer: str  # as gRPC writes it
     client: Tenant | None = None
     began_at: float = field(default_factory=time.monotonic)
-    works: list[Callable[[], Work]] = field(default_factory=list)  # one per generation
+    works: list[Callable[[], Work]] = field(default_factory=list)  # return the results so far
     trace: CallTrace | None = None
     has_place: bool = False  # whether it counts as one of its client's open calls
-
-    def add_work(self, work: Callable[[], Work]) -> None:
-        """Adds a request to the model. `work` returns its result so far."""
-        self.works.append(work)
 
     def work(self) -> Work | None:
         """The work of all generations so far; None if there is none."""
