@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from deploy.certificates import check_certificates, check_roles, pinned
 from deploy.engines import check_engines, extra_master_ports
@@ -20,7 +20,7 @@ from frontend.callers.tenants import Tokens
 from frontend.settings import FrontendSettings, PublicSettings
 from nano_vllm_grpc.tls import ClientTls, FileError
 from scheduler_svc.settings import SchedulerSettings
-from shared.config import PREFIX, Addresses, AutoInt, ServiceSettings, load_settings, split_commas
+from shared.config import PREFIX, Addresses, AutoInt, ServiceSettings, load_settings
 from worker_svc.settings import WorkerSettings
 
 Environment = dict[str, str]
@@ -56,8 +56,6 @@ class StackSettings(PublicSettings):
         "", description="PEM file of the launcher's certificate, if clients must have one"
     )
     client_key: str = Field("", description="PEM file of the key of client_cert")
-
-    _split = field_validator("scheduler_addresses", "worker_addresses", mode="before")(split_commas)
 
 
 @dataclass(frozen=True)

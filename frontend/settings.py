@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from shared.config import Addresses, ServiceSettings, split_commas
+from shared.config import Addresses, ServiceSettings
 from shared.tls import ServerTls
 
 
@@ -103,10 +103,6 @@ class FrontendSettings(PublicSettings):
     )
     responses_directory: str = Field(
         "", description="directory of background responses (empty: they are not served)"
-    )
-
-    _split = field_validator("http_hosts", "http_origins", "scheduler_addresses", mode="before")(
-        split_commas
     )
 
     @model_validator(mode="after")

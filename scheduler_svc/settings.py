@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from shared.config import (
-    Addresses,
-    AutoInt,
-    EngineName,
-    ServiceSettings,
-    check_step_limits,
-    split_commas,
-)
+from shared.config import Addresses, AutoInt, EngineName, ServiceSettings, check_step_limits
 
 MAX_WAITING_TOKENS = 1 << 20
 _TOKENS_OF_REQUEST = 256  # with which the usual queue is full in requests and in tokens
@@ -56,8 +49,6 @@ class SchedulerSettings(ServiceSettings):
         description="source of drafts: none, ngram (auto), or a draft model's directory",
     )
     sync: bool = Field(False, description="plan a step only after the previous step's answer")
-
-    _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 
     @property
     def max_waiting_tokens(self) -> int:

@@ -15,14 +15,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import NoDecode
 
 from shared.security import SecuritySettings
 
 PREFIX = "NANO_"
 
-Addresses = Annotated[tuple[str, ...], NoDecode]
+
+def _split_commas(value: object) -> object:
+    """Splits a string `a,b` into a tuple; returns others unchanged."""
+    return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+
+
+Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 AutoInt = Literal["auto"] | Annotated[int, Field(gt=0)]
 EngineName = Annotated[
     str,
@@ -160,11 +166,6 @@ def _describe(error: Any) -> str:
     name = ".".join(str(part) for part in error["loc"][:1])
     message = error["msg"].removeprefix("Value error, ")
     return f"{name}: {message}, not {error['input']!r}" if name else message
-
-
-def split_commas(value: object) -> object:
-    """Splits a string `a,b` into a tuple, for settings that are lists; returns others unchanged."""
-    return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
 
 
 def check_step_limits(max_num_seqs: int, max_num_batched_tokens: int | Literal["auto"]) -> None:

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from shared.config import (
-    Addresses,
-    AutoInt,
-    EngineName,
-    ServiceSettings,
-    check_step_limits,
-    split_commas,
-)
+from shared.config import Addresses, AutoInt, EngineName, ServiceSettings, check_step_limits
 
 NO_DRAFT_MODEL = ("auto", "none", "ngram")  # values of `speculation` that name no directory
 
@@ -94,8 +87,6 @@ class WorkerSettings(ServiceSettings):
     threads: AutoInt = Field(
         "auto", description="CPU threads of a step (auto: a rank's share of the cores)"
     )
-
-    _split = field_validator("worker_addresses", mode="before")(lambda v: split_commas(v))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
