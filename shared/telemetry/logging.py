@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
 
 import structlog
 
 from shared.config import ServiceSettings
 from shared.telemetry.log_output import shield_stderr
-
-Processors = Sequence[structlog.typing.Processor]
 
 
 def configure_logging(settings: ServiceSettings, service: str, **bound: object) -> None:
@@ -46,7 +43,8 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
         processors.append(structlog.processors.ExceptionRenderer(tracebacks))
     processors.append(renderer)
     # The notice must not get the context of the line that follows it.
-    shield_stderr(lambda count: _render(processors[1:], count))
+    notices = structlog.wrap_logger(structlog.ReturnLogger(), processors[1:], structlog.BoundLogger)
+    shield_stderr(lambda count: str(notices.warning("log lines were dropped", count=count)))
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(
@@ -55,15 +53,3 @@ def configure_logging(settings: ServiceSettings, service: str, **bound: object) 
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-
-
-def _render(processors: Processors, dropped: int) -> str:
-    """Renders the line that says how many lines were dropped."""
-    line: structlog.typing.ProcessorReturnValue = {
-        "event": "log lines were dropped",
-        "count": dropped,
-    }
-    for process in processors:
-        assert isinstance(line, dict)
-        line = process(None, "warning", line)
-    return str(line)
