@@ -223,7 +223,7 @@ class Scheduler:
         if sequences.num_featured:
             for output in outputs:
                 if output.seq.params.stepwise:
-                    output.seq.pause()
+                    output.seq.paused = True
                     if not output.seq.params.pauses:  # it only had to know this token
                         output.seq.unpause()
         if step.num_drafts:
@@ -329,7 +329,8 @@ class Scheduler:
 
     def _accepts(self, row: Row) -> bool:
         """Whether a row's drafted token holds, and counts it."""
-        accepted = row.seq.accepts(row)
+        tokens, start = row.seq.tokens, row.start  # those of the rows before are appended
+        accepted = len(tokens) > start and tokens[start] == row.draft
         self.stats.accepted_tokens += accepted
         return accepted
 

@@ -263,14 +263,6 @@ class Sequence:
         self.num_unscheduled_tokens = 0
         return rows
 
-    def accepts(self, row: Row) -> bool:
-        """Whether the rows before this one, which are answered, sampled its drafted token."""
-        return len(self.tokens) > row.start and self.tokens[row.start] == row.draft
-
-    def pause(self) -> None:
-        """Makes it wait for `unpause`, after the answer to a step that sampled for it."""
-        self.paused = True
-
     def unpause(self, masks: Seq[bytes] = ()) -> None:
         """Lets it sample its next token, unless it has ended in the meantime. A mask has a bit for
         each token, set if the token is allowed: uint32[ceil(vocab / 32)], lowest bit first. The

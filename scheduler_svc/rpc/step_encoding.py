@@ -20,8 +20,6 @@ from scheduler_svc.rpc.step_features import (
 )
 from shared.pb import worker_pb2
 
-__all__ = ["MalformedAnswerError", "encode_step", "read_answer"]
-
 
 def encode_step(
     step: Step, block_size: int, epoch: int, step_id: int, num_steps: int = 1

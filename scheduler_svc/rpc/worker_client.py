@@ -23,7 +23,8 @@ from scheduler_svc.engine import WorkersLostError
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.rpc.execute_stream import ExecuteStream
 from scheduler_svc.rpc.prompt_graphs import PromptGraphs
-from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
+from scheduler_svc.rpc.step_encoding import encode_step, read_answer
+from scheduler_svc.rpc.step_features import MalformedAnswerError
 from scheduler_svc.rpc.worker_group import WorkerGroup, WorkerMismatchError, agree
 from scheduler_svc.settings import SchedulerSettings
 from shared.backoff import Backoff

@@ -87,7 +87,7 @@ class Forks:
         for seq, logprobs in found.items():
             group = self._beams.get(seq)
             if group is not None:
-                seq.pause()
+                seq.paused = True
                 if group.add_candidates(seq, logprobs):
                     advance = group.advance()
                     self._beams.update((child, group) for _, child in advance.forks)

@@ -11,7 +11,8 @@ import pytest
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import Answer, Logprobs, Step
-from scheduler_svc.rpc.step_encoding import MalformedAnswerError, encode_step, read_answer
+from scheduler_svc.rpc.step_encoding import encode_step, read_answer
+from scheduler_svc.rpc.step_features import MalformedAnswerError
 from shared.pb import worker_pb2
 from shared.sampling_params import BANNED
 from tests.oracle import completion, logprobs, next_token, states
