@@ -15,7 +15,7 @@ from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.engine import Engine
 from scheduler_svc.grammar.grammars import Grammars
-from scheduler_svc.grammar.host import run_host
+from scheduler_svc.grammar.host import GrammarHost
 from scheduler_svc.grammar.host_link import HostLink
 from scheduler_svc.metrics import EngineMetrics
 from scheduler_svc.rpc.servicer import SchedulerServicer
@@ -156,13 +156,12 @@ def _limits(settings: SchedulerSettings, group: WorkerGroup) -> Limits:
 def main() -> int:
     settings = settings_or_exit(SchedulerSettings, sys.argv[1:])
     link, metrics, records = HostLink.create(), EngineMetrics(settings.model), BlockRecords()
-    run_grammars = partial(run_host, link, Path(settings.model))
     return run_service(
         "scheduler",
         settings,
         partial(serve, link=link, metrics=metrics, records=records),
         (WorkerMismatchError,),
-        sidecar=run_grammars,
+        sidecar=GrammarHost(link, Path(settings.model)).run,
         on_fork_ended=records.fork_ended,
         metrics=metrics,
         index=settings.index,

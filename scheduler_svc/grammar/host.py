@@ -34,25 +34,17 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 
 
-def run_host(link: HostLink, model: Path, beat: Callable[[], None] = lambda: None) -> None:
-    """Serves for ever.
+class GrammarHost:
+    """Serves `link`. `model` is the directory of tokenizer.json and config.json."""
 
-    Args:
-        model: the directory of tokenizer.json and config.json.
-        beat: called several times a second once everything is loaded.
-    """
-    _Host(link, model, beat).run()
-
-
-class _Host:
-    def __init__(self, link: HostLink, model: Path, beat: Callable[[], None]) -> None:
+    def __init__(self, link: HostLink, model: Path) -> None:
         self._link = link
         self._model = model
-        self._beat = beat
         self._serve: Callable[[socket.socket], None] | None = None  # set once all is loaded
         self._connections: dict[int, socket.socket] = {}  # of living processes, by pid
 
-    def run(self) -> None:
+    def run(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Serves for ever, and calls `beat` several times a second once everything is loaded."""
         # Threads that a library makes would not exist in the forks.
         os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
         woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -67,7 +59,7 @@ class _Host:
             if host in readable:
                 self._take_demand()
             if self._serve is not None:
-                self._beat()
+                beat()
 
     def _take_demand(self) -> None:
         _, descriptors, _, _ = socket.recv_fds(self._link.host, 16, 1)

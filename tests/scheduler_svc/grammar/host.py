@@ -95,9 +95,9 @@ if __name__ == "__main__":
     from scheduler_svc.grammar import host
 
     host._LOAD_S = float(load_s)
-    load = host._Host._load
+    load = host.GrammarHost._load
 
-    def load_and_attempt(self: host._Host) -> None:
+    def load_and_attempt(self: host.GrammarHost) -> None:
         """Has a grammar whose text begins with ATTEMPTS make these, and be refused with what became
         of them."""
         load(self)
@@ -105,6 +105,6 @@ if __name__ == "__main__":
 
         child.compile_grammar = attempting(child.compile_grammar)
 
-    host._Host._load = load_and_attempt  # type: ignore[method-assign]
+    host.GrammarHost._load = load_and_attempt  # type: ignore[method-assign]
     ends = (socket.socket(fileno=int(each)) for each in descriptors)
-    host.run_host(HostLink(*ends), Path(model))
+    host.GrammarHost(HostLink(*ends), Path(model)).run()
