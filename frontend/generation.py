@@ -29,8 +29,8 @@ log = structlog.get_logger(__name__)
 _MAX_TOKENS = 128
 _MAX_SCORED_TOKENS = 32  # each of which makes up to 21 messages
 
-# A completion's finish reason as vLLM names it, in its API and its metrics.
-VLLM_REASONS = {
+# The names of a completion's finish reasons in OpenAI's API, and in vLLM's metrics.
+REASONS = {
     FinishReason.EOS: STOP,
     FinishReason.STOP: STOP,
     FinishReason.LENGTH: LENGTH,
@@ -190,7 +190,7 @@ class Generation:
                 # After a stop string, this frees the engine's blocks before the client reads on.
                 each.stream.close()
                 self._open.remove(each)
-                self._metrics.finished[VLLM_REASONS[each.ending.reason]] += 1
+                self._metrics.finished[REASONS[each.ending.reason]] += 1
         self._observe()
         if self._prompt_logprobs is not None:
             deltas[0][1].prompt_logprobs = self._prompt_logprobs.rows

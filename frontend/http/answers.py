@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from frontend.engines.token_stream import FinishReason
 from frontend.generation import CompletionReader, Generation, Totals
 from frontend.generations import Generations
 from frontend.http.formats.parser import AnswerParser, Event, ReasoningStart
@@ -31,9 +30,6 @@ class AnswerForm:
 
     reasoning: ReasoningStart = "none"
     tools: ToolFormat | None = None
-
-    def parser(self) -> AnswerParser:
-        return AnswerParser(reasoning=self.reasoning, tools=self.tools)
 
 
 def answer_form(
@@ -67,7 +63,9 @@ class Answers:
     def __init__(self, generation: Generation, form: AnswerForm) -> None:
         self.generation = generation
         count = generation.request.sampling.num_completions
-        self._parsers = [form.parser() for _ in range(count)]
+        self._parsers = [
+            AnswerParser(reasoning=form.reasoning, tools=form.tools) for _ in range(count)
+        ]
         # Of the tokens that the client already has.
         self.resumed: Sequence[Event] = self._parsers[0].feed(generation.resumed_text)
 
@@ -90,14 +88,6 @@ class Answers:
 def named_event(name: str, value: dict[str, Any]) -> bytes:
     """A server-sent event with a name."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), orjson.dumps(value))
-
-
-# OpenAI's reasons for the end of a completion.
-REASONS = {
-    FinishReason.EOS: "stop",
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-}
 
 
 def usage(totals: Sequence[Totals], *, reports_cached: bool) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from frontend.generation import CompletionReader, Generation
-from frontend.http.answers import REASONS, TokenTexts, usage
+from frontend.generation import REASONS, CompletionReader, Generation
+from frontend.http.answers import TokenTexts, usage
 from frontend.http.parameters import CompletionFields, StreamOptions
 from frontend.http.service import Service, now
 from frontend.text.completion import Delta

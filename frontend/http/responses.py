@@ -10,7 +10,8 @@ from typing import Any, Literal
 import orjson
 
 from frontend.callers.call import CALL
-from frontend.http.answers import REASONS, Answers, TokenTexts, answer_form, usage
+from frontend.generation import REASONS
+from frontend.http.answers import Answers, TokenTexts, answer_form, usage
 from frontend.http.background.events import Json, ResponseEvents
 from frontend.http.background.store import StoredResponse
 from frontend.http.errors import ParameterError, response_error

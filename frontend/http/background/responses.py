@@ -20,11 +20,13 @@ from pydantic import TypeAdapter
 from frontend.callers.admission import Admission
 from frontend.callers.call import CALL, Call
 from frontend.callers.tenants import Tenant
+from frontend.generation import REASONS
 from frontend.generations import Generations
-from frontend.http.answers import REASONS, AnswerForm, usage
+from frontend.http.answers import AnswerForm, usage
 from frontend.http.background.events import Json, ResponseEvents
 from frontend.http.background.store import MAX_AGE_S, ResponseStore, StoredResponse
 from frontend.http.errors import HttpError, public, response_error
+from frontend.http.formats.parser import AnswerParser
 from frontend.http.formats.tool_format import ToolFormat
 from frontend.request import GenerationRequest, Sampling
 from frontend.text.completion import CompletionBuilder
@@ -175,7 +177,7 @@ class BackgroundResponses:
         request = _request(header["request"], (), None)
         builder = CompletionBuilder(self._generations.vocabulary_of(request), request.sampling)
         tools = ToolFormat[header["tools"]] if header["tools"] else None
-        parser = AnswerForm(header["reasoning"], tools).parser()
+        parser = AnswerParser(reasoning=header["reasoning"], tools=tools)
         events.start()
         num_tokens = 0
         while True:
