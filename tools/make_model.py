@@ -174,7 +174,8 @@ def make_tensor(
 @cache
 def _quantiles(mean: float, std: float, dtype: torch.dtype) -> Tensor:
     centers = (torch.arange(_QUANTILES, dtype=torch.float64) + 0.5) / _QUANTILES
-    return (mean + std * torch.special.ndtri(centers)).to(dtype)
+    quantiles: Tensor = mean + std * torch.special.ndtri(centers)
+    return quantiles.to(dtype)
 
 
 def _pairs_of_codes() -> NDArray[Any]:

@@ -9,8 +9,8 @@ import torch
 
 from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.errors import StartError
-from worker_svc.kernels.cpu.program import run_phase, step_of, tracing
-from worker_svc.kernels.cpu.structs import LANES, AttendArgs, Cache, Phase, rope_store_args
+from worker_svc.kernels.cpu.program import run_phase, tracing
+from worker_svc.kernels.cpu.structs import LANES, AttendArgs, Cache, Phase, rope_store_args, step_of
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors
 

@@ -22,7 +22,12 @@ ROPE_FACTORS = {
     "rope_factors_long.weight": "long_factor",
 }
 # Keys that few files have, and their fields in config.json.
-_LIMITS = {"rope.scaling.original_context_length": "original_max_position_embeddings"}
+_NUMBERS = {
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 _FACTORS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -32,11 +37,6 @@ _FACTORS = {
     "rope.local.freq_base": "rope_local_base_freq",  # Ollama's name
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
-}
-_EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
 }
 _GEMMA3_27B = 62  # layers; its query scale is in no key (llama.cpp's models/gemma3.cpp)
 _ADDED = 3, 4  # of tokenizer.ggml.token_type: control and user-defined, as some converters write
@@ -127,7 +127,7 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": keys.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
         "max_position_embeddings": keys.get(f"{arch}.context_length", int),
-        **_given(keys, arch, _LIMITS, int),
+        **_given(keys, arch, _NUMBERS, int),
         "sliding_window": window or None,
         **_window_layers(keys, f"{arch}.attention.sliding_window_pattern"),
         "rope_parameters": {
@@ -136,9 +136,7 @@ def model_config(header: Header, family: Family) -> dict[str, Any]:
             **_rope(keys, arch, [name for name in ROPE_FACTORS if name in header.tensors]),
         },
         **_given(keys, arch, _FACTORS, float),
-        **_given(keys, arch, _EXPERTS, int),
-        "norm_topk_prob": True,  # as llama.cpp computes all that it reads
-        **_query_scale(keys, arch, head_dim, hidden // heads),
+        **_in_no_key(keys, arch, head_dim, hidden // heads),
         "attention_bias": "blk.0.attn_output.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in header.tensors,
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -159,7 +157,10 @@ def _window_layers(keys: Keys, name: str) -> dict[str, Any]:
     return {"layer_types": [names[bool(each)] for each in keys.get(name, list)]}
 
 
-def _query_scale(keys: Keys, arch: str, head_dim: int, width: int) -> dict[str, Any]:
+def _in_no_key(keys: Keys, arch: str, head_dim: int, width: int) -> dict[str, Any]:
+    """Facts that llama.cpp knows of an architecture."""
+    if arch == "qwen3moe":
+        return {"norm_topk_prob": True}
     if arch != "gemma3":
         return {}
     is_27b = keys.get(f"{arch}.block_count", int) == _GEMMA3_27B

@@ -41,7 +41,6 @@ from worker_svc.kernels.cpu.structs import (
     vector,
 )
 from worker_svc.kernels.ops import Activation, Exchange
-from worker_svc.step.tensors import StepTensors
 
 # The first dimensions of traced tensors: rows of tokens, and of sequences.
 TOKENS, SEQUENCES = 3, 2
@@ -71,25 +70,6 @@ def run_timed(ops: Any, step: Any) -> Any:
 def run_phase(phase: Phase, args: Any, step: Any) -> None:
     """Runs one phase alone."""
     run((Op * 1)(Op(phase, addressof(args))), step)
-
-
-def step_of(tensors: StepTensors, last_tokens: torch.Tensor | None = None) -> Any:
-    """The columns of a step, which the caller keeps alive."""
-    step = Step()
-    fill_step(step, tensors, last_tokens)
-    return step
-
-
-def fill_step(step: Any, tensors: StepTensors, last_tokens: torch.Tensor | None) -> None:
-    step.tokens, step.sequences = len(tensors.input_ids), len(tensors.context_lens)
-    step.input_ids = tensors.input_ids.data_ptr()
-    step.last_tokens = last_tokens.data_ptr() if last_tokens is not None else None
-    step.positions = tensors.positions.data_ptr()
-    step.slots = tensors.slot_mapping.data_ptr()
-    step.query_starts = tensors.query_starts.data_ptr()
-    step.context_lens = tensors.context_lens.data_ptr()
-    step.block_table = tensors.block_table.data_ptr()
-    step.table_offsets = tensors.table_offsets.data_ptr()
 
 
 @dataclass(eq=False)

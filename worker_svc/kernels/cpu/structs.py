@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from worker_svc.kernels.ops import Activation
+from worker_svc.step.tensors import StepTensors
 
 INT, DOUBLE, POINTER = c_int64, c_double, c_void_p
 LANES = 16  # the numbers of a vector, as in `native/simd.h`
@@ -209,3 +210,22 @@ def rope_store_args(
         args.q_weight, args.k_weight = q_weight.data_ptr(), k_weight.data_ptr()
         args.weight_type = q_weight.dtype == torch.bfloat16
     return args
+
+
+def step_of(tensors: StepTensors, last_tokens: torch.Tensor | None = None) -> Any:
+    """The columns of a step, which the caller keeps alive."""
+    step = Step()
+    fill_step(step, tensors, last_tokens)
+    return step
+
+
+def fill_step(step: Any, tensors: StepTensors, last_tokens: torch.Tensor | None) -> None:
+    step.tokens, step.sequences = len(tensors.input_ids), len(tensors.context_lens)
+    step.input_ids = tensors.input_ids.data_ptr()
+    step.last_tokens = last_tokens.data_ptr() if last_tokens is not None else None
+    step.positions = tensors.positions.data_ptr()
+    step.slots = tensors.slot_mapping.data_ptr()
+    step.query_starts = tensors.query_starts.data_ptr()
+    step.context_lens = tensors.context_lens.data_ptr()
+    step.block_table = tensors.block_table.data_ptr()
+    step.table_offsets = tensors.table_offsets.data_ptr()

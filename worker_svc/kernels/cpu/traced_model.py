@@ -17,12 +17,11 @@ from worker_svc.kernels.cpu.program import (
     TOKENS,
     HostCall,
     Trace,
-    fill_step,
     new_trace,
     run,
 )
 from worker_svc.kernels.cpu.rows import Rows, allocate
-from worker_svc.kernels.cpu.structs import Op
+from worker_svc.kernels.cpu.structs import Op, fill_step
 from worker_svc.step.tensors import StepTensors
 
 MAX_TOKENS = 256  # that run through all phases at once, so that their rows stay in the CPU's cache

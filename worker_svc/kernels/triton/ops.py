@@ -7,8 +7,8 @@ import torch
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
 from worker_svc.kernels.ops import pick_last_rows as last_rows
 from worker_svc.kernels.triton.embedding import embed
-from worker_svc.kernels.triton.experts import mix_experts, pack_experts
 from worker_svc.kernels.triton.gated_activation import activate_and_multiply
+from worker_svc.kernels.triton.quantized.experts import mix_experts, pack_experts
 from worker_svc.kernels.triton.quantized.weights import pack_quantized, unpack_quantized
 from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm, scale_parts, sum_squares
 from worker_svc.kernels.triton.row_matmul import RowWeight
