@@ -136,9 +136,9 @@ class WeightLoader:
         tensor = compute()
         return self._memory.add({"": tensor})[""] if self._memory else tensor
 
-    def skip(self, name: str) -> None:
-        """Allows tensor `name`, or all tensors of layer `name`, to stay unread."""
-        self._reader.skip(name)
+    def skip(self, *names: str) -> None:
+        """Allows these tensors, or all tensors of layers with these names, to stay unread."""
+        self._reader.skip(*names)
 
     def finish(self) -> None:
         """Checks that every tensor has been read or skipped.
@@ -195,6 +195,12 @@ class WeightLoader:
             return self._ops.pack(next(iter(weights)), self.dtype)
 
         names = [part.name for parts in matrices for part in parts]
+        plain = [self._is_plain(name, quantize_to) for name in names]
+        if any(plain) and not all(plain):
+            raise ModelError(
+                f"quantization_config: {names[plain.index(True)]} is not quantized, but "
+                f"{names[plain.index(False)]} is, and they are multiplied together"
+            )
         key, width = names[0], columns or range(in_features)
         if self._cache and quantize_to:
             nothing = empty(num_rows, in_features, quantize_to, torch.device("meta"))
@@ -204,29 +210,26 @@ class WeightLoader:
                     self._reader.skip(f"{name}.weight")
                 moved = {k: self._reader.on_device(v) for k, v in state.items()}
                 return self._keep(self._ops.unpack(moved))
-        sizes = num_rows, in_features, columns
-        packed = self._keep(pack(self._read(parts, *sizes, quantize_to) for parts in matrices))
+        if plain[0]:
+            weights: Iterator[torch.Tensor | QuantizedWeight] = (
+                self._read_plain(parts, num_rows, in_features, columns) for parts in matrices
+            )
+        else:
+            sizes = num_rows, in_features, width
+            weights = (self._read_quantized(parts, *sizes, quantize_to) for parts in matrices)
+        packed = self._keep(pack(weights))
         if self._cache and quantize_to and (found := packed.state()):
             self._cache.add(key, found)
         return packed
 
-    def _read(
+    def _read_quantized(
         self,
         parts: Sequence[Rows],
         num_rows: int,
         in_features: int,
-        columns: range | None,
+        columns: range,
         quantize_to: Format | None,
-    ) -> torch.Tensor | QuantizedWeight:
-        plain = [self._is_plain(part.name, quantize_to) for part in parts]
-        if all(plain):
-            return self._read_plain(parts, num_rows, in_features, columns)
-        if any(plain):
-            raise ModelError(
-                f"quantization_config: {parts[plain.index(True)].name} is not quantized, but "
-                f"{parts[plain.index(False)].name} is, and they are multiplied together"
-            )
-        columns = columns or range(in_features)
+    ) -> QuantizedWeight:
         pieces = (
             (part.name, self._piece(part.name, rows, columns, in_features, quantize_to))
             for part in parts
@@ -307,7 +310,7 @@ class KeptLoader(WeightLoader):
     def computed(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         return next(self._states)[""]
 
-    def skip(self, name: str) -> None:
+    def skip(self, *names: str) -> None:
         pass
 
     def finish(self) -> None:

@@ -205,6 +205,14 @@ def test_windows_have_a_rope_of_their_own(tmp_path: Path) -> None:
             "architectures: GPT2LMHeadModel is not served; served are Qwen3ForCausalLM, "
             "Qwen3MoeForCausalLM, Qwen2ForCausalLM",
         ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4},
+            "num_experts_per_tok: 8 of num_experts = 4",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "use_sliding_window": True},
+            "use_sliding_window: not implemented",
+        ),
         ({"architectures": None}, "architectures: none is not served"),
         ({**GEMMA, "sliding_window": None}, "sliding_window: missing"),
         ({**GEMMA, "layer_types": [FULL]}, "layer_types: 1 entries for 3 layers"),

@@ -57,6 +57,8 @@ def weight_index(
         count, shape = 1, list(tensor.shape)
         if "{}" in weight:  # the matrices of all experts
             count, *shape = shape
+            if len(shape) != 2 or count != config.get("num_experts"):
+                raise GgufError(f"{name}: shape {list(tensor.shape)} is not that of all experts")
         block, block_bytes = GGML_QUANT_SIZES[tensor.type]
         for expert in range(count):
             weights[weight.format(expert)] = {

@@ -38,8 +38,7 @@ class MixtureOfExperts:
         self._gate_up = loader.experts(gate_up, hidden_size)
         down = [[Rows(f"{each}.down_proj", 0, hidden_size)] for each in own]
         self._down = loader.experts(down, size)
-        for each in {*names} - {*own}:
-            loader.skip(each)
+        loader.skip(*{*names} - {*own})
         self._ops, self._tp, self._experts = ops, tp, experts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -239,6 +239,8 @@ def _experts(family: Family, file: _ConfigFile) -> ExpertsConfig | None:
     size, per_token = file.moe_intermediate_size, file.num_experts_per_tok
     if count is None or size is None or per_token is None:
         raise ModelError("num_experts, num_experts_per_tok, moe_intermediate_size: may not be null")
+    if file.use_sliding_window:
+        raise ModelError("use_sliding_window: not implemented for mixtures of experts")
     if per_token > count:
         raise ModelError(f"num_experts_per_tok: {per_token} of num_experts = {count}")
     layers = frozenset(

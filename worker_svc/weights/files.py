@@ -161,14 +161,14 @@ class WeightReader:
         self._copy(out, tensor)
         return out
 
-    def skip(self, name: str) -> None:
-        """Allows tensor `name`, or all tensors of layer `name`, to stay unread, if they exist."""
-        names = {name}
-        if name not in self._tensors:  # looking at all names takes long
-            names = {each for each in self._unread if each.startswith(f"{name}.")}
-        names &= self._unread
-        self._unread -= names
-        self._progress.update(len(names))
+    def skip(self, *names: str) -> None:
+        """Allows these tensors, or all tensors of layers with these names, to stay unread, if they
+        exist. A look at all tensors for each layer would take long."""
+        found = self._unread.intersection(names)
+        if layers := tuple(f"{name}." for name in names if name not in self._tensors):
+            found |= {each for each in self._unread if each.startswith(layers)}
+        self._unread -= found
+        self._progress.update(len(found))
 
     def check_all_read(self) -> None:
         """Checks that no tensor is left over that may change the model.

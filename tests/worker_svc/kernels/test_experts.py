@@ -17,7 +17,7 @@ from worker_svc.kernels.triton import ops as triton_ops
 
 HIDDEN, SIZE = 64, 32
 EXPERTS = Experts(11, range(11), 3, True, "silu")
-FORMATS = ("none", "int8", "int4", "int4 with zeros", "fp8")
+FORMATS = ("none", "int8", "int8 with zeros", "int4", "int4 with zeros", "fp8")
 CPU = pytest.param(cpu_ops, marks=cpu_only)
 devices = pytest.mark.parametrize("ops", [CPU, triton_ops], ids=["cpu", "triton"])
 
@@ -64,7 +64,9 @@ def check(ops: Any, name: str, logits: torch.Tensor, experts: Experts) -> torch.
                 added = ops.pack(down[expert], torch.float32).matmul(hidden, None)
                 expected[row] += factor * added[0]
     scale = expected.abs().max() if len(expected) else 0
-    assert (out - expected).abs().le(1e-5 * scale + 1e-6).all()
+    # The inputs of an expert without zeros are quantized on a GPU if it is packed alone.
+    error = 1e-2 if name == "int8 with zeros" else 1e-5
+    assert (out - expected).abs().le(error * scale + 1e-6).all()
     return out
 
 
@@ -77,7 +79,7 @@ def some_logits(tokens: int) -> torch.Tensor:
 
 @devices
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 23])
+@pytest.mark.parametrize("tokens", [0, 1, 23])
 def test_each_token_takes_its_experts(ops: Any, name: str, tokens: int) -> None:
     check(ops, name, some_logits(tokens), EXPERTS)
 

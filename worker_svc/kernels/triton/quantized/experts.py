@@ -61,7 +61,7 @@ def mix_experts(
     hidden = gate_up.matmul(x[sources[:-1]], None, grouped=grouped)
     hidden = activate_and_multiply(hidden, experts.activation)
     outputs = down.matmul(hidden, None, grouped=grouped)
-    of_tokens = outputs[places.clamp(max=nowhere - 1)].view(tokens, per_token, -1)
+    of_tokens = outputs[places.clamp(max=nowhere - 1)].view(tokens, per_token, outputs.shape[1])
     of_tokens = torch.where(is_own[:, :, None], of_tokens.float(), 0)
     return (of_tokens * factors[:, :, None]).sum(1).to(x.dtype)
 

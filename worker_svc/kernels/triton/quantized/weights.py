@@ -57,6 +57,13 @@ def pack_quantized(weight: QuantizedWeight, dtype: torch.dtype) -> Int8Weight | 
 
 def stack(weights: Sequence[Int8Weight | CodeWeight]) -> Int8Weight | CodeWeight:
     """Makes one weight of equal matrices, for `Grouped` products."""
+    if len({type(each) for each in weights}) > 1:  # some have zeros, some have none
+        weights = [
+            CodeWeight(each.codes, each.scales[None], None, each.dtype)
+            if isinstance(each, Int8Weight)
+            else each
+            for each in weights
+        ]
     states = [each.state() for each in weights]
     first = states[0]
     if zeros := [each["zeros"] for each in states if "zeros" in each]:
