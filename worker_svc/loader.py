@@ -210,32 +210,21 @@ class WeightLoader:
                     self._reader.skip(f"{name}.weight")
                 moved = {k: self._reader.on_device(v) for k, v in state.items()}
                 return self._keep(self._ops.unpack(moved))
-        if plain[0]:
-            weights: Iterator[torch.Tensor | QuantizedWeight] = (
-                self._read_plain(parts, num_rows, in_features, columns) for parts in matrices
+
+        def read(parts: Sequence[Rows]) -> torch.Tensor | QuantizedWeight:
+            if plain[0]:
+                return self._read_plain(parts, num_rows, in_features, columns)
+            pieces = (
+                (part.name, self._piece(part.name, rows, width, in_features, quantize_to))
+                for part in parts
+                for rows in _pieces(part, _PIECES[self.device.type] // in_features)
             )
-        else:
-            sizes = num_rows, in_features, width
-            weights = (self._read_quantized(parts, *sizes, quantize_to) for parts in matrices)
-        packed = self._keep(pack(weights))
+            return join_rows(pieces, num_rows)
+
+        packed = self._keep(pack(map(read, matrices)))
         if self._cache and quantize_to and (found := packed.state()):
             self._cache.add(key, found)
         return packed
-
-    def _read_quantized(
-        self,
-        parts: Sequence[Rows],
-        num_rows: int,
-        in_features: int,
-        columns: range,
-        quantize_to: Format | None,
-    ) -> QuantizedWeight:
-        pieces = (
-            (part.name, self._piece(part.name, rows, columns, in_features, quantize_to))
-            for part in parts
-            for rows in _pieces(part, _PIECES[self.device.type] // in_features)
-        )
-        return join_rows(pieces, num_rows)
 
     def _read_plain(
         self, parts: Sequence[Rows], num_rows: int, in_features: int, columns: range | None = None
