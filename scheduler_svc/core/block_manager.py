@@ -87,7 +87,8 @@ class BlockManager:
         self._free = deque(range(self.num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._block_of: dict[bytes, int] = {}  # name -> block, for published blocks
-        self._contents: dict[int, StoredBlock] = {}  # of published blocks
+        self._name_of: dict[int, bytes] = {}
+        self._contents: dict[bytes, StoredBlock] = {}  # by name
         self._copies: dict[int, int] = {}  # to block -> from block; both in use
         self._copying: dict[int, int] = {}  # those of the steps in flight
         # The free blocks needed by each waiting sequence that found too few.
@@ -100,17 +101,18 @@ class BlockManager:
         order in which their last blocks were published.
         """
         for block, stored in published:
-            self._block_of[stored.name], self._contents[block] = block, stored
+            self._block_of[stored.name], self._name_of[block] = block, stored.name
+            self._contents[stored.name] = stored
         kept: dict[int, None] = {}  # in reverse order of eviction
         for _, stored in reversed(published):
             prefix: list[int] = []
             name: bytes | None = stored.name
-            while name in self._block_of and (block := self._block_of[name]) not in kept:
+            while name in self._contents and (block := self._block_of[name]) not in kept:
                 prefix.append(block)
-                name = self._contents[block].parent
+                name = self._contents[name].parent
             kept |= dict.fromkeys(reversed(prefix))
         self._cached.update(dict.fromkeys(reversed(kept)))
-        self._free = deque(block for block in self._free if block not in self._contents)
+        self._free = deque(block for block in self._free if block not in self._name_of)
 
     def stored_blocks(self) -> list[StoredBlock]:
         """All published blocks. A block comes after the block before it, unless that was evicted
@@ -224,6 +226,7 @@ class BlockManager:
             name, block = seq.block_hashes[i], seq.block_table[i]
             if name not in self._block_of:  # else another sequence computed the same prefix
                 self._block_of[name] = block
+                self._name_of[block] = name
                 self._store(seq, i, block)
         seq.num_published_blocks = full
 
@@ -250,17 +253,18 @@ class BlockManager:
         free = [*self._free, *self._cached]
         assert len(set(free)) == len(free), "a block is free twice"
         assert set(free) == {b for b in range(self.num_blocks) if references[b] == 0}, "free blocks"
-        assert all(b in self._contents for b in self._cached), "a cached block without a name"
-        assert not any(b in self._contents for b in self._free), "a named block among the empty"
-        assert {c.name: b for b, c in self._contents.items()} == self._block_of, "names"
+        assert all(b in self._name_of for b in self._cached), "a cached block without a name"
+        assert not any(b in self._name_of for b in self._free), "a named block among the empty"
+        assert {n: b for b, n in self._name_of.items()} == self._block_of, "names"
+        assert self._contents.keys() == self._block_of.keys(), "contents"
 
     def _take(self) -> int:
         if self._free:
             block = self._free.popleft()
         else:
             block, _ = self._cached.popitem(last=False)
-            name = self._contents.pop(block).name
-            del self._block_of[name]
+            name = self._name_of.pop(block)
+            del self._block_of[name], self._contents[name]
             self.num_evictions += 1
             for listener in self.listeners:
                 listener.removed(block, name)
@@ -270,7 +274,7 @@ class BlockManager:
     def _release(self, block: int) -> None:
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
-            if block in self._contents:
+            if block in self._name_of:
                 self._cached[block] = None
             else:
                 self._free.append(block)
@@ -282,7 +286,7 @@ class BlockManager:
         tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
         parent = seq.block_hashes[i - 1] if i else None
         stored = StoredBlock(seq.block_hashes[i], parent, tokens, seq.request.cache_salt)
-        self._contents[block] = stored
+        self._contents[stored.name] = stored
         for listener in self.listeners:
             listener.stored(block, stored)
 

@@ -216,10 +216,10 @@ class SuccessionMachine(BlockManagerMachine):
         found.check_integrity([])
         assert found.stored_blocks() == self.blocks.stored_blocks()
         assert found._block_of == self.blocks._block_of
-        order = [*found._cached]
+        order, contents = [*found._cached], found._contents
         for place, block in enumerate(order):
-            parent = found._contents[block].parent
-            if parent in found._block_of:
+            parent = contents[found._name_of[block]].parent
+            if parent in contents:
                 assert order.index(found._block_of[parent]) > place, "evicted before its end"
 
 
