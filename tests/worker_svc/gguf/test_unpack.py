@@ -202,7 +202,9 @@ def test_refuses_by_name(tmp_path: Path, keys: dict[str, Any], reason: str) -> N
 @pytest.mark.parametrize(
     ("name", "values", "reason"),
     [
-        ("blk.0.ffn_gate_exps.weight", np.zeros((4, 4), np.float32), "the tensor belongs to"),
+        ("blk.0.ffn_gate_shexp.weight", np.zeros((4, 4), np.float32), "the tensor belongs to"),
+        ("blk.0.ffn_gate_exps.weight", np.zeros((4, 4), np.float32), "shape [4, 4] is not"),
+        ("blk.0.ffn_up_exps.weight", np.zeros((2, 4, 4), np.float32), "shape [2, 4, 4] is not"),
         ("rope_freqs.weight", np.ones(16, np.float16), "F16 [16] is not a vector of F32"),
         *(
             ("blk.0.attn_q.bias", np.zeros(64, dtype), f"tensors of type {name} are not served")
