@@ -22,8 +22,6 @@ from worker_svc.kernels.cpu.structs import (
 from worker_svc.kernels.cpu.weights import PanelWeight
 from worker_svc.kernels.ops import Activation, Experts
 
-_NUMBER = 4  # bytes
-
 
 def mix_each(
     x: torch.Tensor,
@@ -67,7 +65,7 @@ def trace_mix(
     rows, by_sequence = trace.count(read), read.per_sequence
     starts = torch.zeros(len(own) + 1, dtype=torch.int64)
     num_rows = starts[-1:].data_ptr()  # of this rank's experts
-    chosen, factors, places = (trace.new_memory(_NUMBER * k, by_sequence) for _ in range(3))
+    chosen, factors, places = (trace.new_memory(4 * k, by_sequence) for _ in range(3))
     packed = trace.packed_rows(gate_up, None, gate_up.segment, by_sequence)
     trace.pack(packed, read, None)
 
@@ -89,7 +87,7 @@ def trace_mix(
         )
 
     trace.add(Phase.GATHER, bind_gather, places, *packed.all, *gathered.all)
-    hidden = trace.new_memory(_NUMBER * k * gate_up.out_features, by_sequence)
+    hidden = trace.new_memory(4 * k * gate_up.out_features, by_sequence)
     trace.multiply(gathered, num_rows, hidden)
     inner = trace.packed_rows(down, None, down.segment, by_sequence, k, starts)
 
@@ -98,7 +96,7 @@ def trace_mix(
         return ActivateArgs(*sizes, hidden.address, None, inner.target())
 
     trace.add(Phase.ACTIVATE, bind_activation, hidden, *inner.all)
-    outputs = trace.new_memory(_NUMBER * k * down.out_features, by_sequence)
+    outputs = trace.new_memory(4 * k * down.out_features, by_sequence)
     trace.multiply(inner, num_rows, outputs)
     out, tensor = trace.new_rows(down.out_features, by_sequence)
 
