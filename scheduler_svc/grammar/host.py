@@ -44,7 +44,7 @@ class GrammarHost:
         self._connections: dict[int, socket.socket] = {}  # of living processes, by pid
 
     def run(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Serves for ever, and calls `beat` several times a second once everything is loaded."""
+        """Serves until its process ends. Calls `beat` several times a second once all is loaded."""
         # Threads that a library makes would not exist in the forks.
         os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
         woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
