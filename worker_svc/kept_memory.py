@@ -19,9 +19,11 @@ import fcntl
 import math
 import mmap
 import os
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,14 @@ def kept_version(settings: WorkerSettings) -> str:
         return uuid.uuid4().hex
 
 
+@dataclass
+class _Unused:
+    """Memory of a chunk that no tensor has, and its place in the file."""
+
+    memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    place: int = 0
+
+
 class WeightMemory:
     """The tensors of a model, then of its draft model, in the order in which loaders ask for
     them."""
@@ -82,8 +92,9 @@ class WeightMemory:
 
     def _begin(self) -> None:
         self._chunks: list[tuple[int, int, int]] = []  # address, place in the file, size; bytes
-        self._unused = torch.empty(0, dtype=torch.uint8)  # of the last chunk
-        self._unused_at = 0  # its place in the file
+        self._unused, self._reserved = _Unused(), _Unused()
+        self._places: dict[int, int] = {}  # of the tensors in the file, by address
+        self._collapsing: list[threading.Thread] = []
         self._states: list[list[tuple[str, str, list[int], int]]] | None = []  # None: given up
 
     def drop_unusable(self) -> None:
@@ -112,17 +123,31 @@ class WeightMemory:
                 for name, dtype, shape, place in state
             }
 
+    def reserve(self, num_bytes: int) -> None:
+        """Makes memory for `new`. It becomes huge pages on another thread, because that takes as
+        long as reading the weights."""
+        self._reserved = _Unused(*self._new_chunk(num_bytes))
+        args = self._reserved.memory.data_ptr(), len(self._reserved.memory)
+        self._collapsing.append(threading.Thread(target=_collapse, args=args, daemon=True))
+        self._collapsing[-1].start()
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the memory, to be filled and then added."""
+        return self._take(self._reserved, shape, dtype)
+
     def add(self, state: State) -> State:
-        """Copies tensors into the memory -> the copies."""
-        entries, copies = [], {}
+        """Adds tensors. Those that `new` has not made are copied -> the tensors in the memory."""
+        entries, added = [], {}
         for name, tensor in state.items():
-            memory, place = self._take(tensor.nbytes)
-            copies[name] = _view(memory, tensor.dtype, tensor.shape)
-            copies[name].copy_(tensor)
-            entries.append((name, NAMES[tensor.dtype], list(tensor.shape), place))
+            kept = tensor
+            if tensor.data_ptr() not in self._places:
+                kept = self._take(self._unused, tensor.shape, tensor.dtype).copy_(tensor)
+            added[name] = kept
+            place = self._places[kept.data_ptr()]
+            entries.append((name, NAMES[kept.dtype], list(kept.shape), place))
         if self._states is not None:
             self._states.append(entries)
-        return copies
+        return added
 
     def give_up(self) -> None:
         """Keeps no weights. Those that were added stay valid."""
@@ -137,6 +162,8 @@ class WeightMemory:
         """
         if self._states is None:
             return
+        for thread in self._collapsing:
+            thread.join()
         # Again, because memory may have been too fragmented while files were read.
         reasons = {_collapse(address, size) for address, _, size in self._chunks} - {""}
         if reasons:
@@ -166,18 +193,20 @@ class WeightMemory:
             raise UnusableFileError("the kept weights are of another model")
         os.ftruncate(self._file, 0)
 
-    def _take(self, num_bytes: int) -> tuple[torch.Tensor, int]:
-        """Unused memory uint8 [num_bytes], and its place in the file."""
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        if size > len(self._unused):
-            self._unused = self._new_chunk(size)
-        memory, place = self._unused[:num_bytes], self._unused_at
-        self._unused, self._unused_at = self._unused[size:], place + size
-        return memory, place
+    def _take(self, unused: _Unused, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the `unused` memory, or in a new chunk if it is too large for that."""
+        size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        if size > len(unused.memory):
+            unused.memory, unused.place = self._new_chunk(size)
+            _collapse(unused.memory.data_ptr(), len(unused.memory))
+        tensor = _view(unused.memory, dtype, shape)
+        self._places[tensor.data_ptr()] = unused.place
+        unused.memory, unused.place = unused.memory[size:], unused.place + size
+        return tensor
 
-    def _new_chunk(self, num_bytes: int) -> torch.Tensor:
-        """Memory of at least `num_bytes`. Chunks grow with the model, so that at most half of the
-        memory of a small model is unused."""
+    def _new_chunk(self, num_bytes: int) -> tuple[torch.Tensor, int]:
+        """Memory of at least `num_bytes` in whole huge pages, and its place in the file. Chunks
+        grow with the model, so that at most half of the memory of a small model is unused."""
         place = os.fstat(self._file).st_size
         size = -(-max(num_bytes, min(place, _MAX_CHUNK)) // _HUGE) * _HUGE
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -186,14 +215,12 @@ class WeightMemory:
         except OSError as error:  # a limit on the size of files
             log.warning("weights do not outlive this process", reason=str(error))
             self.give_up()
-            return _tensor_at(_map(size, protection, _NOTHING, -1, 0), size)
+            return _tensor_at(_map(size, protection, _NOTHING, -1, 0), size), 0
         address = _map(size, protection, mmap.MAP_SHARED, self._file, place)
         memory = _tensor_at(address, size)
         memory[::_HUGE] = 0  # a huge page without any page cannot be collapsed
-        _collapse(address, size)
         self._chunks.append((address, place, size))
-        self._unused_at = place
-        return memory
+        return memory, place
 
 
 class CacheMemory:

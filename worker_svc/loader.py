@@ -15,7 +15,6 @@ from worker_svc.weights.packed_cache import PackedCache
 from worker_svc.weights.quantization.choice import Choice
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.pieces import cut_columns, join_rows
-from worker_svc.weights.quantization.quantize import empty
 
 # How many numbers of a matrix are quantized or repacked at a time, by device. They are enough to be
 # quick, and take little memory compared with the model.
@@ -56,6 +55,8 @@ class WeightLoader:
         self._choice = quantization or Choice()
         self._cache = cache
         self._memory = memory
+        if memory and cache and cache.num_bytes:
+            memory.reserve(cache.num_bytes)
 
     def matrix(
         self, parts: Sequence[Rows], in_features: int, columns: range | None = None
@@ -66,7 +67,7 @@ class WeightLoader:
         Raises:
             ModelError: a tensor is missing or of another shape, or its format is not served.
         """
-        return self._matrix(parts, in_features, columns, self._choice.quantize_to)
+        return self._matrix(parts, in_features, columns, self._layer_format)
 
     def experts(self, experts: Sequence[Sequence[Rows]], in_features: int) -> PackedWeight:
         """Loads a matrix as `matrix` does for each of several experts, for `Ops.mix_experts`.
@@ -74,7 +75,7 @@ class WeightLoader:
         Raises:
             ModelError: as `matrix`.
         """
-        return self._matrices(experts, in_features, None, self._choice.quantize_to, stacked=True)
+        return self._matrices(experts, in_features, None, self._layer_format, stacked=True)
 
     def router(self, name: str, experts: int, in_features: int) -> PackedWeight:
         """Loads matrix `name` [experts, in_features], whose products are computed in float32.
@@ -110,8 +111,7 @@ class WeightLoader:
     def _differs(self, rows: Rows, table: str) -> bool:
         weight, other = f"{rows.name}.weight", f"{table}.weight"
         if not self._reader.has(weight):
-            checkpoint = self._choice.checkpoint
-            return bool(checkpoint and checkpoint.holds(self._reader, rows.name))
+            return self._is_quantized(rows.name)
         span = range(rows.start, rows.start + rows.count)
         return not self._reader.has(other) or not self._reader.same_rows(weight, other, span)
 
@@ -157,15 +157,28 @@ class WeightLoader:
             return weight
         return self._ops.unpack(self._memory.add(state))
 
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the host, in the kept memory if there is one."""
+        return self._memory.new(shape, dtype) if self._memory else torch.empty(shape, dtype=dtype)
+
+    @property
+    def _layer_format(self) -> Format | None:
+        """The format to which to quantize layers."""
+        return None if self._choice.checkpoint else self._choice.quantize_to
+
     @property
     def _table_format(self) -> Format | None:
-        """The format of embedding and head if the loader quantizes the model."""
-        layers = self._choice.quantize_to
-        return self._ops.table_format(layers) if layers else None
+        """The format to which to quantize embedding and head."""
+        found = self._choice.quantize_to
+        return self._ops.table_format(found) if found else None
 
     def _is_plain(self, name: str, quantize_to: Format | None) -> bool:
+        return quantize_to is None and not self._is_quantized(name)
+
+    def _is_quantized(self, name: str) -> bool:
+        """Whether the checkpoint holds the matrix quantized."""
         checkpoint = self._choice.checkpoint
-        return quantize_to is None and not (checkpoint and checkpoint.holds(self._reader, name))
+        return checkpoint is not None and checkpoint.holds(self._reader, name)
 
     def _matrix(
         self,
@@ -202,14 +215,11 @@ class WeightLoader:
                 f"{names[plain.index(False)]} is, and they are multiplied together"
             )
         key, width = names[0], columns or range(in_features)
-        if self._cache and quantize_to:
-            nothing = empty(num_rows, in_features, quantize_to, torch.device("meta"))
-            expected = pack([cut_columns(nothing, width)] * len(matrices)).state()
-            if expected and (state := self._cache.get(key, expected)):
-                for name in names:
-                    self._reader.skip(f"{name}.weight")
-                moved = {k: self._reader.on_device(v) for k, v in state.items()}
-                return self._keep(self._ops.unpack(moved))
+        cache = None if plain[0] else self._cache
+        if cache and (state := cache.get(key, self._new)):
+            self._reader.skip(*names)
+            moved = {k: self._reader.on_device(v) for k, v in state.items()}
+            return self._keep(self._ops.unpack(moved))
 
         def read(parts: Sequence[Rows]) -> torch.Tensor | QuantizedWeight:
             if plain[0]:
@@ -222,8 +232,8 @@ class WeightLoader:
             return join_rows(pieces, num_rows)
 
         packed = self._keep(pack(map(read, matrices)))
-        if self._cache and quantize_to and (found := packed.state()):
-            self._cache.add(key, found)
+        if cache and (found := packed.state()):
+            cache.add(key, found)
         return packed
 
     def _read_plain(
@@ -250,7 +260,7 @@ class WeightLoader:
         in_features: int,
         quantize_to: Format | None,
     ) -> QuantizedWeight:
-        if self._choice.checkpoint:
+        if self._choice.checkpoint and self._is_quantized(name):
             return self._choice.checkpoint.read(self._reader, name, rows, columns, in_features)
         assert quantize_to
         weight = torch.empty(len(rows), in_features, device=self.device)

@@ -49,7 +49,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     set_threads(num_cores())
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache directory, empty."""
     path = tmp_path_factory.mktemp("cache")

@@ -60,7 +60,6 @@ def speculate(runner: ModelRunner, temperature: float, seed: int = 0) -> Specula
     return speculation
 
 
-@pytest.mark.usefixtures("cache_home")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "settings",
@@ -82,7 +81,6 @@ def test_a_model_accepts_all_that_it_drafts(
     assert speculation.num_accepted == speculation.num_drafted > 50
 
 
-@pytest.mark.usefixtures("cache_home")
 @pytest.mark.parametrize(("format", "temperature"), [("int4", 0.0), ("int8", 1.0)])
 def test_most_drafts_of_a_quantized_model_are_accepted(
     tmp_path: Path, format: str, temperature: float

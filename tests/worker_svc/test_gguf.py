@@ -34,8 +34,6 @@ from worker_svc.weights.files import WeightReader, weight_files
 from worker_svc.weights.gguf_file import GgufTensor, read_gguf
 from worker_svc.weights.gguf_types import READABLE
 
-pytestmark = pytest.mark.usefixtures("cache_home")
-
 # Sizes that blocks of 32 divide.
 SHAPE = {"intermediate_size": 96, "head_dim": 32, "vocab_size": 301}
 CASES: dict[str, tuple[type[PreTrainedModel], Type, dict[str, Any]]] = {

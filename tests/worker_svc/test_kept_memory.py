@@ -91,7 +91,14 @@ def test_states(collapses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not collapses:
         monkeypatch.setattr(kept_memory, "_MADV_COLLAPSE", -1)
     weights, given = WeightMemory(), [state(seed) for seed in range(20)]
-    kept = [weights.add(each) for each in given]
+    weights.reserve(10 << 20)
+    kept = []
+    for number, each in enumerate(given):
+        if number % 2:  # some in the reserved memory, and more than that holds
+            each = {name: weights.new(t.shape, t.dtype).copy_(t) for name, t in each.items()}
+        added = weights.add(each)
+        assert all((added[name] is each[name]) == bool(number % 2) for name in ("codes", "large"))
+        kept.append(added)
     assert weights.notes("key") is None
     weights.seal("key", {"some": "notes"})
     assert weights.notes("another key") is None

@@ -183,7 +183,6 @@ LOST = {"int4": 0.4, "fp8": 0.15}  # of logits' norm, at most
     ],
     ids=str,
 )
-@pytest.mark.usefixtures("cache_home")
 def test_neither_chunks_nor_neighbours_change_a_bit(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from worker_svc.errors import ModelError
 from worker_svc.weights.files import WeightReader
-from worker_svc.weights.safetensors_file import DTYPES, read_tensors
+from worker_svc.weights.safetensors_file import DTYPES, Runs, read_tensors
 
 CPU = torch.device("cpu")
 A_BYTES, B_BYTES = 24, 8  # of the tensors in `header`
@@ -132,3 +132,18 @@ def test_slices_are_those_of_the_tensor(
                 assert torch.equal(out, whole[:, at : at + columns].to(dtype))
         part = reader.read("x", range(2, 9), range(5, 6))
         assert torch.equal(part, whole[2:9, 5:6])
+
+
+@pytest.mark.parametrize(("free", "dropped"), [(10, [(0, 24), (0, 24 + 8)]), (30, [])])
+def test_what_was_read_leaves_the_page_cache_if_memory_is_short(
+    tmp_path: Path, free: int, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, calls = {"SC_AVPHYS_PAGES": free, "SC_PHYS_PAGES": 100}, []
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *rest: calls.append(rest))
+    path = tmp_path / "x"
+    path.write_bytes(bytes(100))
+    with path.open("rb") as file:
+        for start in (0, 8):
+            assert Runs(start, 24, 0).read(file.fileno(), 0, memoryview(bytearray(24)))
+    assert calls == [(*each, os.POSIX_FADV_DONTNEED) for each in dropped]

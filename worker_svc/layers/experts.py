@@ -38,7 +38,8 @@ class MixtureOfExperts:
         self._gate_up = loader.experts(gate_up, hidden_size)
         down = [[Rows(f"{each}.down_proj", 0, hidden_size)] for each in own]
         self._down = loader.experts(down, size)
-        loader.skip(*{*names} - {*own})
+        projections = "gate_proj", "up_proj", "down_proj"
+        loader.skip(*(f"{each}.{part}" for each in {*names} - {*own} for part in projections))
         self._ops, self._tp, self._experts = ops, tp, experts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

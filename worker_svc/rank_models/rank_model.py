@@ -70,7 +70,7 @@ class RankModel:
         settings, ops, dtype = self._settings, self._platform.ops, self.config.dtype
         quantization, model_dir = self._quantization, Path(settings.model)
         files, cache = ModelFiles(model_dir), None
-        if quantization.quantize_to:
+        if quantization.format != "none":
             cache = open_cache(
                 model_dir,
                 files.fingerprint,
@@ -95,7 +95,7 @@ class RankModel:
         Raises:
             ModelError: they do not.
         """
-        bits = _BITS.get(self._quantization.name, 8 * self.config.dtype.itemsize)
+        bits = _BITS.get(self._quantization.format, 8 * self.config.dtype.itemsize)
         size = self.config.num_weights * bits // 8 // self._settings.tp
         free = psutil.virtual_memory().available
         if self._platform.device.type == "cpu" and size > free:

@@ -3,7 +3,9 @@ slice."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Self
@@ -60,6 +62,9 @@ class WeightReader:
             self._tensors.update((name, stored[path][name]) for name, path in files.items())
         self._tensors = _of_text(self._tensors)
         self._unread = set(self._tensors)
+        self._layers = defaultdict[str, list[str]](list)  # the names of their tensors
+        for name in self._tensors:
+            self._layers[name.rpartition(".")[0]].append(name)
         self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         # disable=None shows the bar only if stderr is a terminal.
         self._progress = tqdm(
@@ -163,10 +168,9 @@ class WeightReader:
 
     def skip(self, *names: str) -> None:
         """Allows these tensors, or all tensors of layers with these names, to stay unread, if they
-        exist. A look at all tensors for each layer would take long."""
-        found = self._unread.intersection(names)
-        if layers := tuple(f"{name}." for name in names if name not in self._tensors):
-            found |= {each for each in self._unread if each.startswith(layers)}
+        exist."""
+        of_layers = (self._layers.get(name, ()) for name in names)
+        found = self._unread.intersection(chain(names, *of_layers))
         self._unread -= found
         self._progress.update(len(found))
 

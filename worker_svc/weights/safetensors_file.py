@@ -38,6 +38,7 @@ DTYPES = {
     "U32": torch.uint32,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FREE = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,23 @@ class Runs:
 
     def read(self, file: int, at: int, out: memoryview) -> bool:
         """Fills `out` with the bytes from number `at` on -> whether the file has all of them."""
+        place = 0
         while out:
             run, within = divmod(at, self.size)
             place = self.start + run * self.stride + within
             count = os.preadv(file, [out[: self.size - within]], place)
             if not count:
                 return False
-            at, out = at + count, out[count:]
+            at, out, place = at + count, out[count:], place + count
+        drop_pages(file, place)
         return True
+
+
+def drop_pages(file: int, end: int = 0) -> None:
+    """Frees the memory in which Linux caches the first `end` bytes of a file, 0 for all, if little
+    memory is free. Linux would do so, too, but would find no huge pages for weights then."""
+    if os.sysconf("SC_AVPHYS_PAGES") < os.sysconf("SC_PHYS_PAGES") * _FREE:
+        os.posix_fadvise(file, 0, end, os.POSIX_FADV_DONTNEED)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,6 @@ from deploy.model import model_name, resolve_model
 from tests.gguf_files import split_gguf, write_gguf
 from tests.worker_svc.gguf.test_unpack import SHAPE, refusal
 
-pytestmark = pytest.mark.usefixtures("cache_home")
-
 PARTS = (slice(0, 4), slice(4, 5), slice(5, None))
 NAMES = [f"small-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
 

@@ -34,8 +34,6 @@ from worker_svc.gguf.unpack import unpack
 from worker_svc.models.config import load_model_config
 from worker_svc.user_cache import keep
 
-pytestmark = pytest.mark.usefixtures("cache_home")
-
 SHAPE: dict[str, Any] = {
     "vocab_size": 301,
     "hidden_size": 64,

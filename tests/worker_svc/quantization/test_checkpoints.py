@@ -239,7 +239,7 @@ def test_a_broken_configuration_is_rejected(tmp_path: Path, format: Format) -> N
 def test_a_setting_must_be_what_the_checkpoint_is() -> None:
     for name, setting in (("W4A16", "int4"), ("W8A8", "int8"), ("FP8", "fp8")):
         choice = choose_quantization(setting, FORMATS[name].config)
-        assert (choice.name, choice.quantize_to) == (setting, None)
+        assert (choice.format, choice.quantize_to) == (setting, setting)
     for name, setting in (("W4A16", "none"), ("W8A8", "int4"), ("AWQ", "fp8")):
         with pytest.raises(ModelError, match=f"quantization: {setting}, but the checkpoint is int"):
             choose_quantization(setting, FORMATS[name].config)

@@ -65,8 +65,7 @@ def test_of_quantized_checkpoints(tmp_path: Path, format: Format) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
-@pytest.mark.usefixtures("cache_home")
-def test_that_are_quantized_now_and_then_mapped(tmp_path: Path, quantization: str) -> None:
+def test_that_are_quantized_now_and_then_read(tmp_path: Path, quantization: str) -> None:
     save_model(tmp_path / "dense", **SHAPE)
     with_experts(tmp_path / "dense", tmp_path / "experts")
     for _ in range(2):

@@ -32,7 +32,6 @@ def test_logits_of_quantized_checkpoints(tmp_path: Path, format: Format) -> None
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
-@pytest.mark.usefixtures("cache_home")
 def test_fused_matrices_become_what_separate_ones_do(tmp_path: Path, quantization: str) -> None:
     """Bit by bit: Phi-3 whose heads are rotated whole is a Llama."""
     fused, separate = tmp_path / "fused", tmp_path / "separate"

@@ -43,7 +43,7 @@ packed, real_pack = 0, ops.pack
 def pack(weight, dtype):
     global packed
     made = real_pack(weight, dtype)
-    packed += sum(tensor.nbytes for tensor in made.state().values() if not tensor.is_meta)
+    packed += sum(tensor.nbytes for tensor in made.state().values())
     return made
 
 def load(path, setting):
@@ -62,7 +62,6 @@ print(packed, resident("VmHWM") - before)
 """
 
 
-@pytest.mark.usefixtures("cache_home")
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.parametrize(
     "format",

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.worker_svc.harness import save_model, worker_settings
+from tests.worker_svc.quantization import writers
 from tests.worker_svc.quantization.test_checkpoints import load_codes
-from tests.worker_svc.quantization.writers import SHAPE
+from tests.worker_svc.quantization.writers import SHAPE, save_quantized
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
@@ -27,8 +28,6 @@ from worker_svc.weights.quantization import quantize as quantization
 from worker_svc.weights.quantization.choice import Choice
 from worker_svc.weights.quantization.formats import Format
 from worker_svc.weights.quantization.quantize import group_size, quantize
-
-pytestmark = pytest.mark.usefixtures("cache_home")
 
 FORMATS: list[Format] = ["int8", "int4", "fp8"]
 CPU = torch.device("cpu")
@@ -117,6 +116,25 @@ def test_embedding_and_head_have_more_bits_than_int4(tmp_path: Path) -> None:
             assert isinstance(head, PanelWeight)
             assert (table is head) == tied
             assert table.kind == head.kind == (Kind.INT6 if format == "int4" else Kind.INT8)
+
+
+def test_the_setting_also_quantizes_embedding_and_head_of_a_quantized_checkpoint(
+    tmp_path: Path,
+) -> None:
+    save_quantized(tmp_path, writers.FORMATS["W4A16"])
+    made = {}
+    for setting in ("auto", "int4", "int4"):  # the last one reads packed weights
+        runner = ModelRunner(worker_settings(tmp_path, quantization=setting))
+        model = runner._model.decoder
+        table, head = model.embed_tokens.weight, model.lm_head._weight
+        if setting == "int4":
+            assert isinstance(table, PanelWeight)
+            assert isinstance(head, PanelWeight)
+            assert table.kind == head.kind == Kind.INT6
+        made[setting] = model.layers[0].attention.qkv_proj._weight.state(), runner.info.fingerprint
+    (plain, its_name), (quantized, other_name) = made.values()
+    assert all(torch.equal(plain[part], quantized[part]) for part in plain)
+    assert its_name != other_name
 
 
 def test_inputs_that_no_group_divides_are_rejected(tmp_path: Path) -> None:

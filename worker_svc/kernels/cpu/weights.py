@@ -56,8 +56,6 @@ class PanelWeight:
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
         self._state = state
-        if state["codes"].is_meta:
-            return  # a weight without numbers has only a state
         self._codes, self._scales, self._zeros = (
             self._state[name] for name in ("codes", "scales", "zeros")
         )
@@ -179,15 +177,13 @@ def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
             f"group_size: {weight.group_size} is not a multiple of {depth}, as {weight.format} "
             "weights on a CPU need"
         )
-    # On the meta device, `^`, `&`, `|` and `stack` import torch's compiler, which takes a second.
     if weight.format == "int8":
-        codes = weight.codes.view(torch.uint8).clone().add_(128)  # modulo 256
+        codes = weight.codes.view(torch.uint8) ^ 128
         codes = _in_panels(codes, depth, fill=128).view(torch.int8)
     elif weight.format == "int6":
-        codes = weight.codes.view(torch.uint8).clone().add_(32)
+        codes = weight.codes.view(torch.uint8) + 32
         words = _in_panels(codes, depth, fill=32).unflatten(3, (4, 4))
-        high = words >> 4
-        low = words.clone().sub_(high << 4)
+        high, low = words >> 4, words & 15
         codes = words.new_empty(*words.shape[:2], 3, PANEL, 4)
         codes[:, :, 0] = (low[..., 1, :] << 4).add_(low[..., 0, :])
         codes[:, :, 1] = (low[..., 3, :] << 4).add_(low[..., 2, :])
@@ -198,8 +194,7 @@ def pack_quantized(weight: QuantizedWeight) -> PanelWeight:
         codes = weight.codes.contiguous()
         if padding := -codes.shape[1] % 4:
             codes = F.pad(codes, (0, padding))
-        words = codes.view(torch.int32)
-        codes = _in_panels(words if words.is_meta else _interleave(words), 1).squeeze(3)
+        codes = _in_panels(_interleave(codes.view(torch.int32)), 1).squeeze(3)
     zeros = torch.empty(0, 0, 0, dtype=torch.int32)
     if weight.zeros is not None:
         zeros = _columns(weight.zeros.int() + (128 if weight.format == "int8" else 0))

@@ -25,15 +25,26 @@ CHECKPOINTS: dict[str, Callable[[Mapping[str, Any]], Checkpoint]] = {
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint's own format, or the format to which to quantize its weights, or neither."""
+    """The formats of a model's weights.
+
+    Args:
+        checkpoint: reads the weights that the checkpoint holds quantized.
+        quantize_to: the format to which to quantize a checkpoint that holds none, or else only its
+            embedding and head.
+    """
 
     checkpoint: Checkpoint | None = None
     quantize_to: Format | None = None
 
     @property
-    def name(self) -> str:
+    def format(self) -> str:
         """int8, int4 or fp8, or "none" if weights stay floating-point numbers."""
         return self.checkpoint.format if self.checkpoint else self.quantize_to or "none"
+
+    @property
+    def name(self) -> str:
+        """The format, different if other matrices have it."""
+        return f"{self.format}-all" if self.checkpoint and self.quantize_to else self.format
 
 
 def choose_quantization(setting: str, config: Mapping[str, Any] | None) -> Choice:
@@ -46,11 +57,14 @@ def choose_quantization(setting: str, config: Mapping[str, Any] | None) -> Choic
     Raises:
         ModelError: the checkpoint's format is not implemented, or is not the format in `setting`.
     """
+    formats: dict[str, Format] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
+    quantize_to = formats.get(setting)
     if not config:
-        formats: dict[str, Format] = {"int8": "int8", "int4": "int4", "fp8": "fp8"}
-        return Choice(quantize_to=formats.get(setting))
+        return Choice(None, quantize_to)
     method = require(config, "quant_method", *CHECKPOINTS)
-    choice = Choice(CHECKPOINTS[method](config))
-    if setting not in ("auto", choice.name):
-        raise ModelError(f"quantization: {setting}, but the checkpoint is {choice.name} ({method})")
-    return choice
+    found = CHECKPOINTS[method](config)
+    if setting not in ("auto", found.format):
+        raise ModelError(
+            f"quantization: {setting}, but the checkpoint is {found.format} ({method})"
+        )
+    return Choice(found, quantize_to)

@@ -10,8 +10,6 @@ from worker_svc.errors import ModelError
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.pieces import pack_int4
 
-VERSION = 2  # changes with the results of `quantize`, so that kept packed weights are made again
-
 GROUP_SIZES = 128, 64, 32
 # A group's largest magnitude divided by each of these is a candidate for its scale. For normally
 # distributed weights in groups of 128, these candidates leave an error of 9.73 % of the norm. 20

@@ -32,8 +32,6 @@ from worker_svc.models.decoder import Decoder
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import upload_step
 
-pytestmark = pytest.mark.usefixtures("cache_home")
-
 CPU = torch.device("cpu")
 NUM_BLOCKS = 64
 MODELS: dict[str, dict[str, Any]] = {

@@ -183,16 +183,3 @@ def test_ranks_share_magnitudes(share: int, fmt: Format) -> None:
         seen = codes.double() * scales.double()[:, None]
         whole = (seen @ weight.dequantized().double().T).float()
     torch.testing.assert_close(parts[0] + parts[1], whole, rtol=1e-5, atol=1e-3)
-
-
-def test_the_shape_of_a_packed_weight_is_found_without_torchs_compiler() -> None:
-    """Importing that takes a second of each start."""
-    program = (
-        "import sys, torch\n"
-        "from worker_svc.kernels.cpu.weights import pack_quantized\n"
-        "from worker_svc.weights.quantization.quantize import empty\n"
-        "for format in ('int8', 'int6', 'int4', 'fp8'):\n"
-        "    pack_quantized(empty(70, 256, format, torch.device('meta')))\n"
-        "assert 'torch._dynamo' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

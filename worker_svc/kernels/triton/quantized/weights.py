@@ -203,8 +203,6 @@ def _width(group: int, groups: int, name: str = "") -> int:
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:
     """The scales in 16 bits if that loses nothing, which holds for most checkpoints."""
-    if scales.is_meta:
-        return scales
     for dtype in (torch.float16, torch.bfloat16):
         narrow = scales.to(dtype)
         if torch.equal(narrow.float(), scales):
