@@ -38,6 +38,7 @@ from worker_svc.settings import WorkerSettings
 CONTEXT = 280
 # The number of decoding sequences at `CONTEXT`, and the length of a new prompt beside them.
 STEPS = ((1, 0), (8, 0), (32, 0), (256, 0), (0, 128), (0, 1024), (31, 128), (8, 512))
+_WITH_PRODUCTS = "worker_svc.models.", "worker_svc.layers.experts"  # modules
 _MIN_S, _MIN_RUNS = 1.0, 3
 _NUMBERS = 0x3C  # in all bytes, they are about 0.01 in float32 and bfloat16
 
@@ -87,14 +88,16 @@ def time_parts(runner: ModelRunner) -> Parts:
 
 
 def _products(owner: object) -> Iterator[tuple[int, str]]:
-    """Yields the address of the library's weight, and the attribute's name, of each linear layer in
-    a part of the model."""
+    """Yields the address of the library's weight, and the attribute's name, of each matrix in a
+    part of the model."""
     for name, value in vars(owner).items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, ColumnParallelLinear | RowParallelLinear):
                 if isinstance(each._weight, PanelWeight):
                     yield addressof(each._weight.struct(each._bias, each._weight.segment)), name
-            elif type(each).__module__.startswith("worker_svc.models."):
+            elif isinstance(each, PanelWeight):
+                yield addressof(each.struct(None, each.segment)), name.strip("_")
+            elif type(each).__module__.startswith(_WITH_PRODUCTS):
                 yield from _products(each)
 
 

@@ -10,6 +10,8 @@ namespace {
 constexpr int LINE = 64;
 // In bytes, the rows of x that are multiplied with a panel while both are in the L2 cache.
 constexpr int64_t X_BLOCK_BYTES = 512 << 10;
+// In bytes, the panels that a member takes at once if it only reads memory.
+constexpr int64_t READ_BYTES = 256 << 10;
 // With fewer multiplications than this, one thread is done before another begins.
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 15;
 
@@ -258,19 +260,24 @@ void product_of(const ProductArgs& args, Member& member) {
     const int64_t most_rows = std::max<int64_t>(X_BLOCK_BYTES / row_bytes / K::MAX_ROWS, 1) * K::MAX_ROWS;
     Units place{args.groups.starts ? args.groups : Groups{whole, 1}, panels, most_rows};
     const int64_t units = place.count();
+    // With one row per matrix, a product takes as long as reading memory, which the CPU does fastest
+    // by itself and in order: on Zen 4 by a fifth.
+    const bool reads = rows <= place.groups.count;
+    const int64_t most = reads ? std::min(READ_BYTES / panel_bytes, units / (4 * member.size)) : 1;
+    const int64_t chunk = std::max<int64_t>(most, 1);
     const auto multiply = [&](int64_t unit, int64_t following) {
         place.find(unit);
-        // The next panel is fetched while all rows are multiplied. Without that, the CPU would read
-        // memory only during the first tile.
+        // The next panel is fetched while several rows are multiplied. Without that, the CPU would
+        // read memory only during the first tile.
         const char* ahead = weight.codes;
         int64_t bytes = 0;
-        if (following < units) {
+        if (following < units && (!reads || place.rows() > 1)) {
             Units then = place;
             then.find(following);
             ahead += (then.group * panels + then.panel(following)) * panel_bytes;
             bytes = panel_bytes;
-        } else if (args.next) {
-            ahead = first_panel(*args.next, args.next_groups) + member.number * panel_bytes;
+        } else if (following >= units && args.next) {
+            ahead = first_panel(*args.next, args.next_groups) + member.number * chunk * panel_bytes;
             bytes = panel_bytes;
         }
         const int64_t block_rows = padded(ceil_div(place.rows(), place.blocks()), K::MAX_ROWS);
@@ -284,7 +291,11 @@ void product_of(const ProductArgs& args, Member& member) {
             for (int64_t unit = 0; unit < units; unit++) multiply(unit, unit + 1);
         });
     else
-        member.each_ahead(units, multiply);
+        member.each_ahead(ceil_div(units, chunk), [&](int64_t number, int64_t next) {
+            const int64_t end = std::min(units, (number + 1) * chunk);
+            for (int64_t unit = number * chunk; unit < end; unit++)
+                multiply(unit, unit + 1 < end ? unit + 1 : next * chunk);
+        });
 }
 
 }  // namespace
