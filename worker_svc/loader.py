@@ -214,12 +214,8 @@ class WeightLoader:
                 f"quantization_config: {names[plain.index(True)]} is not quantized, but "
                 f"{names[plain.index(False)]} is, and they are multiplied together"
             )
-        key, width = names[0], columns or range(in_features)
-        cache = None if plain[0] else self._cache
-        if cache and (state := cache.get(key, self._new)):
-            self._reader.skip(*names)
-            moved = {k: self._reader.on_device(v) for k, v in state.items()}
-            return self._keep(self._ops.unpack(moved))
+        width, cache = columns or range(in_features), None if plain[0] else self._cache
+        key = f"{names[0]} {num_rows}x{len(width)}, {len(matrices)}"
 
         def read(parts: Sequence[Rows]) -> torch.Tensor | QuantizedWeight:
             if plain[0]:
@@ -231,7 +227,12 @@ class WeightLoader:
             )
             return join_rows(pieces, num_rows)
 
-        packed = self._keep(pack(map(read, matrices)))
+        if cache and (state := cache.get(key, self._new)):
+            self._reader.skip(*names)
+            weight = self._ops.unpack({k: self._reader.on_device(v) for k, v in state.items()})
+        else:
+            weight = pack(map(read, matrices))
+        packed = self._keep(weight)
         if cache and (found := packed.state()):
             cache.add(key, found)
         return packed

@@ -82,7 +82,7 @@ class PackedCache:
         # The digest of each weight in the file, and its tensors.
         self._weights: dict[str, tuple[str, dict[str, StoredTensor]]] = {}
         self._find()
-        self._found: dict[str, dict[str, torch.Tensor]] = {}
+        self._read: set[str] = set()  # the names of the weights that `get` returned
         self._added: dict[str, dict[str, torch.Tensor]] = {}
 
     def get(
@@ -106,8 +106,10 @@ class PackedCache:
             reason = str(error)
         if len(state) < len(stored) or _digest(name, state) != digest:
             self._log_rejection("rejected", reason)
+            # A start that now runs out of memory must not find it again.
+            self._path.unlink(missing_ok=True)
             return None
-        self._found[name] = state
+        self._read.add(name)
         return state
 
     @property
@@ -117,17 +119,17 @@ class PackedCache:
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
 
     def add(self, name: str, state: dict[str, torch.Tensor]) -> None:
-        """Adds the state of weight `name`, which `save` writes."""
+        """Adds the state of weight `name`, which `save` writes unless all were read."""
         self._added[name] = state
 
     def save(self) -> None:
-        """Writes all weights found and added, if any were added. Logs if it cannot write."""
-        if not self._added:
+        """Writes the weights that were added, unless the file has them. Logs if it cannot write."""
+        if self._added.keys() <= self._read:
             log.info("packed weights are read", path=str(self._path))
             return
         try:
             with private_folder(self._directory, create=True):
-                self._replace(self._found | self._added)
+                self._replace(self._added)
         except OSError as error:
             log.warning(
                 "packed weights are not kept; the next start packs again",
