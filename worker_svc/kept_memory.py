@@ -123,13 +123,18 @@ class WeightMemory:
                 for name, dtype, shape, place in state
             }
 
-    def reserve(self, num_bytes: int) -> None:
-        """Makes memory for `new`. It becomes huge pages on another thread, because that takes as
-        long as reading the weights."""
-        self._reserved = _Unused(*self._new_chunk(num_bytes))
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Makes memory in which `new` makes tensors of these sizes, in bytes. It becomes huge pages
+        on another thread, because that takes as long as reading the weights."""
+        self._reserved = _Unused(*self._new_chunk(sum(map(_aligned, sizes))))
         args = self._reserved.memory.data_ptr(), len(self._reserved.memory)
         self._collapsing.append(threading.Thread(target=_collapse, args=args, daemon=True))
         self._collapsing[-1].start()
+
+    def release(self) -> None:
+        """Lets `add` use what is left of the reserved memory."""
+        if len(self._reserved.memory) > len(self._unused.memory):
+            self._unused, self._reserved = self._reserved, _Unused()
 
     def new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the memory, to be filled and then added."""
@@ -195,7 +200,7 @@ class WeightMemory:
 
     def _take(self, unused: _Unused, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in the `unused` memory, or in a new chunk if it is too large for that."""
-        size = -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        size = _aligned(math.prod(shape) * dtype.itemsize)
         if size > len(unused.memory):
             unused.memory, unused.place = self._new_chunk(size)
             _collapse(unused.memory.data_ptr(), len(unused.memory))
@@ -324,6 +329,10 @@ def _oom_kills() -> int:
 def _view(memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     """The first bytes of `memory` uint8, as a tensor."""
     return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _tensor_at(address: int, size: int) -> torch.Tensor:

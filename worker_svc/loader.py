@@ -55,8 +55,8 @@ class WeightLoader:
         self._choice = quantization or Choice()
         self._cache = cache
         self._memory = memory
-        if memory and cache and cache.num_bytes:
-            memory.reserve(cache.num_bytes)
+        if memory and cache and cache.sizes:
+            memory.reserve(cache.sizes)
 
     def matrix(
         self, parts: Sequence[Rows], in_features: int, columns: range | None = None
@@ -215,7 +215,7 @@ class WeightLoader:
                 f"{names[plain.index(False)]} is, and they are multiplied together"
             )
         width, cache = columns or range(in_features), None if plain[0] else self._cache
-        key = f"{names[0]} {num_rows}x{len(width)}, {len(matrices)}"
+        key = f"{names[0]} {quantize_to} {num_rows}x{len(width)}x{len(matrices)}"
 
         def read(parts: Sequence[Rows]) -> torch.Tensor | QuantizedWeight:
             if plain[0]:
@@ -227,10 +227,12 @@ class WeightLoader:
             )
             return join_rows(pieces, num_rows)
 
-        if cache and (state := cache.get(key, self._new)):
+        if state := cache.get(key, self._new) if cache else None:
             self._reader.skip(*names)
             weight = self._ops.unpack({k: self._reader.on_device(v) for k, v in state.items()})
         else:
+            if cache and self._memory:
+                self._memory.release()
             weight = pack(map(read, matrices))
         packed = self._keep(weight)
         if cache and (found := packed.state()):

@@ -91,7 +91,7 @@ def test_states(collapses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not collapses:
         monkeypatch.setattr(kept_memory, "_MADV_COLLAPSE", -1)
     weights, given = WeightMemory(), [state(seed) for seed in range(20)]
-    weights.reserve(10 << 20)
+    weights.reserve([10 << 20])
     kept = []
     for number, each in enumerate(given):
         if number % 2:  # some in the reserved memory, and more than that holds
@@ -108,6 +108,15 @@ def test_states(collapses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         for found, expected in zip(states, given, strict=True):
             assert_equal(found, expected)
             assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values() if len(tensor))
+
+
+def test_memory_that_was_reserved_in_vain_is_used() -> None:
+    weights = WeightMemory()
+    weights.reserve([16 << 20])
+    size = os.fstat(weights._file).st_size
+    weights.release()
+    weights.add(state())
+    assert os.fstat(weights._file).st_size == size
 
 
 def inherit(weights: WeightMemory) -> None:

@@ -6,8 +6,10 @@ import json
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -134,16 +136,18 @@ def test_slices_are_those_of_the_tensor(
         assert torch.equal(part, whole[2:9, 5:6])
 
 
-@pytest.mark.parametrize(("free", "dropped"), [(10, [(0, 24), (0, 24 + 8)]), (30, [])])
+@pytest.mark.parametrize(("available", "dropped"), [(40, [(100, 1_999_950)]), (60, [])])
 def test_what_was_read_leaves_the_page_cache_if_memory_is_short(
-    tmp_path: Path, free: int, dropped: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    available: int,
+    dropped: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pages, calls = {"SC_AVPHYS_PAGES": free, "SC_PHYS_PAGES": 100}, []
-    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    memory, calls = SimpleNamespace(available=available, total=100), []
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(os, "posix_fadvise", lambda file, *rest: calls.append(rest))
-    path = tmp_path / "x"
-    path.write_bytes(bytes(100))
+    path.write_bytes(bytes(3_000_000))
     with path.open("rb") as file:
-        for start in (0, 8):
-            assert Runs(start, 24, 0).read(file.fileno(), 0, memoryview(bytearray(24)))
+        for size in (0, 100, 1_000_000):  # of runs of 50 bytes, each after 50 others
+            assert Runs(100, 50, 100).read(file.fileno(), 0, memoryview(bytearray(size)))
     assert calls == [(*each, os.POSIX_FADV_DONTNEED) for each in dropped]

@@ -18,7 +18,6 @@ import xxhash
 from worker_svc.errors import ModelError
 from worker_svc.user_cache import cache_folder, private_file, private_folder, state_of
 from worker_svc.weights.files import weight_files
-from worker_svc.weights.safetensors_file import drop_pages
 from worker_svc.weights.shards import INDEX
 
 log = structlog.get_logger(__name__)
@@ -121,7 +120,6 @@ def _hash(file: BinaryIO) -> str:
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
     while size := file.readinto(buffer):  # type: ignore[attr-defined]
         digest.update(buffer[:size])
-        drop_pages(file.fileno())
     return digest.hexdigest()
 
 

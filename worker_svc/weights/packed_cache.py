@@ -25,7 +25,8 @@ from worker_svc.weights.safetensors_file import NAMES, Runs, StoredTensor, read_
 
 log = structlog.get_logger(__name__)
 
-# Changes with the format of the files, and with what `quantize` and readers of checkpoints return.
+# Changes with the format of the files, and with what `quantize`, `Ops.pack` and the readers of
+# checkpoints return.
 _VERSION = 3
 # The number of files kept per model, format and rank. It is above 1 because the checkpoint or the
 # CPU may change and change back.
@@ -96,27 +97,30 @@ class PackedCache:
         if name not in self._weights:
             return None
         digest, stored = self._weights[name]
-        state, reason = {}, f"{name} differs"
+        state = {}
         try:
             with self._opened() as file:
                 for part, tensor in stored.items():
                     state[part] = out = new(tensor.shape, tensor.dtype)
                     Runs(tensor.start, out.nbytes, 0).read(file, 0, _bytes(out))
+                is_damaged = _digest(name, state) != digest
+                if is_damaged and os.path.samestat(os.fstat(file), self._status):
+                    # This start may run out of memory, and the next one must not find the file.
+                    self._path.unlink()
         except OSError as error:
-            reason = str(error)
-        if len(state) < len(stored) or _digest(name, state) != digest:
-            self._log_rejection("rejected", reason)
-            # A start that now runs out of memory must not find it again.
-            self._path.unlink(missing_ok=True)
+            self._log_rejection("rejected", str(error))
+            return None
+        if is_damaged:
+            self._log_rejection("rejected", f"{name} differs")
             return None
         self._read.add(name)
         return state
 
     @property
-    def num_bytes(self) -> int:
-        """The bytes of the weights that `get` may return."""
+    def sizes(self) -> list[int]:
+        """The bytes of each tensor that `get` may make."""
         tensors = (each for _, stored in self._weights.values() for each in stored.values())
-        return sum(math.prod(each.shape) * each.dtype.itemsize for each in tensors)
+        return [math.prod(each.shape) * each.dtype.itemsize for each in tensors]
 
     def add(self, name: str, state: dict[str, torch.Tensor]) -> None:
         """Adds the state of weight `name`, which `save` writes unless all were read."""
@@ -143,7 +147,8 @@ class PackedCache:
         number, temporary = tempfile.mkstemp(suffix=".tmp", dir=self._directory)
         try:
             with open(number, "wb") as file:
-                self._drop_old(os.fstat(number).st_mtime)
+                with suppress(OSError):  # another rank may be at work
+                    self._drop_old(os.fstat(number).st_mtime)
                 _write(file, states)
             keep(Path(temporary), self._path)
         except BaseException:
@@ -162,6 +167,7 @@ class PackedCache:
         """Reads what the file has, if it exists."""
         try:
             with self._opened() as file:
+                self._status = os.fstat(file)
                 for key, tensor in read_tensors(Path(f"/dev/fd/{file}")).items():
                     name, digest, part = key.split(":")
                     self._weights.setdefault(name, (digest, {}))[1][part] = tensor

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from worker_svc.errors import ModelError
@@ -38,7 +39,7 @@ DTYPES = {
     "U32": torch.uint32,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_FREE = 1 / 4
+_LARGE = 1 << 19  # bytes of a read, which takes longer than a look at the memory
 
 
 @dataclass(frozen=True)
@@ -51,23 +52,25 @@ class Runs:
 
     def read(self, file: int, at: int, out: memoryview) -> bool:
         """Fills `out` with the bytes from number `at` on -> whether the file has all of them."""
-        place = 0
+        first, is_large = at, len(out) >= _LARGE
         while out:
-            run, within = divmod(at, self.size)
-            place = self.start + run * self.stride + within
-            count = os.preadv(file, [out[: self.size - within]], place)
+            count = os.preadv(file, [out[: self.size - at % self.size]], self._place(at))
             if not count:
                 return False
-            at, out, place = at + count, out[count:], place + count
-        drop_pages(file, place)
+            at, out = at + count, out[count:]
+        if is_large:
+            memory = psutil.virtual_memory()
+            if memory.available < memory.total // 2:
+                # If Linux kept them until there is no memory left, weights would get no huge pages.
+                begin = self._place(first)
+                num_bytes = self._place(at - 1) + 1 - begin
+                os.posix_fadvise(file, begin, num_bytes, os.POSIX_FADV_DONTNEED)
         return True
 
-
-def drop_pages(file: int, end: int = 0) -> None:
-    """Frees the memory in which Linux caches the first `end` bytes of a file, 0 for all, if little
-    memory is free. Linux would do so, too, but would find no huge pages for weights then."""
-    if os.sysconf("SC_AVPHYS_PAGES") < os.sysconf("SC_PHYS_PAGES") * _FREE:
-        os.posix_fadvise(file, 0, end, os.POSIX_FADV_DONTNEED)
+    def _place(self, at: int) -> int:
+        """The place of byte number `at` in the file."""
+        run, within = divmod(at, self.size)
+        return self.start + run * self.stride + within
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ def _fields(place: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, 
         raise ModelError(f"{place}: dtype, shape and data_offsets are needed") from error
     if not isinstance(name, str) or name not in DTYPES:
         raise ModelError(f"{place}: dtype {name} is not one of {', '.join(DTYPES)}")
-    if any(type(number) is not int or number < 0 for number in numbers):
+    if any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers):
         raise ModelError(f"{place}: shape {shape} and offsets {begin} to {end} have to be natural")
     if end - begin != math.prod(shape) * DTYPES[name].itemsize:
         raise ModelError(

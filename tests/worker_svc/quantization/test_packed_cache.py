@@ -243,6 +243,20 @@ def test_tensors_that_are_not_as_packed_are_rejected(
     with capture_logs() as logs:
         assert PackedCache(tmp_path, "x", ()).get("weight", new) is None
     assert [each["event"] for each in logs] == [REJECTED]
+    assert not path.exists()
+
+
+def test_a_file_that_another_process_has_replaced_stays(tmp_path: Path) -> None:
+    for names in ("ab", "ba"):
+        opened = PackedCache(tmp_path, "x", ())
+        cache = PackedCache(tmp_path, "x", ())
+        for name in names:
+            cache.add(name, {"weight": torch.full([3], ord(name))})
+        cache.save()
+    assert opened.get("a", new) is None
+    found = PackedCache(tmp_path, "x", ()).get("a", new)
+    assert found
+    assert found["weight"].tolist() == [ord("a")] * 3
 
 
 def header(path: Path) -> list[str]:

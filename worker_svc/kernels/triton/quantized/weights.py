@@ -83,7 +83,7 @@ def unpack_quantized(state: dict[str, torch.Tensor]) -> Int8Weight | CodeWeight:
     codes, scales, zeros = state["codes"], state["scales"], state.get("zeros")
     is_fp8_matrix = codes.dtype == torch.float8_e4m3fn and codes.dim() == 2
     if is_fp8_matrix and _scales_products(codes.shape, len(scales)):
-        return Fp8Weight(codes, scales, zeros, dtype, columns)
+        return Fp8Weight(codes, scales.float(), zeros, dtype, columns)
     return CodeWeight(codes, scales, zeros, dtype, columns)
 
 
