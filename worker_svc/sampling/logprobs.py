@@ -3,7 +3,7 @@ the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,7 +59,8 @@ class LogprobScorer:
             counts: [N], how many of the largest logits each row requests.
         """
         k = int(counts.max())
-        parts = [self._score(logits_of(piece), tokens[piece], k) for piece in _pieces(len(tokens))]
+        pieces = [slice(start, start + PIECE) for start in range(0, len(tokens), PIECE)]
+        parts = [self._score(logits_of(piece), tokens[piece], k) for piece in pieces]
         ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
         return Logprobs(counts, ids, values)
 
@@ -115,8 +116,3 @@ def _log_sum_exp(maxima: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor
     exp(logit − largest), both [N, 1] float64."""
     top = maxima.amax(dim=1, keepdim=True).double()
     return top, (sums * (maxima - top).exp()).sum(dim=1, keepdim=True).log()
-
-
-def _pieces(count: int) -> Iterator[slice]:
-    for start in range(0, count, PIECE):
-        yield slice(start, min(start + PIECE, count))
