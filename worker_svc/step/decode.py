@@ -98,8 +98,18 @@ def decode_run(
     positions, slots = positions_and_slots(step.query_lens, context_lens, *table, limits.block_size)
     later = context_lens, positions.astype(np.int32), slots.astype(np.int32)
     run = [step]
-    for columns in zip(*later, strict=True):
-        run.append(_following(run[-1], *columns))
+    for lens, places, written in zip(*later, strict=True):
+        following = replace(
+            run[-1],
+            step_id=run[-1].step_id + 1,
+            input_ids=-1 - np.arange(step.num_seqs, dtype=np.int32),
+            positions=places,
+            slot_mapping=written,
+            context_lens=lens,
+            copies=step.copies[:0],
+            follows=run[-1],
+        )
+        run.append(following)
     return run
 
 
@@ -122,22 +132,6 @@ def _check_run(step: StepArrays, num_steps: int, limits: StepLimits) -> None:
         )
     if (np.diff(step.block_table_offsets) * limits.block_size < context_lens).any():
         raise InvalidArgumentError("block_table", "fewer blocks than a sequence needs in the run")
-
-
-def _following(
-    step: StepArrays, context_lens: Int32s, positions: Int32s, slots: Int32s
-) -> StepArrays:
-    """The next step of a run."""
-    return replace(
-        step,
-        step_id=step.step_id + 1,
-        input_ids=-1 - np.arange(step.num_seqs, dtype=np.int32),
-        positions=positions,
-        slot_mapping=slots,
-        context_lens=context_lens,
-        copies=step.copies[:0],
-        follows=step,
-    )
 
 
 def _with_features(step: StepArrays, request: StepRequest, limits: StepLimits) -> StepArrays:
