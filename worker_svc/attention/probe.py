@@ -81,5 +81,4 @@ def _step(block_size: int) -> StepArrays:
     contexts = np.array(CONTEXTS, np.int32)
     rows = len(contexts)
     table = np.arange(rows, 0, -1, dtype=np.int32)  # not in order, and not from the first
-    query_lens, offsets = np.full(rows, 2, np.int32), np.arange(rows + 1, dtype=np.int32)
-    return made_up_step(query_lens, contexts, table, offsets, block_size)
+    return made_up_step(np.full(rows, 2, np.int32), contexts, block_size, table)

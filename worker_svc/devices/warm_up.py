@@ -14,7 +14,6 @@ from shared.sampling_params import COLUMNS
 from worker_svc.sampling.logprobs import PIECE
 from worker_svc.step.arrays import DRAFTED, StepArrays, made_up_step
 from worker_svc.step.features import FeatureArrays, PromptTargets
-from worker_svc.step.wire import Int32s
 
 # A CPU warms up with a few tokens, because a full step of a large model takes minutes there.
 CPU_TOKENS = 8
@@ -42,7 +41,7 @@ def warm_up_steps(
     prompts, decodes = (
         replace(step, temperatures=np.ones(num_seqs, np.float32), features=features)
         for step in (
-            _dummy_step(lens, lens, block_size),
+            made_up_step(lens, lens, block_size),
             plain_decodes(num_seqs, longest, block_size),
         )
     )
@@ -66,7 +65,7 @@ def tokens_in_a_launch(launch: Callable[[StepArrays], Any], prompts: StepArrays)
 def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> StepArrays:
     """Makes a step of decodes without features. All its tokens share one cache block."""
     ones = np.ones(num_seqs, np.int32)
-    return _dummy_step(ones, ones * max_model_len, block_size)
+    return made_up_step(ones, ones * max_model_len, block_size)
 
 
 def half_drafted(step: StepArrays) -> StepArrays:
@@ -74,12 +73,6 @@ def half_drafted(step: StepArrays) -> StepArrays:
     ids = step.input_ids.copy()
     ids[1::2] = DRAFTED
     return replace(step, input_ids=ids)
-
-
-def _dummy_step(query_lens: Int32s, context_lens: Int32s, block_size: int) -> StepArrays:
-    offsets = np.concatenate(([0], np.cumsum(-(-context_lens // block_size)))).astype(np.int32)
-    table = np.zeros(offsets[-1], np.int32)
-    return made_up_step(query_lens, context_lens, table, offsets, block_size)
 
 
 def _dummy_features(num_seqs: int, vocab_size: int) -> FeatureArrays:

@@ -74,14 +74,16 @@ class StepArrays:
 
 
 def made_up_step(
-    query_lens: Int32s,
-    context_lens: Int32s,
-    block_table: Int32s,
-    block_table_offsets: Int32s,
-    block_size: int,
+    query_lens: Int32s, context_lens: Int32s, block_size: int, block_table: Int32s | None = None
 ) -> StepArrays:
-    """Makes a step of tokens 0, of which every sequence samples greedily."""
-    columns = query_lens, context_lens, block_table, block_table_offsets
+    """Makes a step of tokens 0, of which every sequence samples greedily. `block_table` has a block
+    for each sequence. Without it, all tokens share the first block."""
+    num_blocks = np.ones_like(context_lens)
+    if block_table is None:
+        num_blocks = -(-context_lens // block_size)
+        block_table = np.zeros(num_blocks.sum(), np.int32)
+    offsets = np.concatenate(([0], np.cumsum(num_blocks))).astype(np.int32)
+    columns = query_lens, context_lens, block_table, offsets
     positions, slots = positions_and_slots(*columns, block_size)
     num_seqs = len(query_lens)
     return StepArrays(

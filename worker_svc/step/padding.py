@@ -57,7 +57,6 @@ def example(size: GraphSize, max_model_len: int, block_size: int) -> StepArrays:
     """Makes a padded step with the longest prompt that its size can have. It writes nowhere, so it
     can run between two others."""
     lens = np.full(min(size.prompts, 1), min(size.tokens, max_model_len), np.int32)
-    offsets = np.concatenate(([0], -(-lens // block_size))).astype(np.int32)
-    step = made_up_step(lens, lens, np.zeros(offsets[-1], np.int32), offsets, block_size)
+    step = made_up_step(lens, lens, block_size)
     nowhere = np.full_like(step.slot_mapping, -1)
     return padded(replace(step, slot_mapping=nowhere, places=nowhere[: len(lens)]), size)
