@@ -93,10 +93,7 @@ class Platform(ABC):
 
     @abstractmethod
     def capture(
-        self,
-        run: Callable[[], None],
-        pool: Any = None,
-        superseded: Callable[[], bool] = lambda: False,
+        self, run: Callable[[], None], pool: Any, superseded: Callable[[], bool]
     ) -> Callable[[], None]:
         """Captures `run` -> a function that repeats it on the tensors that `run` used.
 

@@ -111,10 +111,7 @@ class CpuPlatform(Platform):
         set_threads(min(threads, len(os.sched_getaffinity(0))))
 
     def capture(
-        self,
-        run: Callable[[], None],
-        pool: Any = None,
-        superseded: Callable[[], bool] = lambda: False,
+        self, run: Callable[[], None], pool: Any, superseded: Callable[[], bool]
     ) -> Callable[[], None]:
         return run
 

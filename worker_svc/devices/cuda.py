@@ -138,10 +138,7 @@ class CudaPlatform(Platform):
         return torch.cuda.graph_pool_handle()
 
     def capture(
-        self,
-        run: Callable[[], None],
-        pool: Any = None,
-        superseded: Callable[[], bool] = lambda: False,
+        self, run: Callable[[], None], pool: Any, superseded: Callable[[], bool]
     ) -> Callable[[], None]:
         current, side = torch.cuda.current_stream(), self._capture_stream
         side.wait_stream(current)

@@ -188,7 +188,7 @@ def test_results_are_fetched_before_a_later_step_can_overwrite_them(cuda: FakeCu
 def test_capture_warms_up_first(cuda: FakeCuda) -> None:
     platform = make_platform()
     pool = platform.graph_pool()
-    replay = platform.capture(lambda: cuda.log.append(f"run on {cuda.current.name}"), pool)
+    replay = platform.capture(lambda: cuda.log.append(f"run on {cuda.current.name}"), pool, bool)
     replay()
     assert cuda.log[-9:] == [
         "side waits for main",
@@ -209,7 +209,7 @@ def test_captures_share_a_stream_and_epochs_no_memory(cuda: FakeCuda) -> None:
     platform = make_platform()
     pools = [platform.graph_pool() for _ in range(3)]
     for pool in pools:
-        platform.capture(lambda: None, pool)
+        platform.capture(lambda: None, pool, bool)
     assert cuda.num_streams == 1
     assert len(set(pools)) == 3
 
@@ -239,7 +239,7 @@ def test_a_failed_capture_leaves_the_stream_as_it_was(cuda: FakeCuda) -> None:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        platform.capture(fail, platform.graph_pool())
+        platform.capture(fail, platform.graph_pool(), bool)
     assert cuda.current is cuda.main
 
 
