@@ -66,23 +66,18 @@ def make_tokenizer(keys: Keys) -> Tokenizer:
     else:
         raise GgufError(f"tokenizer.ggml.model: {kind} is not served; gpt2 and llama are")
     is_phi3 = kind == "llama" and keys.get("general.architecture", str, "") == "phi3"
-    special = _added(tokens, types, (_UNKNOWN, _CONTROL), is_phi3, special=True)
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(_added(tokens, types, (_USER_DEFINED,), is_phi3, special=False))
+    tokenizer.add_special_tokens(_added(tokens, types, is_phi3, special=True))
+    tokenizer.add_tokens(_added(tokens, types, is_phi3, special=False))
     _add_beginning(tokenizer, keys, tokens)
     return tokenizer
 
 
 def _added(
-    tokens: Sequence[str],
-    types: Sequence[int],
-    kinds: tuple[int, ...],
-    is_phi3: bool,
-    *,
-    special: bool,
+    tokens: Sequence[str], types: Sequence[int], is_phi3: bool, *, special: bool
 ) -> list[AddedToken]:
-    """The added tokens of some kinds. Those of Phi-3 take the space after them, which files do not
-    say (llama.cpp knows it, too: `llama_vocab::impl::load`)."""
+    """The added tokens, special or not. Those of Phi-3 take the space after them, which files do
+    not say (llama.cpp knows it, too: `llama_vocab::impl::load`)."""
+    kinds = (_UNKNOWN, _CONTROL) if special else (_USER_DEFINED,)
     return [
         AddedToken(
             token,
