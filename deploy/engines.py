@@ -64,7 +64,7 @@ def list_engines(stack: Stack, engines: Iterable[int]) -> None:
 
 def ask_load(stack: Stack, engine: int, timeout_s: float = _LOAD_S) -> GetLoadResponse | None:
     """Returns the load of an engine; None if it does not answer."""
-    address, tls = stack.scheduler_address_of(engine), stack.tls("scheduler")
+    address, tls = stack.scheduler_address_of(engine), stack.internal_tls
     try:
         with open_blocking_channel(address, tls, CHANNEL_OPTIONS) as channel:
             return SchedulerServiceStub(channel).GetLoad(GetLoadRequest(), timeout=timeout_s)

@@ -62,7 +62,7 @@ class Stack:
     master_ports: tuple[int, ...] = ()  # of all engines but the first, if they have several ranks
     model_path: str = ""  # the model's directory, if a process on this host reads it
     engine_models: tuple[str, ...] = ()  # of each engine, while `restart` replaces the model
-    # For the launcher's own connections.
+    # For the launcher's own connections, to frontends and to other services; None: plaintext.
     public_tls: ClientTls | None = None
     internal_tls: ClientTls | None = None
     auth_tokens_file: str = ""
@@ -119,10 +119,6 @@ class Stack:
         if index < self.tp:
             return self.worker_addresses[index]
         return f"unix:{self.directory}/worker-{index}.sock"
-
-    def tls(self, service: str) -> ClientTls | None:
-        """The TLS for connecting to a `service` of this stack; None is plaintext."""
-        return self.public_tls if service == "frontend" else self.internal_tls
 
     def log(self, name: str) -> Path:
         """The log of the process called `name`."""

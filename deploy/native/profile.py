@@ -31,7 +31,8 @@ def profile(directory: Path, steps: int) -> int:
     folder = directory / "profiles"
     make_directory(folder)
     print(f"recording {steps} steps; send requests meanwhile", flush=True)
-    for process, trace in asyncio.run(_record_all(stack, workers, steps)):
+    traces = asyncio.run(_record_all(stack, workers, steps))
+    for process, trace in zip(workers, traces, strict=True):
         path = folder / f"{process.name}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}.json.gz"
         with open(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(trace)
@@ -39,16 +40,12 @@ def profile(directory: Path, steps: int) -> int:
     return 0
 
 
-async def _record_all(
-    stack: Stack, workers: list[Process], steps: int
-) -> list[tuple[Process, bytes]]:
-    traces = await asyncio.gather(*(_record(stack, worker, steps) for worker in workers))
-    return list(zip(workers, traces, strict=True))
+async def _record_all(stack: Stack, workers: list[Process], steps: int) -> list[bytes]:
+    return await asyncio.gather(*(_record(stack, worker, steps) for worker in workers))
 
 
 async def _record(stack: Stack, worker: Process, steps: int) -> bytes:
-    tls = stack.tls(worker.service)
-    async with open_channel(worker.address, tls, internal_options()) as channel:
+    async with open_channel(worker.address, stack.internal_tls, internal_options()) as channel:
         call = WorkerServiceStub(channel).Profile(ProfileRequest(num_steps=steps))
         try:
             return b"".join([piece.trace async for piece in call])

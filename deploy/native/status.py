@@ -79,7 +79,7 @@ def _health(stack: Stack, process: Process, pid: int) -> str:
     if process.service == "dashboard":
         return http_health(process.address)
     if process.service != "frontend":
-        return check_health(process.address, tls=stack.tls(process.service))
+        return check_health(process.address, tls=stack.internal_tls)
     # Frontends share their addresses: if one does not listen yet, another one would answer.
     ports = filter(None, (stack.port, stack.http_port) if stack.frontends > 1 else ())
     if not all(listens(pid, port) for port in ports):

@@ -21,8 +21,8 @@ def test_the_launcher_trusts_the_servers_own_certificate_under_its_name(
     shown = authority.issue("server", "DNS:*.example.com", "DNS:other.example.org")
     files = {"TLS_CERT": shown.cert, "TLS_KEY": shown.key}
     stack, _ = plan(directory=tmp_path, HOST="0.0.0.0", TP="2", **files)
-    assert stack.tls("frontend") == ClientTls(shown.cert, server_name="any.example.com")
-    assert stack.tls("worker") is None
+    assert stack.public_tls == ClientTls(shown.cert, server_name="any.example.com")
+    assert stack.internal_tls is None
     stack.save()
     assert Stack.load(tmp_path) == stack
 
@@ -31,10 +31,10 @@ def test_clients_certificates(authority: Authority, certificates: Path) -> None:
     theirs = Authority(certificates, "theirs")
     shown, client = authority.issue("server", "DNS:a"), theirs.issue("client", "DNS:b")
     files = {"TLS_CERT": shown.cert, "TLS_KEY": shown.key}
-    own = plan(**files, TLS_CLIENT_CA=authority.ca)[0].tls("frontend")
+    own = plan(**files, TLS_CLIENT_CA=authority.ca)[0].public_tls
     assert own == ClientTls(shown.cert, shown.cert, shown.key, "a")
     given = {"CLIENT_CERT": client.cert, "CLIENT_KEY": client.key}
-    tls = plan(**files, TLS_CLIENT_CA=theirs.ca, **given)[0].tls("frontend")
+    tls = plan(**files, TLS_CLIENT_CA=theirs.ca, **given)[0].public_tls
     assert tls == ClientTls(shown.cert, client.cert, client.key, "a")
     with pytest.raises(LaunchError, match="NANO_CLIENT_CERT and NANO_CLIENT_KEY"):
         plan(**files, TLS_CLIENT_CA=theirs.ca)
@@ -47,7 +47,7 @@ def test_an_internal_certificate_must_name_the_addresses(
     files = {"INTERNAL_TLS_CERT": inner.cert, "INTERNAL_TLS_KEY": inner.key}
     addresses = {"WORKER_ADDRESSES": "gpu-a:50053", "SCHEDULER_ADDRESS": "gpu-a:50052"}
     stack, _ = plan(**files, INTERNAL_TLS_CA=authority.ca, **addresses)
-    assert stack.tls("worker") == ClientTls(authority.ca, inner.cert, inner.key)
+    assert stack.internal_tls == ClientTls(authority.ca, inner.cert, inner.key)
     with pytest.raises(LaunchError, match=r"internal_tls_cert: .*'localhost'"):
         plan(**files, INTERNAL_TLS_CA=authority.ca)
     stranger = Authority(certificates, "stranger")
@@ -81,7 +81,7 @@ def test_an_internal_certificate_must_have_the_roles_of_this_host(authority: Aut
     # A public certificate's first name may be one, and is not what the launcher expects.
     shown = authority.issue("shown", f"{role}frontend", "DNS:llm.example.com")
     stack, _ = plan(TLS_CERT=shown.cert, TLS_KEY=shown.key)
-    assert stack.tls("frontend") == ClientTls(shown.cert, server_name="llm.example.com")
+    assert stack.public_tls == ClientTls(shown.cert, server_name="llm.example.com")
 
 
 def test_unusable_files(authority: Authority) -> None:
