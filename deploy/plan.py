@@ -107,7 +107,9 @@ def plan_stack(
     _check_internal_tls(settings, stack)
     variables = _shared_variables(settings, layout, stack)
     if settings.tp > 1:
-        master_port = _master_port(settings, stack)
+        if not settings.master_port and stack.num_ranks < settings.tp:
+            raise LaunchError("NANO_MASTER_PORT: must be set to the same port on all ranks' hosts")
+        master_port = settings.master_port or free_port()
         variables["MASTER_PORT"] = str(master_port)
         ports = extra_master_ports(stack, stack.engines, taken=master_port)
         stack = replace(stack, master_ports=ports)
@@ -183,13 +185,6 @@ def _shared_variables(settings: StackSettings, layout: Layout, stack: Stack) -> 
     if "worker" in stack.services and settings.speculation != "auto":
         variables["SPECULATION"] = resolve_speculation(settings.speculation)
     return variables
-
-
-def _master_port(settings: StackSettings, stack: Stack) -> int:
-    """Returns the port at which the ranks of engine 0 meet."""
-    if not settings.master_port and stack.num_ranks < settings.tp:
-        raise LaunchError("NANO_MASTER_PORT: must be set to the same port on all ranks' hosts")
-    return settings.master_port or free_port()
 
 
 def stack_settings(environment: Environment, first_rank: int = 0) -> dict[str, ServiceSettings]:
