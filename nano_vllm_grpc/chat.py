@@ -150,7 +150,7 @@ def line_reader() -> ReadLine:
     return session.prompt
 
 
-def parse_args(args: list[str]) -> argparse.Namespace:
+def main(args: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m nano_vllm_grpc.chat", description=__doc__)
     parser.add_argument(
         "--address", default="127.0.0.1:50051", help="address of a frontend, %(default)s"
@@ -162,11 +162,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int)
     parser.add_argument("--stop", action="append", default=[], help="may be given more than once")
-    return parser.parse_args(args)
-
-
-def main(args: list[str]) -> int:
-    options = parse_args(args)
+    options = parser.parse_args(args)
     params = SamplingParams(
         temperature=options.temperature,
         max_tokens=options.max_tokens,
