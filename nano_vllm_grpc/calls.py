@@ -47,7 +47,7 @@ class Calls:
 
     async def stream(self, request: ResumableRequest) -> AsyncGenerator[Chunk, None]:
         """Yields the chunks of `request`, from as many calls as needed."""
-        async with aclosing(self._messages(request, request.whole())) as messages:
+        async with aclosing(self._messages(request, request.whole)) as messages:
             async for call, message in messages:
                 if (chunk := request.take(call, message)) is not None:
                     yield chunk

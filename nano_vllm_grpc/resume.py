@@ -40,6 +40,7 @@ class ResumableRequest:
         message.request_id = message.request_id or uuid.uuid4().hex
         if not sampling.HasField("seed") and not sampling.beam_width:
             sampling.seed = secrets.randbits(64)
+        self.whole = Call(message)  # the first to make
         self._message = message
         self._count = sampling.beam_width or sampling.n or 1
         self._tokens = {0: list(message.resume_token_ids)}  # by index
@@ -48,9 +49,6 @@ class ResumableRequest:
         self._sent_at = time.monotonic()
         self.deadline = math.inf if timeout_s is None else self._sent_at + timeout_s
         self._begun_at: float | None = None  # when the first chunk arrived
-
-    def whole(self) -> Call:
-        return Call(self._message)
 
     def take(self, call: Call, message: pb.GenerateStreamResponse) -> Chunk | None:
         """Records a message. Returns the chunk to pass on, or None for a beam already received."""
