@@ -37,7 +37,6 @@ class Sampler:
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
-        self._directory = stack.metrics_directory
         self._last: dict[str, tuple[float, ...]] = {}
 
     def take(self) -> Sample:
@@ -70,7 +69,7 @@ class Sampler:
     def _first_token_s(self) -> float | None:
         """The mean time to first token since the last sample, from the frontends' metrics."""
         seconds = count = 0.0
-        for file in self._directory.glob("frontend-*.json"):
+        for file in self._stack.metrics_directory.glob("frontend-*.json"):
             try:
                 target = json.loads(file.read_bytes())[0]["targets"][0]
                 body = fetch(f"http://{target}/metrics", _TIMEOUT_S)
