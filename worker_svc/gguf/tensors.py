@@ -67,14 +67,11 @@ def weight_index(
                 "file": names[tensor.file],
                 "start": tensor.start + expert * prod(shape) // block * block_bytes,
             }
-    if family.gguf_pairs:
-        for name, place in weights.items():
-            if re.search(r"\.[qk]_proj\.", name):
-                place["head_dim"] = config["head_dim"]
-    if family.gguf_norm_offset:
-        for name, place in weights.items():
-            if name.endswith("norm.weight"):
-                place["minus"] = family.gguf_norm_offset
+    for name, place in weights.items():
+        if family.gguf_pairs and re.search(r"\.[qk]_proj\.", name):
+            place["head_dim"] = config["head_dim"]
+        if family.gguf_norm_offset and name.endswith("norm.weight"):
+            place["minus"] = family.gguf_norm_offset
     return weights
 
 
