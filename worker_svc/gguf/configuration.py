@@ -202,13 +202,11 @@ def _rope(keys: Keys, arch: str, factors: list[str]) -> dict[str, Any]:
         return {"rope_type": "default" if kind == "none" else kind, **theta}
     if kind not in ("linear", "yarn") and not (kind == "longrope" and factors):
         raise GgufError(f"{arch}.rope.scaling.type: {kind} is not served; linear and yarn are")
-    scaling: dict[str, Any] = {"rope_type": kind, **theta}
     if kind == "longrope":
         attention = keys.get(f"{arch}.rope.scaling.attn_factor", float, None)
-        scaling["attention_factor"] = attention
-    else:
-        scaling["factor"] = keys.get(f"{arch}.rope.scaling.factor", float)
-    return scaling
+        return {"rope_type": kind, **theta, "attention_factor": attention}
+    factor = keys.get(f"{arch}.rope.scaling.factor", float)
+    return {"rope_type": kind, **theta, "factor": factor}
 
 
 def _dtype(header: Header) -> str:
