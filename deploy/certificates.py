@@ -60,12 +60,9 @@ def _handshake(server: ServerTls, client: ClientTls, host: str | None = None) ->
         return _exchange(present_context(server), client_context(client, host), host)
     except FileError as error:
         raise LaunchError(str(error)) from error
-    except ssl.SSLCertVerificationError as error:
-        raise LaunchError(
-            f"{server.setting}_cert: {server.cert}: {error.verify_message or error.reason}"
-        ) from error
     except ssl.SSLError as error:
-        raise LaunchError(f"{server.setting}_cert: {server.cert}: {error.reason}") from error
+        reason = getattr(error, "verify_message", "") or error.reason
+        raise LaunchError(f"{server.setting}_cert: {server.cert}: {reason}") from error
 
 
 def _exchange(
