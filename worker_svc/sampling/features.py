@@ -87,11 +87,8 @@ class FeatureRunner:
         if not len(rows):
             return []
         counts = features.num_logprobs[features.num_logprobs >= 0]
-
-        def logits_of(piece: slice) -> torch.Tensor:
-            return logits.index_select(0, rows[piece])
-
-        return [self._scorer(logits_of, tokens.index_select(0, rows), counts)]
+        scored = tokens.index_select(0, rows)
+        return [self._scorer(lambda piece: logits.index_select(0, rows[piece]), scored, counts)]
 
     def score(
         self, targets: PromptTargets, step: StepArrays, hidden: torch.Tensor
