@@ -126,10 +126,7 @@ def _check_run(step: StepArrays, num_steps: int, limits: StepLimits) -> None:
     ):
         raise InvalidArgumentError("num_steps", "a run has decodes that sample, without masks")
     context_lens = step.context_lens + (num_steps - 1)
-    if (longest := context_lens.max()) > limits.max_model_len:
-        raise InvalidArgumentError(
-            "num_steps", f"{longest} tokens in the end, the limit is {limits.max_model_len}"
-        )
+    _check_limit("num_steps", context_lens.max(), "tokens in the end", limits.max_model_len)
     if (np.diff(step.block_table_offsets) * limits.block_size < context_lens).any():
         raise InvalidArgumentError("block_table", "fewer blocks than a sequence needs in the run")
 
@@ -192,15 +189,14 @@ def _check_lengths(step: StepArrays) -> None:
         check_length(name, getattr(step, name), step.num_tokens)
 
 
+def _check_limit(name: str, count: int, unit: str, limit: int) -> None:
+    if count > limit:
+        raise InvalidArgumentError(name, f"{count} {unit}, the limit is {limit}")
+
+
 def _check_sequences(step: StepArrays, limits: StepLimits) -> None:
-    if step.num_seqs > limits.max_num_seqs:
-        raise InvalidArgumentError(
-            "query_lens", f"{step.num_seqs} sequences, the limit is {limits.max_num_seqs}"
-        )
-    if step.num_tokens > limits.max_num_batched_tokens:
-        raise InvalidArgumentError(
-            "input_ids", f"{step.num_tokens} tokens, the limit is {limits.max_num_batched_tokens}"
-        )
+    _check_limit("query_lens", step.num_seqs, "sequences", limits.max_num_seqs)
+    _check_limit("input_ids", step.num_tokens, "tokens", limits.max_num_batched_tokens)
     if step.query_lens.min() < 1:
         raise InvalidArgumentError("query_lens", "every sequence has at least one token")
     if (total := int(step.query_lens.sum(dtype=np.int64))) != step.num_tokens:
@@ -209,10 +205,7 @@ def _check_sequences(step: StepArrays, limits: StepLimits) -> None:
         )
     if (step.context_lens < step.query_lens).any():
         raise InvalidArgumentError("context_lens", "less than the tokens of this step")
-    if (longest := step.context_lens.max()) > limits.max_model_len:
-        raise InvalidArgumentError(
-            "context_lens", f"{longest} tokens, the limit is {limits.max_model_len}"
-        )
+    _check_limit("context_lens", step.context_lens.max(), "tokens", limits.max_model_len)
     # A NaN also fails the comparison.
     if not ((step.temperatures >= 0) & np.isfinite(step.temperatures)).all():
         raise InvalidArgumentError("temperatures", "not finite, or negative")
@@ -224,10 +217,8 @@ def _check_block_table(step: StepArrays, limits: StepLimits) -> None:
     num_blocks = offsets[1:] - offsets[:-1]
     if (num_blocks.astype(np.int64) * limits.block_size < step.context_lens).any():
         raise InvalidArgumentError("block_table", "fewer blocks than the context of a sequence")
-    if (max_blocks := -(-limits.max_model_len // limits.block_size)) < num_blocks.max():
-        raise InvalidArgumentError(
-            "block_table", f"{num_blocks.max()} blocks of one sequence, the limit is {max_blocks}"
-        )
+    max_blocks = -(-limits.max_model_len // limits.block_size)
+    _check_limit("block_table", num_blocks.max(), "blocks of one sequence", max_blocks)
     # As an unsigned number, a negative block is too large.
     if table.view("<u4").max() >= limits.num_blocks:
         raise InvalidArgumentError(
