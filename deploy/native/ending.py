@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -17,23 +17,18 @@ _POLL_S = 0.02
 
 def end_in_order(
     running: Mapping[str, psutil.Process],
-    names: Collection[str] | None,
     limit_s: float,
     deadline: float = float("inf"),
     terminate: Callable[[str], object] | None = None,
 ) -> None:
-    """Ends the processes with these names, or all, one service at a time. Kills those that do not
-    end within `limit_s` seconds, or by the `deadline`.
+    """Ends these processes, one service at a time. Kills those that do not end within `limit_s`
+    seconds, or by the `deadline`.
 
     Args:
         terminate: tells a process to end, by name. None: sends SIGTERM.
     """
     for service in reversed(SERVICES):
-        chosen = {
-            name: process
-            for name, process in running.items()
-            if name.rpartition("-")[0] == service and (names is None or name in names)
-        }
+        chosen = {name: running[name] for name in running if name.rpartition("-")[0] == service}
         for name, process in chosen.items():
             send(partial(terminate, name) if terminate else process.terminate)
         if not wait_ended(chosen.values(), min(limit_s, deadline - time.monotonic())):

@@ -221,7 +221,9 @@ def stop_processes(stack: Stack, names: Collection[str]) -> None:
     """Stops these processes, clients before the servers they call; returns once they have ended.
     The supervisor does not restart them until `start_processes`."""
     _set_stopped(stack, stopped_processes(stack.directory) | set(names))
-    end_in_order(parent_processes(stack.directory), names, stop_timeout_s(stack))
+    parents = parent_processes(stack.directory).items()
+    chosen = {name: parent for name, parent in parents if name in names}
+    end_in_order(chosen, stop_timeout_s(stack))
     # A process whose end the supervisor sees only after `start_processes` would seem to have failed
     # and start after a pause.
     while _has_running(find_supervisor(stack.directory), names):
@@ -326,7 +328,7 @@ def stop_stack(directory: Path, report: Callable[[str], None], spared: int = 0) 
         limit_s = stop_timeout_s(Stack.load(directory))
         grace_s = len(SERVICES) * limit_s + KILL_AFTER_S
         (directory / "stack.json").unlink()  # from now on the supervisor starts nothing
-        end_in_order(parent_processes(directory), None, limit_s, began + grace_s)
+        end_in_order(parent_processes(directory), limit_s, began + grace_s)
     deadline = began + grace_s
     # A process that is ending may have lost its environment, but still has its ports.
     while alive := [process for process in members if is_alive(process)]:

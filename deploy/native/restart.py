@@ -208,10 +208,7 @@ def _restart_in_place(stack: Stack, processes: Sequence[Process]) -> set[str]:
         return state is None or state.pid != forks[name].pid
 
     end_in_order(
-        forks,
-        None,
-        stop_timeout_s(stack),
-        terminate=lambda name: parents[name].send_signal(RESTART),
+        forks, stop_timeout_s(stack), terminate=lambda name: parents[name].send_signal(RESTART)
     )
     deadline = time.monotonic() + KILL_AFTER_S
     while waiting := [name for name in forks if not begins(name)]:
