@@ -50,8 +50,6 @@ from shared.telemetry.metrics_endpoint import open_endpoint
 
 log = structlog.get_logger(__name__)
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
 
 class Supervisor:
     """Keeps the processes running that a stack's directory lists."""
@@ -67,7 +65,7 @@ class Supervisor:
         # handler, because children would inherit an ignored signal.
         for number in (signal.SIGCONT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
-        for number in _STOP_SIGNALS:
+        for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
 
     def _stop(self, *_: object) -> None:
