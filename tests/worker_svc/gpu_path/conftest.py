@@ -8,6 +8,8 @@ import pytest
 from tests.worker_svc.device import ON_GPU
 from tests.worker_svc.gpu_path.flash_attention import FlashAttention3Ops, install_flash_attn
 from tests.worker_svc.gpu_path.small_model import (
+    LARGER,
+    LARGER_DTYPE,
     MAX_NUM_SEQS,
     NUM_BLOCKS,
     SMALL,
@@ -38,6 +40,13 @@ def tokens(small_dir: Path) -> list[list[int]]:
     return decode(runner, Batch(limits(vocab_size=VOCAB, num_blocks=NUM_BLOCKS)))
 
 
+@pytest.fixture(scope="session")
+def larger_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("larger")
+    save_model(path, dtype=LARGER_DTYPE, **LARGER)
+    return path
+
+
 @pytest.fixture
 def flash_attention_3() -> Iterator[FlashAttention3Ops]:
     ops = FlashAttention3Ops()
@@ -49,3 +58,11 @@ def flash_attention_3() -> Iterator[FlashAttention3Ops]:
 def flash_attention_2(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The name of its function, each time that it is called."""
     return install_flash_attn(monkeypatch)
+
+
+@pytest.fixture
+def libraries(request: pytest.FixtureRequest) -> None:
+    """Installs stand-ins on a CPU."""
+    if not ON_GPU:
+        request.getfixturevalue("flash_attention_2")
+        request.getfixturevalue("flash_attention_3")

@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu.steps import QWEN_0_6B, QWEN_8B, Heads
 from shared.graph_sizes import GraphSize
-from tests.worker_svc.device import DEVICE, ODD, ON_GPU, by_device, generator, gpu_only
+from tests.worker_svc.device import DEVICE, ODD, by_device, generator, gpu_only
 from tests.worker_svc.harness import Batch, limits, worker_settings
 from tests.worker_svc.kernels.triton.caches import dequantized, store_reference
 from tests.worker_svc.kernels.triton.precision import poisoned_memory, relative_error, row_bound
@@ -26,19 +26,11 @@ from worker_svc.step.padding import padded
 from worker_svc.step.tensors import upload_step
 
 # The first test of each backend compiles its kernels.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("libraries")]
 
 LONGEST = by_device(cpu=40, gpu=4096)
 # What libraries say about heads or dtypes that they were not built for.
 UNSUPPORTED = ("only support", "not support", "head dimension")
-
-
-@pytest.fixture(autouse=True)
-def libraries(request: pytest.FixtureRequest) -> None:
-    """Installs stand-ins on a CPU."""
-    if not ON_GPU:
-        request.getfixturevalue("flash_attention_2")
-        request.getfixturevalue("flash_attention_3")
 
 
 class Case(NamedTuple):

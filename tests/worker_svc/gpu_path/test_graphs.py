@@ -15,7 +15,6 @@ from torch.distributed import DistBackendError
 
 from tests.worker_svc.device import by_device, cpu_only, gpu_only
 from tests.worker_svc.gpu_path.small_model import (
-    LARGER,
     LARGER_DTYPE,
     LARGER_HEADS,
     NUM_BLOCKS,
@@ -23,7 +22,7 @@ from tests.worker_svc.gpu_path.small_model import (
     decode_with_features,
     make_runner,
 )
-from tests.worker_svc.harness import Asked, Batch, batch_for, save_model, worker_settings
+from tests.worker_svc.harness import Asked, Batch, batch_for, worker_settings
 from tests.worker_svc.kernels.triton.precision import assert_identical
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
 from tests.worker_svc.test_model_runner import prompts
@@ -48,13 +47,6 @@ class Pair:
     uncaptured: ModelRunner
     num_blocks: int
     unwritten: float  # what the caches hold before a run
-
-
-@pytest.fixture(scope="module")
-def larger_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("larger")
-    save_model(path, dtype=LARGER_DTYPE, **LARGER)
-    return path
 
 
 @pytest.fixture(scope="module", params=by_device(cpu=["triton"], gpu=BACKENDS))

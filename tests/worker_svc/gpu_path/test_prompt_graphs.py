@@ -13,14 +13,13 @@ import pytest
 from shared.graph_sizes import NUM_PROMPTS, GraphSize
 from tests.worker_svc.device import ON_GPU, by_device, cpu_only
 from tests.worker_svc.gpu_path.small_model import (
-    LARGER,
     LARGER_DTYPE,
     LARGER_HEADS,
     MAX_NUM_SEQS,
     NUM_BLOCKS,
     make_runner,
 )
-from tests.worker_svc.harness import batch_for, save_model, worker_settings
+from tests.worker_svc.harness import batch_for, worker_settings
 from tests.worker_svc.kernels.triton.precision import assert_identical
 from tests.worker_svc.platforms import GpuPlatform, Uncaptured, make_backend
 from tests.worker_svc.random_steps import Mixtures
@@ -31,30 +30,15 @@ from worker_svc.step.arrays import StepArrays
 from worker_svc.step.wire import Int32s
 
 # The first test of each backend compiles its kernels.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("libraries")]
 
 SEQS = by_device(cpu=5, gpu=70)
 TOKENS = by_device(cpu=20, gpu=400)  # of prompts in a graph
 STEPS = by_device(cpu=8, gpu=100)
 
 
-@pytest.fixture(autouse=True)
-def libraries(request: pytest.FixtureRequest) -> None:
-    """Installs stand-ins on a CPU."""
-    if not ON_GPU:
-        request.getfixturevalue("flash_attention_2")
-        request.getfixturevalue("flash_attention_3")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_model(path, dtype=LARGER_DTYPE, **LARGER)
-    return path
-
-
 @pytest.mark.parametrize("name", BACKENDS)
-def test_random_mixtures(model: Path, name: str) -> None:
+def test_random_mixtures(larger_dir: Path, name: str) -> None:
     """On a CPU, they also equal steps that are not padded."""
     size = make_backend(name, LARGER_HEADS, LARGER_DTYPE).block_size  # skips what is not there
     num_blocks = 2 * SEQS * -(-by_device(cpu=96, gpu=1100) // size) + 40
@@ -66,7 +50,7 @@ def test_random_mixtures(model: Path, name: str) -> None:
     runners = []
     for platform, captures in platforms:
         runner, _ = make_runner(
-            model,
+            larger_dir,
             platform,
             captures=captures,
             num_blocks=num_blocks,
@@ -89,9 +73,9 @@ def test_random_mixtures(model: Path, name: str) -> None:
 
 
 @cpu_only
-def test_the_largest_graph_is_captured_first(model: Path) -> None:
+def test_the_largest_graph_is_captured_first(larger_dir: Path) -> None:
     """So the memory of all graphs is agreed when an epoch is configured."""
-    runner, _ = make_runner(model, block_size=16)
+    runner, _ = make_runner(larger_dir, block_size=16)
     runner.configure(2, NUM_BLOCKS, graph_tokens=20)
     assert runner._model.graphs
     first, *others = runner._model.graphs._replays
@@ -121,8 +105,8 @@ def test_every_column_has_room(tokens: int) -> None:
 
 
 @cpu_only
-def test_a_capture_leaves_what_the_last_step_has_sampled(model: Path) -> None:
-    runner, _ = make_runner(model, block_size=16)
+def test_a_capture_leaves_what_the_last_step_has_sampled(larger_dir: Path) -> None:
+    runner, _ = make_runner(larger_dir, block_size=16)
     runner.configure(2, NUM_BLOCKS, graph_tokens=100)
     for state in (runner._last_tokens, *runner._model.caches):
         state.fill_(7)
@@ -136,10 +120,10 @@ def test_a_capture_leaves_what_the_last_step_has_sampled(model: Path) -> None:
 
 @cpu_only
 def test_a_capture_may_take_as_long_as_compiling(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    larger_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hang watch knows how long a step of that size takes, but not a capture."""
-    runner, _ = make_runner(model, block_size=16)
+    runner, _ = make_runner(larger_dir, block_size=16)
     runner.configure(2, NUM_BLOCKS, graph_tokens=100)
     found: list[bool] = []
 
@@ -154,9 +138,9 @@ def test_a_capture_may_take_as_long_as_compiling(
 
 
 @cpu_only
-def test_a_newer_epoch_ends_a_capture_in_a_step(model: Path) -> None:
+def test_a_newer_epoch_ends_a_capture_in_a_step(larger_dir: Path) -> None:
     """The next epoch captures what it needs."""
-    runner, _ = make_runner(model, block_size=16)
+    runner, _ = make_runner(larger_dir, block_size=16)
     runner.configure(2, NUM_BLOCKS, graph_tokens=20)
     step = batch_for(runner, NUM_BLOCKS).step([(0, [*range(9)])], graph=True)
     with pytest.raises(SupersededError):
