@@ -10,14 +10,13 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from grpc import aio
 
 from frontend import embeddings, pooled
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend import fake_scheduler
 from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS, embedding
-from tests.frontend.http.conftest import HttpService, Json
+from tests.frontend.http.conftest import HttpService, Json, failure
 
 PATH = "/v1/embeddings"
 FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -33,12 +32,6 @@ def expected(prompt: Sequence[int], dimensions: int = 4, pooling: int = 1) -> li
 def request(prompts: Sequence[Sequence[int]] = PROMPTS, **fields: Any) -> pb.EmbedRequest:
     inputs = [pb.EmbedInput(token_ids=pb.TokenIds(ids=ids)) for ids in prompts]
     return pb.EmbedRequest(inputs=inputs, **fields)
-
-
-async def failure(call: Any) -> aio.AioRpcError:
-    with pytest.raises(aio.AioRpcError) as raised:
-        await call
-    return raised.value
 
 
 async def test_prompts_and_texts_over_grpc(service: HttpService) -> None:

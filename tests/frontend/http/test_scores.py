@@ -9,14 +9,13 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc import aio
 
 from frontend import pooled
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend import fake_scheduler
 from tests.frontend.conftest import DEMO
-from tests.frontend.http.conftest import HttpService, Json
+from tests.frontend.http.conftest import HttpService, Json, failure
 from tests.frontend.test_generation import accept_long_sequences
 
 DOCUMENTS = ["Anna lives in a house by the sea.", "No.", "Ben has a dog."]
@@ -52,12 +51,6 @@ async def num_tokens(service: HttpService, query: str, document: str, task: str 
 
 def probability(length: int) -> float:
     return 1 / (1 + math.exp(40 - length))
-
-
-async def failure(call: Any) -> aio.AioRpcError:
-    with pytest.raises(aio.AioRpcError) as raised:
-        await call
-    return raised.value
 
 
 async def test_scores_over_grpc(service: HttpService, monkeypatch: pytest.MonkeyPatch) -> None:
