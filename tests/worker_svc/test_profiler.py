@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +12,9 @@ import pytest
 from shared.pb.worker_pb2 import ProfileRequest
 from tests.waiting import until
 from tests.worker_svc.harness import Batch
-from tests.worker_svc.serving import INVALID, PRECONDITION, Worker, rejected, running, tokens
+from tests.worker_svc.serving import INVALID, PRECONDITION, Worker, rejected, tokens
 from worker_svc.profiling import profiler
 from worker_svc.profiling.profiler import PIECE_STEPS
-
-
-@pytest.fixture
-async def worker(tiny_dir: Path, tmp_path: Path) -> AsyncIterator[Worker]:
-    async with running(tiny_dir, tmp_path) as started:
-        await started.service.execution.load()
-        yield started
 
 
 class Steps:
