@@ -27,21 +27,16 @@ class InterpretedPlatform(CpuPlatform):
     ops: Ops = triton_ops
     captures = True
 
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        capability: tuple[int, int] = (9, 0),
-    ) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
         self.captures = not settings.enforce_eager
-        self._capability = capability
 
     def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:
         return checkpoint if setting == "auto" else getattr(torch, setting)
 
     def attention_backend(self, settings: WorkerSettings, shape: AttentionShape) -> Backend:
         size = None if settings.block_size == "auto" else settings.block_size
-        return choose_backend(settings.attention, shape, size, self._capability, NUM_SMS)
+        return choose_backend(settings.attention, shape, size, capability=(9, 0), num_sms=NUM_SMS)
 
     def prepare(
         self, hidden_states: Callable[..., torch.Tensor], backend: Backend, tp: TensorParallel
