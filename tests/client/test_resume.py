@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, aclosing
 from itertools import count
 from types import SimpleNamespace
@@ -28,6 +28,12 @@ from tests.client.fake_server import ENDLESS_SEED, FakeServer, FakeService, runn
 from tests.waiting import until
 
 PROMPT = "acegikmoq"
+
+
+@pytest.fixture
+async def llm(server: FakeServer) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM(server.address) as client:
+        yield client
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def joined(chunks: list[Chunk]) -> object:
 
 @pytest.mark.parametrize("number", range(30))
 async def test_a_broken_stream_resumes_without_a_gap_or_a_repetition(
-    server: FakeServer, service: FakeService, number: int
+    llm: AsyncLLM, service: FakeService, number: int
 ) -> None:
     rng = random.Random(number)
     n = rng.choice((1, 1, 2, 3))
@@ -85,14 +91,13 @@ async def test_a_broken_stream_resumes_without_a_gap_or_a_repetition(
         stop=["never"],
     )
     resume = [ord("a") + 1 + (params.seed or 0)] * rng.randint(0, 2) if n == 1 else []
-    async with AsyncLLM(server.address) as llm:
-        service.tokens_per_chunk = rng.randint(1, 3)
-        expected = joined(await chunks_of(llm, params, resume))
-        service.requests.clear()
-        service.cuts.append(rng.randint(0, 1))
-        service.cuts.extend(rng.randint(0, 4) for _ in range(rng.randint(0, 5)))
-        service.tokens_per_chunk = rng.randint(1, 3)
-        chunks = await chunks_of(llm, params, resume)
+    service.tokens_per_chunk = rng.randint(1, 3)
+    expected = joined(await chunks_of(llm, params, resume))
+    service.requests.clear()
+    service.cuts.append(rng.randint(0, 1))
+    service.cuts.extend(rng.randint(0, 4) for _ in range(rng.randint(0, 5)))
+    service.tokens_per_chunk = rng.randint(1, 3)
+    chunks = await chunks_of(llm, params, resume)
     assert joined(chunks) == expected
     assert {chunk.request_id for chunk in chunks} == {service.requests[0].request_id}
     assert len(service.requests) > 1
@@ -100,12 +105,11 @@ async def test_a_broken_stream_resumes_without_a_gap_or_a_repetition(
 
 
 async def test_each_of_several_completions_resumes_alone(
-    server: FakeServer, service: FakeService
+    llm: AsyncLLM, service: FakeService
 ) -> None:
     params = SamplingParams(n=3, seed=2**64 - 2, max_tokens=4, prompt_logprobs=0)
-    async with AsyncLLM(server.address) as llm:
-        service.cuts.append(4)  # one token of each completion, and another of the first
-        await chunks_of(llm, params, [])
+    service.cuts.append(4)  # one token of each completion, and another of the first
+    await chunks_of(llm, params, [])
     resumed = sorted(service.requests[1:], key=lambda r: -len(r.resume_token_ids))
     assert [len(r.resume_token_ids) for r in resumed] == [2, 1, 1]
     assert {r.sampling.seed for r in resumed} == {2**64 - 2, 2**64 - 1, 0}
@@ -114,33 +118,30 @@ async def test_each_of_several_completions_resumes_alone(
 
 
 async def test_a_stream_that_only_lacks_its_status_is_not_resumed(
-    server: FakeServer, service: FakeService
+    llm: AsyncLLM, service: FakeService
 ) -> None:
-    async with AsyncLLM(server.address) as llm:
-        service.cuts.append(8)
-        chunks = await chunks_of(llm, SamplingParams(max_tokens=8), [])
+    service.cuts.append(8)
+    chunks = await chunks_of(llm, SamplingParams(max_tokens=8), [])
     assert chunks[-1].usage is not None
     assert len(service.requests) == 1
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
-async def test_beams_arrive_once(server: FakeServer, service: FakeService, cut: int) -> None:
+async def test_beams_arrive_once(llm: AsyncLLM, service: FakeService, cut: int) -> None:
     params = SamplingParams(beam_width=3, max_tokens=2)
-    async with AsyncLLM(server.address) as llm:
-        service.tokens_per_chunk = 2
-        expected = joined(await chunks_of(llm, params, []))
-        service.cuts.append(cut)
-        assert joined(await chunks_of(llm, params, [])) == expected
+    service.tokens_per_chunk = 2
+    expected = joined(await chunks_of(llm, params, []))
+    service.cuts.append(cut)
+    assert joined(await chunks_of(llm, params, [])) == expected
     assert not any(request.sampling.HasField("seed") for request in service.requests)
 
 
 async def test_a_chosen_seed_is_kept_when_a_stream_resumes(
-    server: FakeServer, service: FakeService
+    llm: AsyncLLM, service: FakeService
 ) -> None:
-    async with AsyncLLM(server.address) as llm:
-        service.cuts.extend((0, 2))
-        await chunks_of(llm, SamplingParams(max_tokens=4), [])
-        await chunks_of(llm, SamplingParams(max_tokens=4), [])
+    service.cuts.extend((0, 2))
+    await chunks_of(llm, SamplingParams(max_tokens=4), [])
+    await chunks_of(llm, SamplingParams(max_tokens=4), [])
     seeds = [request.sampling.seed for request in service.requests]
     assert seeds[0] == seeds[1] == seeds[2] != seeds[3]
 
@@ -153,11 +154,10 @@ async def test_a_chosen_seed_is_kept_when_a_stream_resumes(
     ],
 )
 async def test_a_stream_that_a_proxy_cuts_is_resumed(
-    server: FakeServer, service: FakeService, code: grpc.StatusCode, message: str
+    llm: AsyncLLM, service: FakeService, code: grpc.StatusCode, message: str
 ) -> None:
     service.refusals.append(refusal(code, message))
-    async with AsyncLLM(server.address) as llm:
-        assert len(await llm.generate("a", use_tqdm=False)) == 1
+    assert len(await llm.generate("a", use_tqdm=False)) == 1
     assert len(service.requests) == 2
 
 
@@ -171,7 +171,7 @@ async def test_a_stream_that_a_proxy_cuts_is_resumed(
     ],
 )
 async def test_an_error_that_waiting_does_not_help_is_raised_at_once(
-    server: FakeServer,
+    llm: AsyncLLM,
     service: FakeService,
     code: grpc.StatusCode,
     raised: type[LLMError],
@@ -179,34 +179,29 @@ async def test_an_error_that_waiting_does_not_help_is_raised_at_once(
 ) -> None:
     service.cuts.append(cut)
     service.cut_error = refusal(code, "something else")
-    async with AsyncLLM(server.address) as llm:
-        with pytest.raises(raised) as caught:
-            await llm.generate("a", use_tqdm=False)
+    with pytest.raises(raised) as caught:
+        await llm.generate("a", use_tqdm=False)
     assert caught.value.code is code
     assert len(service.requests) == 1
 
 
-async def test_a_broken_stream_waits_for_a_full_server(
-    server: FakeServer, service: FakeService
-) -> None:
-    async with AsyncLLM(server.address) as llm:
-        service.cuts.append(2)
-        stream = llm.stream("a", SamplingParams(max_tokens=4))
-        async with aclosing(stream):
-            text = (await anext(stream)).text
-            service.refusals.append(ServerQueueFullError("full", 0.01))
-            text += "".join([chunk.text async for chunk in stream])
+async def test_a_broken_stream_waits_for_a_full_server(llm: AsyncLLM, service: FakeService) -> None:
+    service.cuts.append(2)
+    stream = llm.stream("a", SamplingParams(max_tokens=4))
+    async with aclosing(stream):
+        text = (await anext(stream)).text
+        service.refusals.append(ServerQueueFullError("full", 0.01))
+        text += "".join([chunk.text async for chunk in stream])
     assert text == "bbbb"
     assert len(service.requests) == 3
 
 
 async def test_a_server_that_breaks_off_before_any_token_counts_as_reached(
-    server: FakeServer, service: FakeService, monkeypatch: pytest.MonkeyPatch
+    llm: AsyncLLM, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nano_vllm_grpc.retry._FIRST_CONTACT_S", 0)
     service.refusals.append(ServerUnavailableError("cut"))
-    async with AsyncLLM(server.address) as llm:
-        (completion,) = await llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+    (completion,) = await llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
     assert completion["text"] == "bb"
 
 
@@ -233,24 +228,22 @@ async def test_every_token_begins_a_new_wait(
     assert caught.value.code is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_all_attempts_share_the_deadline(server: FakeServer, service: FakeService) -> None:
+async def test_all_attempts_share_the_deadline(llm: AsyncLLM, service: FakeService) -> None:
     service.refusals.extend(ServerUnavailableError("away", 0.05) for _ in range(1000))
-    async with AsyncLLM(server.address) as llm:
-        with pytest.raises((UnavailableError, DeadlineError)):
-            await llm.generate("a", use_tqdm=False, timeout_s=0.5)
+    with pytest.raises((UnavailableError, DeadlineError)):
+        await llm.generate("a", use_tqdm=False, timeout_s=0.5)
     assert service.refusals
 
 
 async def test_closing_a_resumed_stream_cancels_all_its_calls(
-    server: FakeServer, service: FakeService
+    llm: AsyncLLM, service: FakeService
 ) -> None:
-    async with AsyncLLM(server.address) as llm:
-        service.cuts.append(3)
-        async with aclosing(llm.stream("a", SamplingParams(seed=ENDLESS_SEED, n=3))) as stream:
-            async for _ in stream:
-                if len(service.requests) == 4:  # first all together, then each alone
-                    break
-        await until(lambda: not service.in_flight, "all to be cancelled")
+    service.cuts.append(3)
+    async with aclosing(llm.stream("a", SamplingParams(seed=ENDLESS_SEED, n=3))) as stream:
+        async for _ in stream:
+            if len(service.requests) == 4:  # first all together, then each alone
+                break
+    await until(lambda: not service.in_flight, "all to be cancelled")
 
 
 async def test_calls_spread_over_all_addresses(two_servers: list[FakeServer]) -> None:
