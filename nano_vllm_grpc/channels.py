@@ -45,25 +45,21 @@ def open_channel(address: str, tls: ClientTls | None, options: Options = ()) -> 
     """
     if tls is None:
         return aio.insecure_channel(address, options=options)
-    return aio.secure_channel(
-        address, channel_credentials(tls), options=(*options, *_name_options(address, tls))
-    )
+    return aio.secure_channel(address, channel_credentials(tls), _named(options, address, tls))
 
 
 def open_blocking_channel(address: str, tls: ClientTls | None, options: Options) -> grpc.Channel:
     """Opens a channel as `open_channel` does, for programs without asyncio."""
     if tls is None:
         return grpc.insecure_channel(address, options=options)
-    return grpc.secure_channel(
-        address, channel_credentials(tls), options=(*options, *_name_options(address, tls))
-    )
+    return grpc.secure_channel(address, channel_credentials(tls), _named(options, address, tls))
 
 
-def _name_options(address: str, tls: ClientTls) -> Options:
-    """The option for the name in the server's certificate, unless that is the host's name."""
+def _named(options: Options, address: str, tls: ClientTls) -> Options:
+    """Adds the option for the name in the server's certificate, unless that is the host's name."""
     # A Unix socket has no name. gRPC would look for the socket's path in the certificate.
     name = tls.server_name or ("localhost" if address.startswith("unix:") else "")
-    return (("grpc.ssl_target_name_override", name),) if name else ()
+    return (*options, ("grpc.ssl_target_name_override", name)) if name else options
 
 
 def stays_on_host(address: str) -> bool:
