@@ -23,7 +23,7 @@ from worker_svc.step.wire import (
     Int32s,
     check_length,
     check_offsets,
-    check_values,
+    check_range,
     decode_column,
 )
 
@@ -168,8 +168,7 @@ def _decode_copies(data: bytes, limits: StepLimits) -> Int32s:
         return blocks.reshape(0, 2)
     if len(blocks) % 2:
         raise InvalidArgumentError("copies", f"{len(blocks)} entries, not pairs")
-    last = limits.num_blocks - 1
-    check_values("copies", blocks, (blocks >= 0) & (blocks <= last), f"in 0..{last}")
+    check_range("copies", blocks, 0, limits.num_blocks - 1)
     copies = blocks.reshape(-1, 2)
     sources, destinations = copies.T
     written, times = np.unique(destinations, return_counts=True)

@@ -23,6 +23,7 @@ from worker_svc.step.wire import (
     check_ascending,
     check_length,
     check_offsets,
+    check_range,
     check_values,
     decode_column,
 )
@@ -142,14 +143,12 @@ def decode_prompt_targets(
     targets = decode_column("prompt_logprobs.targets", message.targets, INT32)
     check_ascending("prompt_logprobs.rows", rows, len(query_lens))
     check_length("prompt_logprobs.num_logprobs", counts, len(rows))
-    valid = (counts >= 0) & (counts <= vocab_size)
-    check_values("prompt_logprobs.num_logprobs", counts, valid, f"in 0..{vocab_size}")
+    check_range("prompt_logprobs.num_logprobs", counts, 0, vocab_size)
     check_offsets("prompt_logprobs.target_offsets", offsets, len(rows), len(targets))
     lens = np.diff(offsets)
     within = lens <= query_lens[rows]
     check_values("prompt_logprobs.target_offsets", lens, within, "in 0..query_len targets of a row")
-    valid = (targets >= 0) & (targets < vocab_size)
-    check_values("prompt_logprobs.targets", targets, valid, f"in 0..{vocab_size - 1}")
+    check_range("prompt_logprobs.targets", targets, 0, vocab_size - 1)
     return PromptTargets(rows, counts, offsets, targets)
 
 
@@ -202,16 +201,12 @@ def _check_numbers(features: FeatureArrays, vocab_size: int) -> None:
         high_enough = values > valid.low if valid.above else values >= valid.low
         within = high_enough & (values <= valid.high)
         check_values(f"features.{each.column}", values, within, valid)
-    counts = features.num_logprobs
-    within = (counts >= -1) & (counts <= vocab_size)
-    check_values("features.num_logprobs", counts, within, f"in -1..{vocab_size}")
+    check_range("features.num_logprobs", features.num_logprobs, -1, vocab_size)
 
 
 def _check_bias(features: FeatureArrays, vocab_size: int) -> None:
     ids, values = features.bias_ids, features.bias_values
     check_offsets("features.bias_offsets", features.bias_offsets, len(features.rows), len(ids))
-    check_values(
-        "features.bias_ids", ids, (ids >= 0) & (ids < vocab_size), f"in 0..{vocab_size - 1}"
-    )
+    check_range("features.bias_ids", ids, 0, vocab_size - 1)
     check_length("features.bias_values", values, len(ids))
     check_values("features.bias_values", values, values < np.inf, "finite or -inf")

@@ -45,9 +45,13 @@ def check_values(
         raise InvalidArgumentError(name, f"{array[~valid][0]} is not {meaning}")
 
 
+def check_range(name: str, array: NDArray[Any], low: int, high: int) -> None:
+    check_values(name, array, (array >= low) & (array <= high), f"in {low}..{high}")
+
+
 def check_ascending(name: str, indices: Int32s, count: int) -> None:
     """Checks that each index is below `count` and above the previous index."""
-    check_values(name, indices, (indices >= 0) & (indices < count), f"in 0..{count - 1}")
+    check_range(name, indices, 0, count - 1)
     if (np.diff(indices) <= 0).any():
         raise InvalidArgumentError(name, "not ascending")
 
