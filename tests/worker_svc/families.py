@@ -68,6 +68,12 @@ GEMMA3 = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
     },
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 1e4,
+}
 EXPERTS = {
     "num_experts": 7,
     "num_experts_per_tok": 3,
@@ -79,15 +85,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied, GQA 1": {"tie_word_embeddings": False, "num_key_value_heads": 4},
     "GQA 8, head_dim 24": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 24},
     "bias, head_dim 40": {"attention_bias": True, "head_dim": 40},
-    "yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "rope_theta": 1e4,
-        },
-        "max_position_embeddings": 256,
-    },
+    "yarn": {"rope_parameters": YARN, "max_position_embeddings": 256},
     "linear rope, sharded files": {
         "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e5},
         "max_shard_size": "60KB",
@@ -155,12 +153,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 17,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            "full_attention": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-                "rope_theta": 1e4,
-            },
+            "full_attention": YARN,
         },
     },
     "Qwen3, last layers with a window": {
