@@ -25,9 +25,8 @@ def _post(target: Target, path: str, body: object, length: int | None = None) ->
     return f"POST {path} HTTP/1.1\r\n{headers}".encode() + data
 
 
-async def _ask(target: Target, request: bytes, until: bytes = b"") -> bytes:
-    """Sends a request, counts its status, and reads until `until` is there, or to the end of the
-    first piece. Returns what it has read."""
+async def _ask(target: Target, request: bytes) -> bytes:
+    """Sends a request, and counts its status. Returns the first piece of the answer."""
     host, _, port = target.address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -36,8 +35,6 @@ async def _ask(target: Target, request: bytes, until: bytes = b"") -> bytes:
         await writer.drain()
         answer = await reader.read(1 << 16)
         target.gains.answers[answer[9:12].decode() or "closed"] += 1
-        while until not in answer and (more := await reader.read(1 << 16)):
-            answer += more
         return answer
     finally:
         writer.transport.abort()
