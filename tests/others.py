@@ -79,10 +79,7 @@ def gemma3() -> Path:
 
 
 def _packaged(model: str) -> Path:
-    if not packaged_file(model).exists():
-        import pytest
-
-        pytest.skip(f"{model} is not downloaded: python -m tests.others")
+    _need(packaged_file(model), f"{model} is not downloaded")
     return packaged_file(model)
 
 
@@ -90,19 +87,21 @@ def vocabulary(name: str) -> Path:
     """llama.cpp's GGUF file of a real tokenizer. The files NAME.inp and NAME.out beside it have
     texts and their token ids."""
     path = _folder("vocabularies") / f"ggml-vocab-{name}.gguf"
-    if not path.exists():
-        import pytest
-
-        pytest.skip("llama.cpp's vocabularies are not downloaded: python -m tests.others")
+    _need(path, "llama.cpp's vocabularies are not downloaded")
     return path
 
 
 def _installed(name: str) -> Path:
-    if not _stamp(name).exists():
+    _need(_stamp(name), f"{_LOCKED[name].relative_to(ROOT)} is not installed")
+    return _folder(name)
+
+
+def _need(path: Path, missing: str) -> None:
+    """Skips the test if there is nothing at `path`."""
+    if not path.exists():
         import pytest  # not at the top: a program installs them, too
 
-        pytest.skip(f"{_LOCKED[name].relative_to(ROOT)} is not installed: python -m tests.others")
-    return _folder(name)
+        pytest.skip(f"{missing}: python -m tests.others")
 
 
 def _folder(name: str) -> Path:
