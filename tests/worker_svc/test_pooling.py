@@ -126,7 +126,8 @@ def test_scores_in_bfloat16_are_not_rounded(
     states = runner.launch(decode_step(request, batch.limits, None)).wait().hidden_states
     head = oracle.lm_head.weight.detach().float().numpy()
     right = states.reshape(8, -1) @ (head[YES] - head[NO])
-    np.testing.assert_allclose(found, right, rtol=1e-2 if ROUNDS else 1e-4)
+    tolerance = {"rtol": 1e-2, "atol": 0.03} if ROUNDS else {"rtol": 1e-4}
+    np.testing.assert_allclose(found, right, **tolerance)
 
 
 @pytest.mark.parametrize("tied", [True, False])
