@@ -204,7 +204,7 @@ class WeightLoader:
 
         def pack(weights: Iterable[torch.Tensor | QuantizedWeight]) -> PackedWeight:
             if stacked:
-                return self._ops.pack_experts(weights, self.dtype)
+                return self._ops.pack_experts(weights, len(matrices), self.dtype, self._new)
             return self._ops.pack(next(iter(weights)), self.dtype)
 
         names = [part.name for parts in matrices for part in parts]

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import torch
 import torch.nn.functional as F
 
+from worker_svc.kv_cache import NewTensor
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 # gelu_tanh is GELU's approximation by tanh (Hendrycks and Gimpel, 2016).
@@ -118,10 +119,14 @@ class Ops(Protocol):
         ...
 
     def pack_experts(
-        self, weights: Iterable[torch.Tensor | QuantizedWeight], dtype: torch.dtype
+        self,
+        weights: Iterable[torch.Tensor | QuantizedWeight],
+        count: int,
+        dtype: torch.dtype,
+        new: NewTensor,
     ) -> PackedWeight:
-        """Packs equal matrices, one per expert, for `mix_experts`. Each is read when the one before
-        it is packed.
+        """Packs `count` equal matrices, one per expert, for `mix_experts`. Each is read when the
+        one before it is packed. On a CPU, `new` makes the memory.
 
         Raises:
             ModelError: as `pack`.

@@ -71,15 +71,8 @@ class RankModel:
         quantization, model_dir = self._quantization, Path(settings.model)
         files, cache = ModelFiles(model_dir), None
         if quantization.format != "none":
-            cache = open_cache(
-                model_dir,
-                files.fingerprint,
-                quantization.name,
-                ops.layout,
-                dtype,
-                settings.rank,
-                settings.tp,
-            )
+            packing = quantization.name, ops.layout, dtype, settings.rank, settings.tp
+            cache = open_cache(model_dir, files.fingerprint, *packing)
         copies = self._platform.weight_copies()
         with WeightReader(model_dir, dtype, self._platform.device, copies) as reader:
             loader = WeightLoader(reader, ops, quantization, cache, memory)

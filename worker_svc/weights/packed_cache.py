@@ -10,7 +10,7 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +20,7 @@ import torch
 import xxhash
 
 from worker_svc.errors import ModelError
+from worker_svc.kv_cache import NewTensor
 from worker_svc.user_cache import cache_folder, keep, private_file, private_folder
 from worker_svc.weights.safetensors_file import NAMES, Runs, StoredTensor, read_tensors
 
@@ -86,9 +87,7 @@ class PackedCache:
         self._read: set[str] = set()  # the names of the weights that `get` returned
         self._added: dict[str, dict[str, torch.Tensor]] = {}
 
-    def get(
-        self, name: str, new: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-    ) -> dict[str, torch.Tensor] | None:
+    def get(self, name: str, new: NewTensor) -> dict[str, torch.Tensor] | None:
         """The state of weight `name`, or None if the file does not have what was written.
 
         Args:
@@ -97,7 +96,7 @@ class PackedCache:
         if name not in self._weights:
             return None
         digest, stored = self._weights[name]
-        state = {}
+        state, reason = {}, f"{name} differs"
         try:
             with self._opened() as file:
                 for part, tensor in stored.items():
@@ -108,10 +107,9 @@ class PackedCache:
                     # This start may run out of memory, and the next one must not find the file.
                     self._path.unlink()
         except OSError as error:
-            self._log_rejection("rejected", str(error))
-            return None
+            is_damaged, reason = True, str(error)
         if is_damaged:
-            self._log_rejection("rejected", f"{name} differs")
+            self._log_rejection("rejected", reason)
             return None
         self._read.add(name)
         return state

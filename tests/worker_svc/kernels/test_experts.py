@@ -38,6 +38,12 @@ def make_weights(name: str, out: int, columns: int, seed: int) -> list[Any]:
     return found
 
 
+def pack_experts(ops: Any, weights: list[Any]) -> Any:
+    return ops.pack_experts(
+        weights, len(weights), torch.float32, lambda shape, dtype: torch.empty(shape, dtype=dtype)
+    )
+
+
 def choice(logits: list[float], experts: Experts) -> dict[int, float]:
     """The factors of a token's experts."""
     order = sorted(range(len(logits)), key=lambda expert: (-logits[expert], expert))
@@ -52,7 +58,7 @@ def check(ops: Any, name: str, logits: torch.Tensor, experts: Experts) -> torch.
     x = torch.randn(len(logits), HIDDEN, generator=random, device=random.device)
     gate_up, down = make_weights(name, 2 * SIZE, HIDDEN, 1), make_weights(name, HIDDEN, SIZE, 2)
     own = slice(experts.of_rank.start, experts.of_rank.stop)
-    packed = [ops.pack_experts(each[own], torch.float32) for each in (gate_up, down)]
+    packed = [pack_experts(ops, each[own]) for each in (gate_up, down)]
     with poisoned_memory():
         out = ops.mix_experts(x, logits, ops.unpack(packed[0].state()), packed[1], experts)
     expected = torch.zeros_like(x)
@@ -121,7 +127,7 @@ def test_extreme_logits(ops: Any) -> None:
     check(ops, "none", logits, EXPERTS)
     logits[2] = torch.nan
     x, weights = torch.ones(4, HIDDEN, device=DEVICE), make_weights("none", 2 * SIZE, HIDDEN, 1)
-    gate_up = ops.pack_experts(weights, torch.float32)
-    down = ops.pack_experts(make_weights("none", HIDDEN, SIZE, 2), torch.float32)
+    gate_up = pack_experts(ops, weights)
+    down = pack_experts(ops, make_weights("none", HIDDEN, SIZE, 2))
     out = ops.mix_experts(x, logits, gate_up, down, EXPERTS)
     assert out[[0, 1, 3]].isfinite().all()  # other rows are not touched

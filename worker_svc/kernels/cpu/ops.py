@@ -34,6 +34,7 @@ from worker_svc.kernels.ops import (
     PlainWeight,
     pick_last_rows,
 )
+from worker_svc.kv_cache import NewTensor
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 __all__ = [
@@ -202,9 +203,12 @@ def _panels(weight: torch.Tensor | QuantizedWeight) -> PanelWeight:
 
 
 def pack_experts(
-    weights: Iterable[torch.Tensor | QuantizedWeight], dtype: torch.dtype
+    weights: Iterable[torch.Tensor | QuantizedWeight],
+    count: int,
+    dtype: torch.dtype,
+    new: NewTensor,
 ) -> PackedWeight:
-    return stack([_panels(each) for each in weights])
+    return stack(map(_panels, weights), count, new)
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from ctypes import addressof, byref
 from math import gcd
 from typing import Any
@@ -28,6 +28,7 @@ from worker_svc.kernels.cpu.structs import (
     Weight,
 )
 from worker_svc.kernels.ops import Exchange
+from worker_svc.kv_cache import NewTensor
 from worker_svc.weights.quantization.formats import QuantizedWeight
 
 PANEL = 2 * LANES
@@ -209,17 +210,21 @@ def _interleave(words: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def stack(weights: Sequence[PanelWeight]) -> PanelWeight:
-    """Makes one weight of several equal matrices, whose panels follow each other."""
-    states = [dict(each.state()) for each in weights]
-    if zeros := [each["zeros"] for each in states if len(each["zeros"])]:
-        for each, weight in zip(states, weights, strict=True):
-            if not len(each["zeros"]):
-                each["zeros"] = torch.full_like(zeros[0], _ZEROS[weight.kind])
-    names = "codes", "scales", "zeros"
-    state = {name: torch.cat([each[name] for each in states]) for name in names}
-    shape = torch.tensor([*states[0]["shape"].tolist(), len(weights)])
-    return PanelWeight(state | {"shape": shape})
+def stack(weights: Iterable[PanelWeight], count: int, new: NewTensor) -> PanelWeight:
+    """Makes one weight of `count` equal matrices, whose panels follow each other."""
+    joined: dict[str, torch.Tensor] = {}
+    for number, weight in enumerate(weights):
+        for name in ("codes", "scales", "zeros"):
+            part = weight.state()[name]
+            if not len(part):
+                continue
+            if name not in joined:
+                joined[name] = new([count * len(part), *part.shape[1:]], part.dtype)
+                if name == "zeros":  # of the matrices that have none
+                    joined[name].fill_(_ZEROS[weight.kind])
+            joined[name][number * len(part) : (number + 1) * len(part)] = part
+    shape = torch.tensor([weight.out_features, weight.in_features, count])
+    return PanelWeight({**weight.state(), **joined, "shape": shape})
 
 
 def _weight(

@@ -62,9 +62,7 @@ def choose_quantization(setting: str, config: Mapping[str, Any] | None) -> Choic
     if not config:
         return Choice(None, quantize_to)
     method = require(config, "quant_method", *CHECKPOINTS)
-    found = CHECKPOINTS[method](config)
-    if setting not in ("auto", found.format):
-        raise ModelError(
-            f"quantization: {setting}, but the checkpoint is {found.format} ({method})"
-        )
-    return Choice(found, quantize_to)
+    own = CHECKPOINTS[method](config)
+    if setting not in ("auto", own.format):
+        raise ModelError(f"quantization: {setting}, but the checkpoint is {own.format} ({method})")
+    return Choice(own, quantize_to)

@@ -19,11 +19,15 @@ from worker_svc.kernels.triton.quantized.weights import (
     pack_quantized,
     stack,
 )
+from worker_svc.kv_cache import NewTensor
 from worker_svc.weights.quantization.formats import QuantizedWeight
 
 
 def pack_experts(
-    weights: Iterable[torch.Tensor | QuantizedWeight], dtype: torch.dtype
+    weights: Iterable[torch.Tensor | QuantizedWeight],
+    count: int,
+    dtype: torch.dtype,
+    new: NewTensor,
 ) -> PackedWeight:
     return stack([_pack(each, dtype) for each in weights])
 
