@@ -132,7 +132,7 @@ class WeightMemory:
         self._collapsing[-1].start()
 
     def release(self) -> None:
-        """Lets `add` use what is left of the reserved memory."""
+        """Gives the rest of the reserved memory to `add`."""
         if len(self._reserved.memory) > len(self._unused.memory):
             self._unused, self._reserved = self._reserved, _Unused()
 

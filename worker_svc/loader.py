@@ -55,8 +55,8 @@ class WeightLoader:
         self._choice = quantization or Choice()
         self._cache = cache
         self._memory = memory
-        if memory and cache and cache.sizes:
-            memory.reserve(cache.sizes)
+        if memory and cache and (sizes := cache.sizes):
+            memory.reserve(sizes)
 
     def matrix(
         self, parts: Sequence[Rows], in_features: int, columns: range | None = None
@@ -92,7 +92,7 @@ class WeightLoader:
         Raises:
             ModelError: as `matrix`.
         """
-        if self._is_plain(rows.name, self._table_format):
+        if self._table_format is None and not self._is_quantized(rows.name):
             return self._keep(PlainWeight(self._read_plain([rows], num_rows, columns)))
         return self._matrix([rows], columns, None, self._table_format, num_rows)
 
@@ -172,9 +172,6 @@ class WeightLoader:
         found = self._choice.quantize_to
         return self._ops.table_format(found) if found else None
 
-    def _is_plain(self, name: str, quantize_to: Format | None) -> bool:
-        return quantize_to is None and not self._is_quantized(name)
-
     def _is_quantized(self, name: str) -> bool:
         """Whether the checkpoint holds the matrix quantized."""
         checkpoint = self._choice.checkpoint
@@ -208,17 +205,19 @@ class WeightLoader:
             return self._ops.pack(next(iter(weights)), self.dtype)
 
         names = [part.name for parts in matrices for part in parts]
-        plain = [self._is_plain(name, quantize_to) for name in names]
-        if any(plain) and not all(plain):
+        quantized = [self._is_quantized(name) for name in names]
+        if any(quantized) and not all(quantized):
             raise ModelError(
-                f"quantization_config: {names[plain.index(True)]} is not quantized, but "
-                f"{names[plain.index(False)]} is, and they are multiplied together"
+                f"quantization_config: {names[quantized.index(False)]} is not quantized, but "
+                f"{names[quantized.index(True)]} is, and they are multiplied together"
             )
-        width, cache = columns or range(in_features), None if plain[0] else self._cache
+        quantize_to = None if quantized[0] else quantize_to
+        is_plain = quantize_to is None and not quantized[0]
+        width, cache = columns or range(in_features), None if is_plain else self._cache
         key = f"{names[0]} {quantize_to} {num_rows}x{len(width)}x{len(matrices)}"
 
         def read(parts: Sequence[Rows]) -> torch.Tensor | QuantizedWeight:
-            if plain[0]:
+            if is_plain:
                 return self._read_plain(parts, num_rows, in_features, columns)
             pieces = (
                 (part.name, self._piece(part.name, rows, width, in_features, quantize_to))
@@ -263,9 +262,9 @@ class WeightLoader:
         in_features: int,
         quantize_to: Format | None,
     ) -> QuantizedWeight:
-        if self._choice.checkpoint and self._is_quantized(name):
+        if quantize_to is None:
+            assert self._choice.checkpoint  # holds it
             return self._choice.checkpoint.read(self._reader, name, rows, columns, in_features)
-        assert quantize_to
         weight = torch.empty(len(rows), in_features, device=self.device)
         self._reader.read_into(weight, f"{name}.weight", start=rows.start)
         # Quantizes whole rows, even if other ranks keep the rest, so that the codes do not depend

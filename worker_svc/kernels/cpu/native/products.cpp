@@ -264,8 +264,8 @@ void product_of(const ProductArgs& args, Member& member) {
     // by itself and in order: on Zen 4 by a fifth. But without AVX-512, unpacking 6 bits takes longer.
     constexpr bool MAY_READ = REGISTER_LANES > 8 || !std::is_same_v<K, Int6>;
     const bool reads = MAY_READ && rows <= place.groups.count;
-    const int64_t most = reads ? std::min(READ_BYTES / panel_bytes, units / (4 * member.size)) : 1;
-    const int64_t chunk = std::max<int64_t>(most, 1);
+    const int64_t max_chunk = std::min(READ_BYTES / panel_bytes, units / (4 * member.size));
+    const int64_t chunk = reads ? std::max<int64_t>(max_chunk, 1) : 1;
     const auto multiply = [&](int64_t unit, int64_t following) {
         place.find(unit);
         // The next panel is fetched while several rows are multiplied. Without that, the CPU would
