@@ -8,7 +8,6 @@ gc.disable()  # see `shared.process.run`
 
 import os
 import sys
-from functools import partial
 
 from frontend.event_loop import EventLoop
 from frontend.metrics import RequestMetrics
@@ -29,10 +28,14 @@ def main() -> int:
     listener = None
     if settings.http_port:
         listener = SharedListener(f"{settings.host}:{settings.http_port}")
+
+    async def serve(settings: FrontendSettings, ready: Ready) -> None:
+        await Frontend(settings, ready, metrics).serve(listener)
+
     return run_service(
         "frontend",
         settings,
-        partial(_serve, metrics, listener),
+        serve,
         (ModelFilesError,),
         EventLoop,
         metrics=metrics,
@@ -40,15 +43,6 @@ def main() -> int:
         together=[f"{settings.host}:{settings.port}"],
         listener=listener,
     )
-
-
-async def _serve(
-    metrics: RequestMetrics,
-    listener: SharedListener | None,
-    settings: FrontendSettings,
-    ready: Ready,
-) -> None:
-    await Frontend(settings, ready, metrics).serve(listener)
 
 
 def _hide_torch() -> None:
