@@ -66,7 +66,7 @@ class Usage:
 
 class _Kind(NamedTuple):
     client: str | None
-    host: str
+    peer: str  # its host
     method: str
     outcome: str
     reason: str
@@ -109,7 +109,7 @@ class Audit:
 
     def _count(self, kind: _Kind) -> None:
         if kind not in self._counts and len(self._counts) >= MAX_KINDS:
-            kind = kind._replace(client=None, host="many", method="other")
+            kind = kind._replace(client=None, peer="many", method="other")
         if kind in self._counts:
             self._counts[kind] += 1
             return
@@ -161,12 +161,7 @@ def _log_generation(call: Call, work: Work, outcome: str) -> None:
 
 
 def _log_kind(kind: _Kind, count: int) -> None:
-    log.info(
-        "requests ended",
-        client=kind.client,
-        peer=kind.host,
-        method=kind.method,
-        outcome=kind.outcome,
-        **({"reason": kind.reason} if kind.reason else {}),
-        count=count,
-    )
+    fields = kind._asdict()
+    if not kind.reason:
+        del fields["reason"]
+    log.info("requests ended", **fields, count=count)
