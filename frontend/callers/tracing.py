@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import structlog
@@ -45,15 +45,10 @@ def traced(tracing: Tracing | None, call: Call, traceparent: str) -> Iterator[No
         trace.end(_attributes(call), error)
 
 
-@contextmanager
-def part_of_call(name: str) -> Iterator[None]:
+def part_of_call(name: str) -> AbstractContextManager[None]:
     """Records the context as a span of the current call, if the call is traced."""
     call = CALL.get()
-    if call is None or call.trace is None:
-        yield
-        return
-    with call.trace.part(name):
-        yield
+    return call.trace.part(name) if call and call.trace else nullcontext()
 
 
 def _attributes(call: Call) -> dict[str, AttributeValue]:
