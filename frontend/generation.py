@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,15 +12,13 @@ import structlog
 from numpy.typing import NDArray
 
 from frontend.callers.call import CALL
-from frontend.engines.pool import Engines
-from frontend.engines.token_stream import FinishReason, Start, TokenStream, Waiter, WakeUps
+from frontend.engines.token_stream import FinishReason, Start, TokenStream
 from frontend.logprobs import CompletionLogprobs
 from frontend.metrics import ABORT, ERROR, LENGTH, STOP, RequestMetrics
 from frontend.request import GenerationRequest
 from frontend.text.completion import CompletionBuilder, Delta
 from frontend.text.threads import in_pieces
 from shared.errors import DeadlineError, InternalError, ServiceError
-from shared.vocabulary import Vocabulary
 
 log = structlog.get_logger(__name__)
 
@@ -35,9 +33,6 @@ REASONS = {
     FinishReason.STOP: STOP,
     FinishReason.LENGTH: LENGTH,
 }
-
-# Runs a function on a thread.
-OnThread = Callable[[Callable[[], str]], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +211,10 @@ class Generation:
             raise InternalError("internal error")
         return found
 
-    @property
-    def start(self) -> Start:
-        """How the request started, or zeros if that is unknown. A completion that is resumed with
-        all of its tokens receives no further token, and so no `Start`."""
-        return self._all[0].stream.start or Start(cached_prompt_tokens=0, queue_s=0.0)
-
     def totals(self) -> Totals:
-        """The statistics so far."""
-        start = self.start
+        """The statistics so far. A completion that is resumed with all of its tokens receives no
+        further token, and so no `Start`."""
+        start = self._all[0].stream.start or Start(cached_prompt_tokens=0, queue_s=0.0)
         first_token_at = self._first_token_at()
         return Totals(
             prompt_tokens=len(self.request.prompt_ids),
@@ -260,38 +250,7 @@ class Generation:
         return self._prompt_logprobs is not None and not self._prompt_logprobs.complete
 
 
-async def begin(
-    request: GenerationRequest,
-    engines: Engines,
-    vocabulary: Vocabulary,
-    received_at: float,
-    on_thread: OnThread,
-) -> Generation:
-    """Submits a request, unless the tokens to resume after already complete it.
-
-    Args:
-        vocabulary: the bytes of each token.
-
-    Raises:
-        QueueFullError: too many requests wait for an engine that recovers.
-        UnavailableError: no engine is ready or recovers.
-    """
-    sampling = request.sampling
-    builders = [CompletionBuilder(vocabulary, sampling) for _ in range(sampling.num_completions)]
-    text = ""
-    if request.resume_token_ids:
-        text = await on_thread(lambda: _replay(request.resume_token_ids, builders[0]))
-    reason = _end_of_resumed(request, builders[0])
-    if reason is None:
-        streams = engines.submit(request)
-    else:
-        streams = [TokenStream(0, request, Waiter(WakeUps()))]
-        streams[0].complete(reason)
-    readers = [CompletionReader(*each) for each in zip(streams, builders, strict=True)]
-    return Generation(request, readers, received_at, engines.metrics, text)
-
-
-def _replay(token_ids: Sequence[int], builder: CompletionBuilder) -> str:
+def replay(token_ids: Sequence[int], builder: CompletionBuilder) -> str:
     """Feeds the tokens that the client already has, up to a stop string. Returns their text."""
     texts = []
     for piece in in_pieces(token_ids, _MAX_TOKENS):
@@ -301,7 +260,8 @@ def _replay(token_ids: Sequence[int], builder: CompletionBuilder) -> str:
     return "".join(texts)
 
 
-def _end_of_resumed(request: GenerationRequest, builder: CompletionBuilder) -> FinishReason | None:
+def end_of_resumed(request: GenerationRequest, builder: CompletionBuilder) -> FinishReason | None:
+    """How the tokens that the client already has complete a request; None if they do not."""
     tokens, sampling = request.resume_token_ids, request.sampling
     if builder.stop_string is not None:
         return FinishReason.STOP

@@ -14,9 +14,11 @@ from frontend import validation
 from frontend.callers.call import CALL, Work
 from frontend.callers.tenants import engine_salt
 from frontend.engines.pool import Engines
-from frontend.generation import Generation, begin
+from frontend.engines.token_stream import TokenStream, Waiter, WakeUps
+from frontend.generation import CompletionReader, Generation, end_of_resumed, replay
 from frontend.request import GenerationRequest
 from frontend.sampling_checks import check_resume, check_sampling
+from frontend.text.completion import CompletionBuilder
 from frontend.text.model_files import ModelFacts
 from frontend.text.tokenizer import Tokenizer
 from nano_vllm_grpc.pb import frontend_pb2 as pb
@@ -55,14 +57,26 @@ class Generations:
         return await self.begin(await self.check(message, deadline, truncate), received_at)
 
     async def begin(self, request: GenerationRequest, received_at: float) -> Generation:
-        """Submits a checked request.
+        """Submits a checked request, unless the tokens to resume after already complete it.
 
         Raises:
             QueueFullError, UnavailableError: as for `start`.
         """
-        on_thread = self.tokenizer.on_thread
-        vocabulary = self.vocabulary_of(request)
-        generation = await begin(request, self.engines, vocabulary, received_at, on_thread)
+        sampling, vocabulary = request.sampling, self.vocabulary_of(request)
+        builders = [
+            CompletionBuilder(vocabulary, sampling) for _ in range(sampling.num_completions)
+        ]
+        text = ""
+        if tokens := request.resume_token_ids:
+            text = await self.tokenizer.on_thread(lambda: replay(tokens, builders[0]))
+        reason = end_of_resumed(request, builders[0])
+        if reason is None:
+            streams = self.engines.submit(request)
+        else:
+            streams = [TokenStream(0, request, Waiter(WakeUps()))]
+            streams[0].complete(reason)
+        readers = [CompletionReader(*each) for each in zip(streams, builders, strict=True)]
+        generation = Generation(request, readers, received_at, self.engines.metrics, text)
         if call := CALL.get():
             call.works.append(lambda: _work(generation, self.facts.name))
         return generation
