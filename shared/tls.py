@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
+import structlog
 
 from nano_vllm_grpc.tls import FileError, Stamp, load_files, read_file, stamp_of
+
+log = structlog.get_logger(__name__)
 
 Contents = TypeVar("Contents")
 
@@ -36,15 +39,14 @@ class ServerTls:
         return stamp_of(self.cert, self.key, self.client_ca, self.apart_from)
 
 
-def server_credentials(tls: ServerTls, warn: Callable[[str], None]) -> grpc.ServerCredentials:
+def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     """Credentials that follow the files: each new connection gets their present contents. If the
-    files do not fit together, as in a half-finished replacement, the last usable ones stay in use
-    and `warn` receives the reason.
+    files do not fit together, as in a half-finished replacement, the last usable ones stay in use.
 
     Raises:
         FileError: a file cannot be used.
     """
-    follower = _Follower(tls, warn, _configuration)
+    follower = _Follower(tls, _configuration)
     return grpc.dynamic_ssl_server_credentials(
         follower.current,
         follower.reread,  # type: ignore[arg-type]  # the stubs lack the None that is documented
@@ -52,14 +54,14 @@ def server_credentials(tls: ServerTls, warn: Callable[[str], None]) -> grpc.Serv
     )
 
 
-def server_context(tls: ServerTls, warn: Callable[[str], None]) -> ssl.SSLContext:
+def server_context(tls: ServerTls) -> ssl.SSLContext:
     """A context for servers of asyncio that follows the files like `server_credentials`.
 
     Raises:
         FileError: a file cannot be used.
     """
     context = _FollowingContext(ssl.PROTOCOL_TLS_SERVER)
-    context.follower = _Follower(tls, warn, present_context)
+    context.follower = _Follower(tls, present_context)
     return context
 
 
@@ -88,11 +90,8 @@ def _certificates(path: str) -> set[bytes]:
 class _Follower(Generic[Contents]):
     """Reads a server's certificate again when its files change."""
 
-    def __init__(
-        self, tls: ServerTls, warn: Callable[[str], None], read: Callable[[ServerTls], Contents]
-    ) -> None:
+    def __init__(self, tls: ServerTls, read: Callable[[ServerTls], Contents]) -> None:
         self._tls = tls
-        self._warn = warn
         self._read = read
         self._seen = tls.stamp()
         self.current = read(tls)
@@ -106,7 +105,8 @@ class _Follower(Generic[Contents]):
         try:
             found = self._read(self._tls)
         except FileError as error:
-            self._warn(str(error))
+            reason = str(error)
+            log.warning("cannot reload certificates; keeping the last ones", reason=reason)
             found = None
         if self._tls.stamp() == stamp:  # else a file changed meanwhile: try again next time
             self._seen = stamp

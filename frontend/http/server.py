@@ -54,7 +54,7 @@ class HttpServer:
     def __init__(self, settings: FrontendSettings, app: App) -> None:
         self.app = app
         tls = settings.server_tls
-        self._tls = server_context(tls, _warn) if tls else None
+        self._tls = server_context(tls) if tls else None
         self._config = uvicorn.Config(
             self.app,
             log_config=None,
@@ -176,7 +176,3 @@ class _Connection(HttpToolsProtocol):
         if self._timer:
             self._timer.cancel()
         self._timer, self._head_bytes = None, 0
-
-
-def _warn(reason: str) -> None:
-    log.warning("cannot reload certificates; keeping the last ones", reason=reason)

@@ -77,7 +77,7 @@ class Server:
         self._ready = ready
         self.calls = OpenCalls()
         tls = settings.server_tls
-        self._credentials = server_credentials(tls, _warn) if tls else None
+        self._credentials = server_credentials(tls) if tls else None
         if settings.dialer.tls:
             channel_credentials(settings.dialer.tls)  # fails now rather than on the first call
         first: list[aio.ServerInterceptor] = [StatusInterceptor(), self.calls]
@@ -194,7 +194,3 @@ def _options(settings: ServiceSettings, reuse_port: bool) -> Options:
         # Floods then kept all its threads from other connections for up to a second (gRPC 1.85).
         ("grpc.http2.max_ping_strikes", 0),
     ]
-
-
-def _warn(reason: str) -> None:
-    log.warning("cannot reload certificates; keeping the last ones", reason=reason)
