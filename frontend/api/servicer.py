@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
-
-from grpc import aio
 
 from frontend import validation
 from frontend.api import responses
@@ -18,8 +15,8 @@ from frontend.text.completion import Delta
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceServicer
 from shared.errors import InvalidArgumentError
+from shared.rpc.interceptors import Context
 
-Context = aio.ServicerContext[Any, Any]
 SERVICE_NAME = "nanovllm.v1.InferenceService"
 
 

@@ -10,21 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
-from grpc import aio
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
 from shared.errors import NotFoundError, QueueFullError
 from shared.rpc.callers import network_of
+from shared.rpc.interceptors import Context
 
 # Open watches of a process and of each host; a load balancer needs one watch.
 MAX_WATCHERS = 1024
 MAX_WATCHERS_PER_HOST = 128
 _RETRY_AFTER_S = 5.0
-
-Context = aio.ServicerContext[Any, Any]
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # has no types

@@ -12,8 +12,8 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from shared.errors import RETRY_AFTER_S, InvalidArgumentError, QueueFullError
+from shared.rpc.interceptors import Context
 
-Context = aio.ServicerContext[Any, Any]
 Parse = Callable[[bytes], Any]  # `FromString` of a message type
 
 MAX_READ_S = 30.0  # for a call's one message to arrive
