@@ -32,6 +32,7 @@ MAX_HEAD_BYTES = 16 << 10  # of a request's line and headers
 _HINT = "header 'Authorization: Bearer TOKEN' or 'x-api-key: TOKEN'"
 _HEALTH = ("/health", "/readiness", "/liveness")
 
+# Raises `ServiceError` if a parameter is wrong, or the request fails.
 Handler = Callable[[Service, Request], Awaitable[Answer]]
 _ROUTES: Sequence[tuple[str, str, Handler]] = (
     ("POST", "/v1/chat/completions", chat.create),

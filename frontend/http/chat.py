@@ -42,11 +42,7 @@ class ChatBody(ChatFields, CompletionFields):
 
 
 async def create(service: Service, request: Request) -> Answer:
-    """Answers a chat.
-
-    Raises:
-        ServiceError: a parameter is wrong, or the request failed.
-    """
+    """Answers a chat."""
     body = service.read(ChatBody, request)
     tools = _tools(body)
     answers = await _start(service, request, body, tools)

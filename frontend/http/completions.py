@@ -39,11 +39,7 @@ class CompletionBody(CompletionFields):
 
 
 async def create(service: Service, request: Request) -> Answer:
-    """Completes one or more prompts.
-
-    Raises:
-        ServiceError: a parameter is wrong, or the request failed.
-    """
+    """Completes one or more prompts."""
     body = service.read(CompletionBody, request)
     prompts = _prompts(body)
     message = generate_request(body)

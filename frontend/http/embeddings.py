@@ -31,11 +31,7 @@ class EmbeddingBody(RequestFields):
 
 
 async def create(service: Service, request: Request) -> Answer:
-    """Embeds one or more texts or prompts.
-
-    Raises:
-        ServiceError: a parameter is wrong, or the request failed.
-    """
+    """Embeds one or more texts or prompts."""
     body = service.read(EmbeddingBody, request)
     given: Any = body.input
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))

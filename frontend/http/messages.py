@@ -80,11 +80,7 @@ class MessageBody(PromptBody):
 
 
 async def create(service: Service, request: Request) -> Answer:
-    """Answers a chat.
-
-    Raises:
-        ServiceError: a parameter is wrong, or the request failed.
-    """
+    """Answers a chat."""
     body = service.read(MessageBody, request)
     tools = _tools(body)
     chat = _chat(service, body, tools)

@@ -80,11 +80,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 async def create(service: Service, request: Request) -> Answer:
-    """Makes a response.
-
-    Raises:
-        ServiceError: a parameter is wrong, or the request failed.
-    """
+    """Makes a response."""
     body = service.read(ResponseBody, request)
     _check(body)
     tools = _tools(body)

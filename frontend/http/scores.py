@@ -47,11 +47,7 @@ class ScoreBody(_Fields):
 
 
 async def rerank(service: Service, request: Request) -> Answer:
-    """Sorts documents by their relevance to a query, the most relevant first.
-
-    Raises:
-        ServiceError: a parameter is wrong, or the request failed.
-    """
+    """Sorts documents by their relevance to a query, the most relevant first."""
     body = service.read(RerankBody, request)
     if body.top_n is not None and body.top_n < 0:
         raise ParameterError("top_n", f"{body.top_n}; must be at least 0")
@@ -76,11 +72,7 @@ async def rerank(service: Service, request: Request) -> Answer:
 
 
 async def score(service: Service, request: Request) -> Answer:
-    """Scores each document for its query, or for the only one.
-
-    Raises:
-        ServiceError: a parameter is wrong, or the request failed.
-    """
+    """Scores each document for its query, or for the only one."""
     body = service.read(ScoreBody, request)
     queries = _either(body, "queries", "text_1")
     documents = _either(body, "documents", "text_2")
