@@ -38,10 +38,7 @@ async def embed(
 
 
 def _check_dimensions(message: pb.EmbedRequest, facts: ModelFacts) -> None:
-    """
-    Raises:
-        InvalidArgumentError: there are fewer dimensions, too many numbers, or no pooling.
-    """
+    """Raises InvalidArgumentError: too few dimensions, too many numbers, or no known pooling."""
     dimensions = message.dimensions
     if facts.pooling is Pooling.NONE:
         raise InvalidArgumentError(

@@ -144,9 +144,6 @@ class PooledRequest:
 
 
 def check_count(field: str, inputs: Sequence[Any]) -> None:
-    """
-    Raises:
-        InvalidArgumentError: there are no inputs, or too many.
-    """
+    """Raises InvalidArgumentError if there are no inputs, or too many."""
     if not 1 <= len(inputs) <= MAX_INPUTS:
         raise InvalidArgumentError(field, f"{len(inputs)} inputs; must be 1 to {MAX_INPUTS}")

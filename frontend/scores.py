@@ -87,10 +87,7 @@ def _answer_ids(generations: Generations) -> tuple[int, int]:
 
 
 def _check_finite(score: NDArray[np.float32]) -> NDArray[np.float32]:
-    """
-    Raises:
-        InternalError: it is not finite.
-    """
+    """Raises InternalError if a score is not finite."""
     if not np.isfinite(score).all():
         log.error("a score is not finite")
         raise InternalError("internal error")

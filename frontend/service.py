@@ -116,10 +116,7 @@ class Frontend:
 
 
 def _read_model(directory: Path, name: str) -> tuple[ModelFacts, Tokenizer]:
-    """
-    Raises:
-        ModelFilesError: a file cannot be used, or is missing.
-    """
+    """Raises ModelFilesError if a file cannot be used, or is missing."""
     facts, tokenizer = read_model_facts(directory, name), Tokenizer(directory, _TOKENIZER_THREADS)
     if (count := len(tokenizer.vocabulary.tokens)) < _MIN_TOKENS and 2 * count < facts.vocab_size:
         raise ModelFilesError(

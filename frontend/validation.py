@@ -28,10 +28,7 @@ def check_request(request: pb.GenerateRequest) -> None:
 
 
 def check_request_id(field: str, request_id: str) -> None:
-    """
-    Raises:
-        InvalidArgumentError: the id is too long, or not printable.
-    """
+    """Raises InvalidArgumentError if the id is too long, or not printable."""
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
         raise InvalidArgumentError(
             field, f"must be printable and at most {MAX_REQUEST_ID_LENGTH} characters"
@@ -55,11 +52,7 @@ def check_chat(chat: pb.Chat) -> None:
 
 
 def check_priority(priority: int, allowed: tuple[int, int]) -> None:
-    """Checks a priority against the first and the last priority that a client may use.
-
-    Raises:
-        InvalidArgumentError: the client may not use it.
-    """
+    """Raises InvalidArgumentError unless a priority is in `allowed`, the first and the last one."""
     low, high = allowed
     if not low <= priority <= high:
         raise InvalidArgumentError(
@@ -68,11 +61,7 @@ def check_priority(priority: int, allowed: tuple[int, int]) -> None:
 
 
 def check_prompt_length(field: str, length: int, max_model_len: int) -> None:
-    """Checks that a prompt has at least one token and leaves room for another.
-
-    Raises:
-        InvalidArgumentError: the prompt is empty or too long.
-    """
+    """Raises InvalidArgumentError if a prompt is empty, or leaves no room for another token."""
     if length == 0:
         raise InvalidArgumentError(field, "empty; a prompt needs at least one token")
     if length >= max_model_len:
@@ -98,11 +87,7 @@ def check_truncation(truncate: int, max_tokens: int, max_model_len: int) -> int:
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Checks that all ids are in the vocabulary.
-
-    Raises:
-        InvalidArgumentError: an id is not in the vocabulary.
-    """
+    """Raises InvalidArgumentError if an id is not in the vocabulary."""
     if token_ids and max(token_ids) >= vocab_size:
         index, value = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
         raise InvalidArgumentError(

@@ -35,10 +35,7 @@ class Ledger:
         self._num_unstarted = 0  # requests
 
     def check_room(self, max_waiting: int) -> None:
-        """
-        Raises:
-            QueueFullError: `max_waiting` requests or more are without a first token.
-        """
+        """Raises QueueFullError if `max_waiting` requests or more are without a first token."""
         if self._num_unstarted >= max_waiting:
             raise QueueFullError(
                 f"{self._num_unstarted} requests are waiting; the limit is {max_waiting}",

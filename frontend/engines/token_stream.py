@@ -136,11 +136,7 @@ class TokenStream:
         return self.finish is not None or self.error is not None
 
     def check(self) -> None:
-        """Raises the error that the request failed with, if any.
-
-        Raises:
-            ServiceError: the request failed.
-        """
+        """Raises the ServiceError that the request failed with, if any."""
         if self.error is not None:  # of several streams, whose calls' frames it must not join
             raise self.error.with_traceback(None)
 

@@ -154,10 +154,7 @@ class App:
         return b'{"status":"ok"}'
 
     def _check_head(self, exchange: Exchange) -> None:
-        """
-        Raises:
-            HttpError: the head is too large, or a web page that is not allowed sent the request.
-        """
+        """Raises HttpError if the head is too large, or a web page that is not allowed sent it."""
         scope = exchange.scope
         size = len(scope["raw_path"]) + len(scope["query_string"])
         if size + sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEAD_BYTES:

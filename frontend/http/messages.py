@@ -157,10 +157,7 @@ def _messages(field: str, message: Message) -> list[pb.ChatMessage]:
 
 
 def _text(field: str, content: str | Sequence[Block]) -> str:
-    """
-    Raises:
-        ParameterError: a block is not a text.
-    """
+    """Raises ParameterError if a block is not a text."""
     if isinstance(content, str):
         return content
     for block in content:

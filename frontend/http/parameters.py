@@ -226,10 +226,7 @@ def _sampling(fields: SamplingFields) -> pb.SamplingParams:
 
 
 def _set_constraint(fields: SamplingFields, sampling: pb.SamplingParams) -> None:
-    """
-    Raises:
-        ParameterError: there are two constraints, or one is incomplete.
-    """
+    """Raises ParameterError if there are two constraints, or one is incomplete."""
     given: dict[str, tuple[str, Any]] = {}
     form = fields.response_format if isinstance(fields, CompletionFields) else None
     if form and form.type != "text":

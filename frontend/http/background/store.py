@@ -110,10 +110,7 @@ class StoredResponse:
         os.fchmod(self._descriptor, stat.S_IRUSR)
 
     def write_line(self, value: bytes) -> None:
-        """
-        Raises:
-            OSError: the disk is full.
-        """
+        """Raises OSError if the disk is full."""
         if os.write(self._descriptor, b"\n" + value) <= len(value):
             raise OSError("no space left for a response")
         self.refresh()
