@@ -156,11 +156,7 @@ def undisturbed(server: Server, requests: Sequence[WorkloadRequest]) -> list[lis
 
 
 def check_whole(streams: Sequence[Stream]) -> None:
-    """Checks that no stream ended early.
-
-    Raises:
-        BenchError: one did.
-    """
+    """Raises BenchError if a stream ended early."""
     if errors := [stream.error for stream in streams if stream.error]:
         raise BenchError(f"a stream ended early: {errors[0]}")
 

@@ -89,11 +89,7 @@ def random_request(vocab_size: int, prompt_len: int, output_len: int) -> Workloa
 
 
 def check_fits(requests: list[WorkloadRequest], max_model_len: int) -> None:
-    """Checks that all requests fit the model.
-
-    Raises:
-        BenchError: a request is too long for the model.
-    """
+    """Raises BenchError if a request is too long for the model."""
     longest = max(len(request.prompt) + request.output_len for request in requests)
     if longest > max_model_len:
         raise BenchError(

@@ -95,11 +95,7 @@ def load_files(setting: str, context: ssl.SSLContext, cert: str, key: str, ca: s
 
 
 def read_file(path: str) -> bytes:
-    """Reads a file.
-
-    Raises:
-        FileError: the file cannot be read.
-    """
+    """Reads a file. Raises FileError if that fails."""
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -169,11 +169,7 @@ def _describe(error: Any) -> str:
 
 
 def check_step_limits(max_num_seqs: int, max_num_batched_tokens: int | Literal["auto"]) -> None:
-    """Checks that a step has room for a token of each sequence.
-
-    Raises:
-        ValueError: a step has no such room.
-    """
+    """Raises ValueError if a step has no room for a token of each sequence."""
     if max_num_batched_tokens != "auto" and max_num_seqs > max_num_batched_tokens:
         raise ValueError(
             f"max_num_seqs: {max_num_seqs} sequences need a token each in a step of "

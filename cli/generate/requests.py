@@ -60,10 +60,7 @@ class Line:
 
 
 def parse_line(text: bytes, number: int) -> Line:
-    """
-    Raises:
-        LineError: the line is neither a string nor an object in JSON.
-    """
+    """Raises LineError if the line is neither a string nor an object in JSON."""
     value = _parse(text)
     if isinstance(value, str):
         return Line(number, {"prompt": value})
