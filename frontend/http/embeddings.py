@@ -8,9 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import numpy as np
 import orjson
-from numpy.typing import NDArray
 
 from frontend.embeddings import embed
 from frontend.http.errors import ParameterError
@@ -52,10 +50,12 @@ async def create(service: Service, request: Request) -> Answer:
         if error.field.startswith("inputs"):
             raise ParameterError(_path(error.field, is_one=is_one), error.reason) from error
         raise
-    as_text = body.encoding_format == "base64"
     data = []
     for index, vector in enumerate(embedded.vectors):
-        each = {"object": "embedding", "index": index, "embedding": _encoded(vector, as_text)}
+        shown: Any = vector
+        if body.encoding_format == "base64":
+            shown = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        each = {"object": "embedding", "index": index, "embedding": shown}
         data.append(orjson.dumps(each, option=orjson.OPT_SERIALIZE_NUMPY))
         await asyncio.sleep(0)  # there may be millions of numbers
     rest = orjson.dumps({"model": service.model, "usage": service.usage(embedded)})
@@ -75,8 +75,3 @@ def _inputs(given: Sequence[Any]) -> list[pb.EmbedInput]:
         else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
         for each in given
     ]
-
-
-def _encoded(vector: NDArray[np.float32], as_text: bool) -> Any:
-    """The vector as numbers, or as base64 of its little-endian bytes."""
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if as_text else vector
