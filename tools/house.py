@@ -88,15 +88,11 @@ def _num_fields(text: str, class_name: str) -> int:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef) and node.name == class_name:
             for each in ast.walk(node):
-                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                    names.add(each.target.id)
-                if (
-                    isinstance(each, ast.Attribute)
-                    and isinstance(each.ctx, ast.Store)
-                    and isinstance(each.value, ast.Name)
-                    and each.value.id == "self"
-                ):
-                    names.add(each.attr)
+                match each:
+                    case ast.AnnAssign(ast.Name(name)):
+                        names.add(name)
+                    case ast.Attribute(ast.Name("self"), name, ast.Store()):
+                        names.add(name)
     return len(names)
 
 
