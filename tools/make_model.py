@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -245,7 +245,9 @@ def make_model(
     output_layer = "model.embed_tokens.weight" if tied else "lm_head.weight"
     known = _read_json(DEMO_MODEL / "config.json")["vocab_size"]
     shards = plan_shards(sizes, max_shard_bytes)
-    files = [*_file_names(len(shards))]
+    files = ["model.safetensors"]
+    if (count := len(shards)) > 1:
+        files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
 
     def write(file: str, names: list[str]) -> None:
         std = config["initializer_range"]
@@ -269,13 +271,6 @@ def make_model(
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         _write_json(out / "model.safetensors.index.json", index)
     return out
-
-
-def _file_names(count: int) -> Iterator[str]:
-    if count == 1:
-        yield "model.safetensors"
-    else:
-        yield from (f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1))
 
 
 def _write_tokenizer(out: Path, vocab_size: int) -> None:
