@@ -49,7 +49,9 @@ def problems(text: str, prose: dict[str, Any]) -> Iterator[tuple[int, str]]:
             continue
         line = (token.map or before.map or [0])[0] + 1
         words = _plain(token)
-        yield from ((line, each) for each in _avoided(words, prose["words"]))
+        for word, instead in prose["words"].items():
+            if found := re.search(rf"(?i)(?<![\w`-])(?:{word})(?![\w-])", words):
+                yield line, f'"{found[0]}": write {instead}'
         if before.type == "th_open":
             columns.append(words)
             if not words:
@@ -71,12 +73,6 @@ def _cell(words: str, limit: int) -> Iterator[str]:
         yield f"{count} words in a table cell: {words[:60]}…"
     if len(SENTENCE_END.split(words)) > 1:
         yield f"several sentences in a table cell: {words[:60]}…"
-
-
-def _avoided(words: str, avoid: dict[str, str]) -> Iterator[str]:
-    for word, instead in avoid.items():
-        if found := re.search(rf"(?i)(?<![\w`-])(?:{word})(?![\w-])", words):
-            yield f'"{found[0]}": write {instead}'
 
 
 def _plain(inline: Token) -> str:
