@@ -37,16 +37,9 @@ _DEFAULTS = {"seed": "random", "max_tokens": "what fits the model"}
 
 
 def page() -> str:
-    neutral = [
-        (code(name), number(bounds.with_beams))
-        for name, bounds in BOUNDS.items()
-        if bounds.with_beams is not None and name not in WITH_BEAMS
-    ]
-    excluded = [
-        name
-        for name, bounds in BOUNDS.items()
-        if bounds.with_beams is None and name not in WITH_BEAMS
-    ]
+    limited = {name: each.with_beams for name, each in BOUNDS.items() if name not in WITH_BEAMS}
+    neutral = [(code(name), number(value)) for name, value in limited.items() if value is not None]
+    excluded = [name for name, value in limited.items() if value is None]
     return markdown.page(
         "Sampling parameters",
         "This page lists the parameters of a request's completions, with their types, defaults "
