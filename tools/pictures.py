@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
-PEERS = {
+PEERS = {  # labels of the entries that are drawn, from the top
     "nano-int8-kv8": "nano-vllm-grpc, int8",
     "openvino-int8": "OpenVINO GenAI, int8",
     "llama-q8_0": "llama.cpp, Q8_0",
@@ -36,8 +36,7 @@ _OF_PEERS = {
 
 def main() -> None:
     rcParams["svg.hashsalt"] = "the same ids in each run"
-    peers = _result("2026-11-26-cpu-amd-epyc-peers-qwen3-0.6b")
-    _draw_peers(peers, PEERS, PICTURES / "peers.svg")
+    _draw_peers(_result("2026-11-26-cpu-amd-epyc-peers-qwen3-0.6b"), PICTURES / "peers.svg")
     _draw_load(_result("2026-11-27-cpu-amd-epyc-load-smollm2"), PICTURES / "load.svg")
     _draw_recovery(_result("2026-11-27-cpu-amd-epyc-recovery"), PICTURES / "recovery.svg")
 
@@ -85,19 +84,15 @@ def _round_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high] or [low, high]
 
 
-def _draw_peers(result: Mapping[str, Any], labels: Mapping[str, str], path: Path) -> None:
-    """Draws bars of the servers' medians. `result` is the JSON of `--mode peers`.
-
-    Args:
-        labels: of the entries that are drawn, in their order, from the top.
-    """
+def _draw_peers(result: Mapping[str, Any], path: Path) -> None:
+    """Draws bars of the servers' medians. `result` is the JSON of `--mode peers`."""
     figure, panels = _figure(3.6)
     entries = {entry["name"]: entry for entry in result["entries"]}
-    names = [*labels][::-1]
+    names = [*PEERS][::-1]
     colors = [_OURS if entries[name]["peer"] == "nano" else _OTHERS for name in names]
     for axes, (figure_name, title) in zip(panels, _OF_PEERS.items(), strict=True):
         values = [entries[name][figure_name]["median"] for name in names]
-        bars = axes.barh([labels[name] for name in names], values, color=colors)
+        bars = axes.barh([PEERS[name] for name in names], values, color=colors)
         axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3)
         axes.set(title=title, xlim=(0, 1.15 * max(values)), xticks=[])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
