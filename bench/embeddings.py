@@ -63,8 +63,10 @@ def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str,
         BenchError: sentence-transformers or a converted model is missing, or a program failed.
         LaunchError: there is no such model, or a stack did not start.
     """
+    from transformers import AutoTokenizer
+
     model = resolve_model(options.model).resolve()
-    tokenizer, tokens = _tokenizer(model), read_tokens(model)
+    tokenizer, tokens = AutoTokenizer.from_pretrained(model), read_tokens(model)
     rates: dict[str, list[float]] = {name: [] for name in options.only}
     cosines: dict[str, list[float]] = {name: [] for name in options.only}
     versions: dict[str, str] = {}
@@ -92,7 +94,7 @@ def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str,
                 first = first or vectors
                 if number:
                     rates[name].append(size / seconds)
-                    cosines[name].append(_least_cosine(first, vectors))
+                    cosines[name].append((np.array(first) * vectors).sum(axis=1).min().item())
             if number:
                 yield _results(options, model, versions, rates, cosines)
     rows = [
@@ -183,13 +185,3 @@ def _other(
             yield embed, read()
         finally:
             process.stdin.close()
-
-
-def _tokenizer(model: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)
-
-
-def _least_cosine(a: list[list[float]], b: list[list[float]]) -> float:
-    return float((np.array(a) * np.array(b)).sum(axis=1).min())
