@@ -28,17 +28,13 @@ def variables(entry: Entry) -> dict[str, str]:
 @contextmanager
 def serve(job: Job) -> Iterator[Server]:
     with PrivateStack(job.model, **variables(job.entry)) as stack, asyncio.Runner() as runner:
-        llm = runner.run(_connect(stack.address))
+        llm = AsyncLLM(stack.address)
 
         def generate(requests: Sequence[WorkloadRequest]) -> list[Trace]:
             return runner.run(_generate(llm, requests))
 
         yield Server(generate, this_machine().versions, variables(job.entry))
         runner.run(llm.close())
-
-
-async def _connect(address: str) -> AsyncLLM:
-    return AsyncLLM(address)
 
 
 async def _generate(llm: AsyncLLM, requests: Sequence[WorkloadRequest]) -> list[Trace]:
