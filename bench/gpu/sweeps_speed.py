@@ -28,10 +28,6 @@ DECODE_TILINGS = (
 SPLITS = (1, 2, 4, 8, 16, 32)
 
 
-def tiling_name(tiling: Tiling) -> str:
-    return f"{tiling.tile} x {tiling.num_warps} warps x {tiling.num_stages} stages"
-
-
 def attempt(rate: Callable[[], float]) -> float | str:
     """Returns the rate, or the reason why the kernel does not run: not every tiling fits a GPU."""
     try:
@@ -61,10 +57,10 @@ def measure_decode_tilings(setup: Setup, report: Report) -> None:
     for label, heads, contexts in cases:
         load = make_load(setup, "triton", heads, contexts)
         splits = load.metadata.splits
-        tilings = {
-            DEFAULT: None,
-            **{tiling_name(each): each for each in DECODE_TILINGS[: sizes.swept]},
-        }
+        tilings: dict[str, Tiling | None] = {DEFAULT: None}
+        for each in DECODE_TILINGS[: sizes.swept]:
+            name = f"{each.tile} x {each.num_warps} warps x {each.num_stages} stages"
+            tilings[name] = each
         rates = {
             name: attempt(partial(load.rate, load.kernel(splits, tiling)))
             for name, tiling in tilings.items()
