@@ -137,27 +137,22 @@ def compare(
 
 
 async def run_case(address: str, case: Case, options: argparse.Namespace) -> Run:
-    """Runs a case on a stack."""
+    """Runs a case on a stack. Sends every prompt at least once, with another seed each time."""
     prompts = read_prompts()[case.group][: options.prompts]
-    async with AsyncLLM(address, max_in_flight=case.streams) as llm:
-        await llm.generate("Hello", SamplingParams(max_tokens=8), use_tqdm=False)  # warms up
-        return await _run(llm, prompts, case, options.tokens)
-
-
-async def _run(llm: AsyncLLM, prompts: list[dict[str, Any]], case: Case, tokens: int) -> Run:
-    """Sends every prompt at least once, with another seed each time."""
     count = max(len(prompts), _ROUNDS * case.streams)
     chosen = list(islice(cycle(prompts), count))
     params = []
     for seed, each in enumerate(chosen):
         schema = StructuredOutput(json_schema=each["schema"]) if "schema" in each else None
         temperature = TEMPERATURES[case.temperature]
-        params.append(SamplingParams(temperature=temperature, seed=seed, max_tokens=tokens,
-                                     structured_output=schema))  # fmt: skip
+        params.append(SamplingParams(temperature=temperature, seed=seed, structured_output=schema,
+                                     max_tokens=options.tokens))  # fmt: skip
     chats = [[{"role": "user", "content": each["prompt"]}] for each in chosen]
-    start = time.perf_counter()
-    completions = await llm.chat(chats, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
+    async with AsyncLLM(address, max_in_flight=case.streams) as llm:
+        await llm.generate("Hello", SamplingParams(max_tokens=8), use_tqdm=False)  # warms up
+        start = time.perf_counter()
+        completions = await llm.chat(chats, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
     token_ids = [each["token_ids"] for each in completions]
     return Run(sum(map(len, token_ids)) / seconds, token_ids)
 
