@@ -44,7 +44,8 @@ def generate_file(requests: Path, output: Path, options: Options) -> int:
     """
     try:
         defaults = parse_defaults(options.params)
-        total = _count_lines(requests)
+        with requests.open("rb") as file:
+            total = sum(1 for line in file if line.strip())
         if output.exists() and output.samefile(requests):
             raise CommandError(f"{output}: is also the input")
     except LineError as error:
@@ -129,11 +130,6 @@ class _Batch:
             fields["token_ids"] = completion["token_ids"]
         fields |= {"finish_reason": completion["finish_reason"], "usage": completion["usage"]}
         return fields | {k: v for k, v in completion.items() if k in _IF_SET and v}
-
-
-def _count_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
 
 
 def _reason(error: Exception, output: Path) -> Exception:
