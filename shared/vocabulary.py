@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-_BYTE_LEVEL = {"type": "ByteLevel"}
 _SENTENCE_PIECE = [
     {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
     {"type": "ByteFallback"},
@@ -43,7 +42,7 @@ def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    if decoder.get("type") == _BYTE_LEVEL["type"]:
+    if decoder.get("type") == "ByteLevel":
         return Vocabulary({number: _byte_level(token) for token, number in vocabulary.items()})
     parts = decoder.get("decoders") or ()
     if list(parts[:3]) == _SENTENCE_PIECE and list(parts[3:]) in ([], [_STRIP]):
