@@ -48,7 +48,9 @@ class Tracing:
             BatchSpanProcessor(exporter, schedule_delay_millis=1000 * _EXPORT_EVERY_S)
         )
         self._tracer = provider.get_tracer("nanovllm")
-        _log_to_structlog(logging.getLogger("opentelemetry"))
+        logger = logging.getLogger("opentelemetry")
+        logger.handlers = [_Forward(logging.WARNING)]
+        logger.propagate = False
 
     def begin(
         self,
@@ -108,8 +110,3 @@ def _nanoseconds(at: float) -> int:
 class _Forward(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         log.warning("OpenTelemetry reports a problem", reason=record.getMessage())
-
-
-def _log_to_structlog(logger: logging.Logger) -> None:
-    logger.handlers = [_Forward(logging.WARNING)]
-    logger.propagate = False
