@@ -11,7 +11,7 @@ from typing import Any
 from cli.variables import NOT_OPTIONS
 from deploy.plan import Environment, Layout, plan_stack, read_settings, stack_settings
 from deploy.stack import run_directory
-from shared.config import KNOWN_NAMES, PREFIX, ServiceSettings
+from shared.config import KNOWN_NAMES, PREFIX
 
 _UP = "up"  # the source of values that `up` chooses
 
@@ -42,7 +42,9 @@ def show_config(environment: Environment, layout: Layout) -> int:
     for service, settings in stack_settings(planned).items():
         print(f"# {service}")
         for name in sorted((type(settings).model_fields.keys() & KNOWN_NAMES) - set(NOT_OPTIONS)):
-            line = f"{name} = {_toml(settings, name)}"
+            value: Any = getattr(settings, name)
+            value = ",".join(value) if isinstance(value, tuple) else value
+            line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
             if name not in shown:
                 comment = "# " if source(name) == _UP else ""
                 print(f"{comment}{line}  # {source(name)}")
@@ -50,8 +52,3 @@ def show_config(environment: Environment, layout: Layout) -> int:
                 print(f"# {line}")
             shown.setdefault(name, set()).add(line)
     return 0
-
-
-def _toml(settings: ServiceSettings, name: str) -> str:
-    value: Any = getattr(settings, name)
-    return json.dumps(",".join(value) if isinstance(value, tuple) else value, ensure_ascii=False)
