@@ -120,7 +120,8 @@ class PooledRequest:
         )
 
     async def _run_or_repeat(self, request: GenerationRequest) -> Generation:
-        """Runs a request, again if engines have no room for it while others run.
+        """Runs a request to its end, which is that of its prompt: its one token means nothing.
+        Repeats it if engines have no room for it while others run.
 
         Raises:
             QueueFullError: none of the prompts was accepted.
@@ -128,19 +129,16 @@ class PooledRequest:
         while True:
             self._num_accepted += 1
             try:
-                return await self._run(request)
+                started = await self._generations.begin(request, time.monotonic())
+                with closing(started) as generation:
+                    while not generation.ended:
+                        await generation.next_deltas()
+                return generation
             except QueueFullError as error:
                 self._num_accepted -= 1
                 if not self._num_accepted:
                     raise
                 await asyncio.sleep(error.retry_after_s)
-
-    async def _run(self, request: GenerationRequest) -> Generation:
-        """Runs a request to its end, which is that of its prompt: its one token means nothing."""
-        with closing(await self._generations.begin(request, time.monotonic())) as generation:
-            while not generation.ended:
-                await generation.next_deltas()
-        return generation
 
 
 def check_count(field: str, inputs: Sequence[Any]) -> None:
