@@ -107,7 +107,9 @@ class ChatTemplate:
                 failure = error
                 continue
             if all(content.strip() in text for _, content in messages):
-                return _without_thinking(text)
+                # The answer begins after the thoughts, which are empty as of Qwen3.
+                begun = text.rstrip().endswith("<think>")
+                return f"{text.rstrip()}\n\n</think>\n\n" if begun else text
             failure = incomplete
         raise failure
 
@@ -141,12 +143,6 @@ class ChatTemplate:
         except Exception:  # a template may raise anything
             return False
         return _PROBE in text
-
-
-def _without_thinking(text: str) -> str:
-    """A prompt whose answer begins after the thoughts, which are empty as of Qwen3."""
-    begun = text.rstrip().endswith("<think>")
-    return f"{text.rstrip()}\n\n</think>\n\n" if begun else text
 
 
 @dataclass(frozen=True, slots=True)
