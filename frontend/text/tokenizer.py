@@ -20,7 +20,7 @@ from frontend.text.model_files import ModelFilesError, check_tokenizer_files, pr
 from frontend.text.threads import FairThreads
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.errors import InvalidArgumentError
-from shared.vocabulary import Vocabulary, read_vocabulary
+from shared.vocabulary import read_vocabulary
 
 Result = TypeVar("Result")
 # Of Llama 2.
@@ -52,8 +52,11 @@ class Tokenizer:
         end: int | None = self._hf.eos_token_id
         self.eos_token_ids = () if end is None else (end,)
         added = self._backend.get_added_tokens_decoder()
-        # In the second, special tokens have no bytes.
-        self.vocabulary = _vocabulary(directory, self._backend)
+        try:
+            self.vocabulary = read_vocabulary(self._backend)
+        except ValueError as error:
+            raise ModelFilesError(f"{directory}: tokenizer: {error}") from error
+        # Here special tokens have no bytes.
         special = {token_id: b"" for token_id, token in added.items() if token.special}
         self.text_vocabulary = replace(
             self.vocabulary, tokens={**self.vocabulary.tokens, **special}
@@ -168,13 +171,6 @@ class Tokenizer:
 def _text_of(template: str | dict[str, str] | None) -> str:
     """The chat template, or one after the other if there are several; empty if there is none."""
     return "".join(template.values()) if isinstance(template, dict) else template or ""
-
-
-def _vocabulary(directory: Path, backend: Any) -> Vocabulary:
-    try:
-        return read_vocabulary(backend)
-    except ValueError as error:
-        raise ModelFilesError(f"{directory}: tokenizer: {error}") from error
 
 
 def _shrink_bound(normalizer: Any) -> float:
