@@ -40,9 +40,7 @@ async def create(service: Service, request: Request) -> Answer:
         request_id=request.request_id,
         inputs=_inputs([given] if is_one else given),
         dimensions=body.dimensions or 0,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        engine=body.engine or "",
+        **body.common,
     )
     try:
         embedded = await embed(service.generations, message)

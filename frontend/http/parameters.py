@@ -84,6 +84,11 @@ class RequestFields(ModelFields):
     engine: str | None = None
     user: str | None = None  # without effect
 
+    @property
+    def common(self) -> dict[str, Any]:
+        """The fields that the messages of all these requests have."""
+        return self.model_dump(include={"priority", "cache_salt", "engine"})
+
 
 class SamplingFields(RequestFields):
     """Sampling parameters. None is an unset parameter, in JSON as well."""
@@ -178,12 +183,7 @@ def generate_request(fields: SamplingFields) -> pb.GenerateRequest:
     Raises:
         ParameterError: a value is out of range, or two parameters contradict each other.
     """
-    message = pb.GenerateRequest(
-        sampling=_sampling(fields),
-        priority=fields.priority or 0,
-        cache_salt=fields.cache_salt or "",
-        engine=fields.engine or "",
-    )
+    message = pb.GenerateRequest(sampling=_sampling(fields), **fields.common)
     if isinstance(fields, CompletionFields):
         message.resume_token_ids.extend(fields.resume_token_ids or ())
     return message

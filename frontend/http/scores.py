@@ -114,8 +114,6 @@ async def _score(
         queries=queries,
         documents=documents,
         instruction=body.instruction or "",
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        engine=body.engine or "",
+        **body.common,
     )
     return await score_documents(service.generations, message)
