@@ -11,7 +11,7 @@ from frontend.http.answers import Answers, answer_form
 from frontend.http.background.responses import BackgroundResponses
 from frontend.http.errors import ParameterError, unknown_model
 from frontend.http.exchange import Request
-from frontend.http.formats.tool_format import ToolFormat
+from frontend.http.formats.tool_format import CALL_MARKS, ToolFormat
 from frontend.http.parameters import Parameters, SamplingFields, generate_request, read_body
 from frontend.http.prompts import Tools, force_calls
 from frontend.pooled import Pooled
@@ -95,7 +95,7 @@ class Service:
         """
         force_calls(message.sampling, tools, self.template)
         form = tools.format(self.template)
-        if form and self.generations.tokenizer.is_special(form.mark):
+        if form and self.generations.tokenizer.is_special(CALL_MARKS[form]):
             message.sampling.skip_special_tokens = False
         return form
 

@@ -26,13 +26,9 @@ class ToolFormat(Enum):
     MISTRAL_11 = "Mistral, since tokenizer 11"
     PHI = "Phi-4"
 
-    @property
-    def mark(self) -> str:
-        """The text with which calls begin, which may be a special token."""
-        return _CALL_MARKS[self]
 
-
-_CALL_MARKS = {
+# The texts with which calls begin, which may be special tokens.
+CALL_MARKS = {
     ToolFormat.HERMES: "<tool_call>",
     ToolFormat.LLAMA: PYTHON_TAG,
     ToolFormat.DEEPSEEK: CALLS_BEGIN,
@@ -40,8 +36,6 @@ _CALL_MARKS = {
     ToolFormat.MISTRAL_11: MISTRAL_CALLS,
     ToolFormat.PHI: PHI_BEGIN,
 }
-
-
 _SEPARATORS = {
     ToolFormat.LLAMA: "; ",
     ToolFormat.MISTRAL: ", ",
