@@ -40,13 +40,9 @@ class Chat:
         self._llm = llm
         self._params = params
         self._out = out
-        self._model = llm.get_model()
+        self.model = llm.get_model()
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self._turns: list[Message] = []
-
-    @property
-    def model_name(self) -> str:
-        return self._model.model
 
     def reset(self) -> None:
         self._turns.clear()
@@ -92,7 +88,7 @@ class Chat:
 
     def _drop_oldest(self) -> None:
         """Drops the oldest questions and answers until the rest leaves room for an answer."""
-        limit = self._model.max_model_len
+        limit = self.model.max_model_len
         room = self._params.max_tokens or limit // 4
         dropped = 0
         while len(self._turns) > 1:
@@ -179,7 +175,7 @@ def hold_conversation(address: str, params: SamplingParams, system: str) -> int:
     try:
         with LLM(address) as llm:
             chat = Chat(llm, params, system, sys.stdout)
-            print(f"{chat.model_name} at {address}; /help lists the commands", flush=True)
+            print(f"{chat.model.model} at {address}; /help lists the commands", flush=True)
             converse(chat, line_reader(), sys.stdout)
     except UnavailableError as error:
         print(f"no server is ready ({error.message}): run make up first", file=sys.stderr)
