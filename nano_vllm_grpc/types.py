@@ -24,9 +24,8 @@ class Chat:
     messages: Sequence[Message]
     # Each {"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}.
     tools: Sequence[Mapping[str, Any]] = ()
-    chat_template_kwargs: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the template's variables
+    # The template's variables.
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False  # continue the last message instead of answering it
 
 
