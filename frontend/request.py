@@ -37,6 +37,11 @@ class Sampling(SamplingNumbers):
     def num_completions(self) -> int:
         return self.beam_width or self.n
 
+    @property
+    def silent_ids(self) -> tuple[int, ...]:
+        """The tokens that end a completion, if its text does not include them."""
+        return () if self.include_stop else self.eos_token_ids + self.stop_token_ids
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:

@@ -126,10 +126,7 @@ class TokenTexts:
     ) -> None:
         self._table = generations.tokenizer.vocabulary.tokens
         self._shown = generations.vocabulary_of(request).tokens
-        sampling = request.sampling
-        self._ends = (
-            () if sampling.include_stop else sampling.eos_token_ids + sampling.stop_token_ids
-        )
+        self._silent = request.sampling.silent_ids
         self._as_ids = as_ids
 
     def text(self, token_id: int) -> str:
@@ -139,7 +136,7 @@ class TokenTexts:
 
     def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         """A token of OpenAI's chats. Its bytes are those that it has in the text."""
-        shown = b"" if token_id in self._ends else self._shown.get(token_id, b"")
+        shown = b"" if token_id in self._silent else self._shown.get(token_id, b"")
         return {
             "token": self.text(token_id),
             "logprob": _finite(logprob),

@@ -43,10 +43,7 @@ class CompletionBuilder:
             if sampling.stop
             else None
         )
-        ending = (
-            () if sampling.include_stop else (*sampling.eos_token_ids, *sampling.stop_token_ids)
-        )
-        self._silent = frozenset(ending)
+        self._silent = frozenset(sampling.silent_ids)
         self._min_tokens = sampling.min_tokens
         self.num_tokens = 0
         self.stop_string: str | None = None  # the one found, which ends the completion
