@@ -38,11 +38,9 @@ class CompletionBuilder:
 
     def __init__(self, vocabulary: Vocabulary, sampling: Sampling) -> None:
         self._detokenizer = IncrementalDetokenizer(vocabulary)
-        self._matcher = (
-            StopStringMatcher(sampling.stop, include=sampling.include_stop)
-            if sampling.stop
-            else None
-        )
+        self._matcher = None
+        if sampling.stop:
+            self._matcher = StopStringMatcher(sampling.stop, include=sampling.include_stop)
         self._silent = frozenset(sampling.silent_ids)
         self._min_tokens = sampling.min_tokens
         self.num_tokens = 0
