@@ -51,9 +51,7 @@ def turn(question: str) -> tuple[str, bool]:
 
 def tools_prompt(tools: list[dict[str, Any]], system: str = "") -> str:
     """The system message that offers functions, as the chat template writes it."""
-    messages = (
-        [{"role": "system", "content": system}] if system else [{"role": "user", "content": ""}]
-    )
+    messages = [{"role": "system" if system else "user", "content": system}]
     text: str = TOKENIZER.apply_chat_template(messages, tools=tools, tokenize=False)
     return text[: text.index("<|im_end|>\n") + len("<|im_end|>\n")]
 
