@@ -26,7 +26,7 @@ from deploy.stack import Process, Stack
 from nano_vllm_grpc.channels import open_blocking_channel
 from shared.pb.scheduler_pb2 import GetLoadRequest, GetLoadResponse
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
-from tests.waiting import WAIT_S, wait_for
+from tests.waiting import WAIT_S, is_running, wait_for
 
 ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / "models" / "demo"
@@ -73,7 +73,7 @@ class RealStack:
         """The pids of all processes; None for one that is not running."""
         by_name = {each.name: each.pid for each in running_processes(self.directory)}
         found = {(each.service, each.index): by_name[each.name] for each in self.processes()}
-        return {key: pid if pid and _is_alive(pid) else None for key, pid in found.items()}
+        return {key: pid if pid and is_running(pid) else None for key, pid in found.items()}
 
     def pid(self, service: str, index: int = 0) -> int:
         """Returns the process's pid; waits for it if it is being restarted."""
@@ -230,13 +230,6 @@ def running_stack(
         launcher.stdin.close()
         launcher.stdout.close()
         launcher.wait(WAIT_S)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _directory(launcher_pid: int) -> Path:

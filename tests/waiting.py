@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
+
 Answer = TypeVar("Answer")
 
 # For steps that take seconds, on a machine that is busy with other work. Less than any test's time
@@ -37,3 +39,11 @@ async def until(ask: Callable[[], Answer | None], what: str, timeout_s: float = 
             raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
         await asyncio.sleep(_POLL_S)
     return answer
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -14,7 +14,7 @@ from scheduler_svc.grammar import wire
 from scheduler_svc.grammar.host_link import HostLink
 from shared.process.death_signal import end_with_parent
 from tests.scheduler_svc.grammar.attempts import attempting
-from tests.waiting import wait_for
+from tests.waiting import is_running, wait_for
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "models" / "demo"
@@ -39,7 +39,7 @@ class TestHost:
     def children(self) -> list[psutil.Process]:
         """The processes of grammars, oldest first."""
         found = psutil.Process(self.pid).children()
-        return sorted((each for each in found if _is_alive(each)), key=lambda each: each.pid)
+        return [each for each in sorted(found, key=lambda each: each.pid) if is_running(each.pid)]
 
     def wait(self) -> int:
         """Returns the exit status of this one once it has died."""
@@ -69,20 +69,6 @@ class TestHost:
 
 def wait_dead(*pids: int) -> None:
     wait_for(lambda: not any(map(is_running, pids)), f"{pids} to end")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return _is_alive(psutil.Process(pid))
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ from tests.scheduler_svc.grammar.completions import (
     masks,
     soon,
 )
-from tests.scheduler_svc.grammar.host import TestHost, is_running, wait_dead
-from tests.waiting import wait_for
+from tests.scheduler_svc.grammar.host import TestHost, wait_dead
+from tests.waiting import is_running, wait_for
 
 BOMB = json.dumps(  # takes minutes
     {
