@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.worker_svc.device import DEVICE, by_device, generator
+from tests.worker_svc.device import DEVICE, by_device
 from tests.worker_svc.kernels.triton.precision import assert_rows_close, poisoned_memory, row_bound
+from tests.worker_svc.kernels.triton.test_thin_matmul import DTYPES, random
 from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton import row_matmul as module
 from worker_svc.kernels.triton.ops import pack, unpack
@@ -15,18 +16,12 @@ SIZES = by_device(
     cpu=[(8, 2048), (64, 1024), (72, 1536)],
     gpu=[(1024, 2048), (1024, 3072), (2048, 1024), (4096, 1024), (6144, 1024)],
 )
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         monkeypatch.setattr(module, "FEW_ROWS", 64)
-
-
-def random(*size: int, dtype: torch.dtype) -> torch.Tensor:
-    numbers = generator(size[0])
-    return torch.randn(*size, generator=numbers, device=numbers.device).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
