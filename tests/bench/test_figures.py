@@ -42,6 +42,7 @@ from shared.pb.scheduler_pb2_grpc import (
     add_SchedulerServiceServicer_to_server,
 )
 from tests.client.fake_server import FakeServer
+from tests.http2 import DATA, HEADERS, PING, frame
 
 SCALED = Shape(num_seqs=32, min_input=32, max_input=256, min_output=32, max_output=256)
 
@@ -192,12 +193,6 @@ class FakeTransport(asyncio.Transport):
         self.written += data
 
 
-def frame(kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:
-    """Encodes an HTTP/2 frame: RFC 9113, 4.1."""
-    header = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big")
-    return header + payload
-
-
 async def test_frames_and_reads_may_cut_messages_anywhere() -> None:
     transport = FakeTransport()
     connection = Http2Connection("here", METHOD)
@@ -205,14 +200,15 @@ async def test_frames_and_reads_may_cut_messages_anywhere() -> None:
     received: list[bytes] = []
     ended = connection.call(b"", received.append)
     messages = b"".join(b"\0" + len(m).to_bytes(4, "big") + m for m in (b"one", b"", b"three"))
-    wire = frame(0, 1, messages[:2]) + frame(0, 1, messages[2:]) + frame(6, 0, b"12345678")
+    parts = [frame(DATA, part, stream=1) for part in (messages[:2], messages[2:])]
+    wire = b"".join(parts) + frame(PING, b"12345678")
     for byte in wire:
         assert not ended.done()
         connection.data_received(bytes([byte]))
-    connection.data_received(frame(1, 1, b"trailers", flags=5))
+    connection.data_received(frame(HEADERS, b"trailers", flags=5, stream=1))
     assert received == [b"one", b"", b"three"]
     assert ended.done()
-    assert transport.written.endswith(frame(6, 0, b"12345678", flags=1))  # a ping is answered
+    assert transport.written.endswith(frame(PING, b"12345678", flags=1))  # a ping is answered
     lost = connection.call(b"", received.append)
     connection.connection_lost(None)
     with pytest.raises(ConnectionError, match="closed the connection"):

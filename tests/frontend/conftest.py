@@ -86,11 +86,17 @@ def bearer(token: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
 
+async def failure(call: Any) -> aio.AioRpcError:
+    """The error with which a call ends."""
+    with pytest.raises(aio.AioRpcError) as raised:
+        await call
+    return raised.value
+
+
 async def rejection(call: Any) -> tuple[grpc.StatusCode, str]:
     """The status and the message with which a call ends."""
-    with pytest.raises(aio.AioRpcError) as caught:
-        await call
-    return caught.value.code(), caught.value.details() or ""
+    error = await failure(call)
+    return error.code(), error.details() or ""
 
 
 def detail(error: aio.AioRpcError, kind: type[Any]) -> Any:

@@ -21,7 +21,7 @@ from frontend.generation import Generation
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.sampling_params import NUMBERS
-from tests.frontend.conftest import Service, detail
+from tests.frontend.conftest import Service, detail, failure
 from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS, INFO, QUEUE_S, FakeScheduler
 
 TEXT = "Once upon a time, 你好 👍🏽!"
@@ -274,10 +274,9 @@ async def test_health_and_errors_follow_the_scheduler(service: Service) -> None:
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
     await service.scheduler.stop()
     await service.wait_for_health(False)
-    with pytest.raises(aio.AioRpcError) as caught:
-        await service.stub.GetModel(pb.GetModelRequest())
-    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-    retry = detail(caught.value, error_details_pb2.RetryInfo)
+    error = await failure(service.stub.GetModel(pb.GetModelRequest()))
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    retry = detail(error, error_details_pb2.RetryInfo)
     assert 0 < retry.retry_delay.ToTimedelta().total_seconds() <= 1
     await service.scheduler.start()
     await service.wait_for_health(True)
@@ -315,11 +314,10 @@ BAD_TOKENIZER_MESSAGES = [
 
 async def test_bad_messages_are_rejected_and_do_no_harm(service: Service) -> None:
     async def rejected(call: Any, reason: str) -> None:
-        with pytest.raises(aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, reason
-        assert (caught.value.details() or "").startswith(reason)
-        bad_request = detail(caught.value, error_details_pb2.BadRequest)
+        error = await failure(call)
+        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, reason
+        assert (error.details() or "").startswith(reason)
+        bad_request = detail(error, error_details_pb2.BadRequest)
         assert reason.startswith(bad_request.field_violations[0].field)
 
     raw = service.channel.unary_unary(GENERATE)

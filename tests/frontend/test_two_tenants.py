@@ -24,7 +24,7 @@ from scheduler_svc.settings import SchedulerSettings
 from shared.pb import scheduler_pb2
 from shared.pb.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.fake_worker import FakeWorker, start_worker
-from tests.frontend.conftest import DEMO, bearer, detail
+from tests.frontend.conftest import DEMO, bearer, detail, failure
 
 ACME, WEB, SMALL = "acme-token-0123456789", "web-token-01234567890", "small-token-0123456789"
 NEW_ACME, PUBLIC = "acme-token-new-0123456789", "public-token-0123456789"
@@ -159,10 +159,9 @@ async def test_a_flood_neither_delays_nor_excludes_another_client(stack: Stack) 
 async def test_a_client_without_tokens_left_learns_when_to_retry(stack: Stack) -> None:
     usage = await stack.usage(SMALL, [7] * 80)
     assert usage.prompt_tokens == 80
-    with pytest.raises(aio.AioRpcError) as rejected:
-        await stack.usage(SMALL, [7])
-    assert rejected.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "input_tokens_per_minute: all 60 tokens are spent" in str(rejected.value.details())
-    retry = detail(rejected.value, error_details_pb2.RetryInfo)
+    error = await failure(stack.usage(SMALL, [7]))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "input_tokens_per_minute: all 60 tokens are spent" in str(error.details())
+    retry = detail(error, error_details_pb2.RetryInfo)
     assert 0 < retry.retry_delay.ToTimedelta().total_seconds() <= 20
     assert (await stack.usage(WEB, [7] * 80)).completion_tokens == 3

@@ -19,7 +19,7 @@ import shared.rpc.open_calls
 import shared.rpc.server
 from frontend.settings import FrontendSettings
 from shared.rpc.server import Server
-from tests.frontend.conftest import detail
+from tests.frontend.conftest import detail, failure
 from tests.http2 import (
     ACK,
     CANCEL,
@@ -128,11 +128,10 @@ async def test_calls_have_a_limit_and_health_has_none(
             client.open_call(stream, WATCH)
         await check(address)
         async with aio.insecure_channel(address) as channel:
-            with pytest.raises(aio.AioRpcError) as raised:
-                await channel.unary_unary(REFLECTION)(b"")
-            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert raised.value.details() == "calls: 3 are open; the limit of this process is 3"
-            assert detail(raised.value, error_details_pb2.RetryInfo)
+            error = await failure(channel.unary_unary(REFLECTION)(b""))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert error.details() == "calls: 3 are open; the limit of this process is 3"
+            assert detail(error, error_details_pb2.RetryInfo)
             client.reset(3)
             while True:
                 with suppress(aio.AioRpcError):

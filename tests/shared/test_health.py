@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2_grpc
 import shared.rpc.health
 from frontend.settings import FrontendSettings
 from shared.rpc.server import Server
-from tests.frontend.conftest import detail
+from tests.frontend.conftest import detail, failure
 from tests.http2 import connect
 
 SERVICE = "some.Service"
@@ -117,9 +117,7 @@ async def test_watchers_are_limited_and_checks_are_not(
 async def test_an_unknown_service_is_unknown(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, _, stub):
         await server.set_serving(True)
-        with pytest.raises(aio.AioRpcError) as raised:
-            await stub.Check(request("nobody"))
-        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        assert (await failure(stub.Check(request("nobody")))).code() is grpc.StatusCode.NOT_FOUND
         answer = await stub.Watch(request("nobody")).read()
         assert answer.status == pb.HealthCheckResponse.SERVICE_UNKNOWN
         statuses = (await stub.List(pb.HealthListRequest())).statuses

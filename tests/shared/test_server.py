@@ -25,7 +25,7 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import (
 from shared.config import load_settings
 from shared.errors import InvalidArgumentError, QueueFullError, ServiceError
 from shared.rpc.server import Server
-from tests.frontend.conftest import detail
+from tests.frontend.conftest import detail, failure
 from tests.waiting import until
 
 SERVICE = "nanovllm.v1.InferenceService"
@@ -88,12 +88,6 @@ async def detokenize(channel: aio.Channel, data: bytes) -> bytes:
 
 async def stream(channel: aio.Channel, data: bytes) -> list[bytes]:
     return [m async for m in channel.unary_stream(f"/{SERVICE}/GenerateStream")(data)]
-
-
-async def failure(call: object) -> aio.AioRpcError:
-    with pytest.raises(aio.AioRpcError) as raised:
-        await call  # type: ignore[misc]
-    return raised.value
 
 
 async def test_an_argument_error_names_the_field(tmp_path: Path) -> None:

@@ -28,25 +28,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "peers"
 
 
-@pytest.fixture
-def model() -> Path:
-    return DEMO_MODEL
-
-
-def run(
-    monkeypatch: pytest.MonkeyPatch, entries: Sequence[Entry], model: Path, out: Path, rounds: int
-) -> int:
+def run(monkeypatch: pytest.MonkeyPatch, entries: Sequence[Entry], out: Path, rounds: int) -> int:
     """The whole program, with the fake driver for every entry."""
     monkeypatch.setattr(program, "ENTRIES", entries)
     monkeypatch.setattr(program, "driver_module", lambda entry: "tests.bench.peers.fake_driver")
-    words = f"--mode peers --model {model} --out {out} --rounds {rounds} --tiny"
+    words = f"--mode peers --model {DEMO_MODEL} --out {out} --rounds {rounds} --tiny"
     return main(words.split())
 
 
 def test_entries_take_turns_and_figures_are_medians(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    model: Path,
     tmp_path: Path,
 ) -> None:
     turns: list[str] = []
@@ -60,10 +52,10 @@ def test_entries_take_turns_and_figures_are_medians(
     monkeypatch.setattr(program, "run_driver", watched)
     out = tmp_path / "result.json"
 
-    assert run(monkeypatch, entries, model, out, rounds=2) == 0
+    assert run(monkeypatch, entries, out, rounds=2) == 0
 
     assert turns == ["one", "two", "one", "two"]
-    requests = text_workload(TINY.shape, read_tokens(model))
+    requests = text_workload(TINY.shape, read_tokens(DEMO_MODEL))
     lengths = [request.output_len for request in requests]
     found = json.loads(out.read_text())
     for entry, first_ms in zip(found["entries"], (2, 10), strict=True):
@@ -74,7 +66,7 @@ def test_entries_take_turns_and_figures_are_medians(
         assert 0 < entry["start_s"]["min"] <= entry["start_s"]["median"] < 60
         assert [each["error"] for each in entry["rounds"]] == [None, None]
         assert entry["rounds"][0]["answer"]["versions"] == {"fake": "1.0"}
-        assert entry["rounds"][0]["answer"]["settings"] == {"model": str(model)}
+        assert entry["rounds"][0]["answer"]["settings"] == {"model": str(DEMO_MODEL)}
     assert [entry["cache"] for entry in found["entries"]] == ["bf16", "u8"]
     assert found["workload"]["shape"]["num_seqs"] == TINY.shape.num_seqs
     said = capsys.readouterr().out
@@ -85,7 +77,6 @@ def test_entries_take_turns_and_figures_are_medians(
 def test_a_failed_entry_does_not_affect_the_others(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    model: Path,
     tmp_path: Path,
     home: Path,
 ) -> None:
@@ -93,7 +84,7 @@ def test_a_failed_entry_does_not_affect_the_others(
     entries = [Entry(f"with-{name}", "nano", name, "bf16") for name in names]
     out = tmp_path / "result.json"
 
-    assert run(monkeypatch, entries, model, out, rounds=1) == 1
+    assert run(monkeypatch, entries, out, rounds=1) == 1
 
     broken, short, fine = json.loads(out.read_text())["entries"]
     assert "RuntimeError: no such weights" in broken["rounds"][0]["error"]
@@ -111,7 +102,6 @@ def test_a_failed_entry_does_not_affect_the_others(
 def test_a_missing_server_or_model_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    model: Path,
     tmp_path: Path,
     home: Path,
     peer: str,
@@ -124,7 +114,7 @@ def test_a_missing_server_or_model_is_named(
     entries = [Entry("here", "nano", "2", "bf16"), Entry("away", peer, "int8", "u8")]
     out = tmp_path / "result.json"
 
-    assert run(monkeypatch, entries, model, out, rounds=1) == 1
+    assert run(monkeypatch, entries, out, rounds=1) == 1
 
     said = "".join(capsys.readouterr())
     assert f"{missing} is missing; see docs/results/peers.md" in said.replace("\n", "")

@@ -155,13 +155,6 @@ def chat_request(messages: Sequence[Json], **sampling: Any) -> pb.GenerateReques
     return pb.GenerateRequest(chat=chat, sampling=pb.SamplingParams(**sampling))
 
 
-async def failure(call: Any) -> aio.AioRpcError:
-    """The error with which a call ends."""
-    with pytest.raises(aio.AioRpcError) as raised:
-        await call
-    return raised.value
-
-
 REASONS = {
     pb.FINISH_REASON_EOS: "stop",
     pb.FINISH_REASON_STOP: "stop",

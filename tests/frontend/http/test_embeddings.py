@@ -15,8 +15,9 @@ from frontend import embeddings, pooled
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend import fake_scheduler
+from tests.frontend.conftest import failure
 from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS, embedding
-from tests.frontend.http.conftest import HttpService, Json, failure
+from tests.frontend.http.conftest import HttpService, Json
 
 PATH = "/v1/embeddings"
 FULL = grpc.StatusCode.RESOURCE_EXHAUSTED

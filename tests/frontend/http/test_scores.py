@@ -14,8 +14,8 @@ from frontend import pooled
 from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend import fake_scheduler
-from tests.frontend.conftest import DEMO
-from tests.frontend.http.conftest import HttpService, Json, failure
+from tests.frontend.conftest import DEMO, failure
+from tests.frontend.http.conftest import HttpService, Json
 from tests.frontend.test_generation import accept_long_sequences
 
 DOCUMENTS = ["Anna lives in a house by the sea.", "No.", "Ben has a dog."]
