@@ -95,7 +95,7 @@ def test_clients_that_stop_reading_and_vanish(stack: RealStack) -> None:
         assert client.stdout is not None
         assert client.stdout.readline() == b"STALLED\n"
         assert asyncio.run(one_completion(stack.address)) == expected
-        stack.wait_load(partial(has_sampled, unread))
+        stack.wait_load(lambda load: load.sampled_tokens >= unread)
         client.kill()
         client.wait()
         client.stdout.close()
@@ -107,10 +107,6 @@ def test_clients_that_stop_reading_and_vanish(stack: RealStack) -> None:
     log = stack.stack.log("frontend-0").read_text()
     assert "Traceback" not in log
     assert "rpc failed" not in log
-
-
-def has_sampled(tokens: int, load: GetLoadResponse) -> bool:
-    return load.sampled_tokens >= tokens
 
 
 def has_a_thousand(sampled_before: int, load: GetLoadResponse) -> bool:
