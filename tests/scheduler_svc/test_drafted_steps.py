@@ -26,10 +26,9 @@ WRONG = 999
 class Planned(Speculation):
     """Drafts what it is told: `drafts` after each number of tokens."""
 
-    def __init__(self, drafts: dict[int, list[int]]) -> None:
+    def __init__(self, drafts: dict[int, list[int]], waits: bool) -> None:
         super().__init__()
-        self.drafts = drafts
-        self.wants_to_wait = False
+        self.drafts, self.wants_to_wait = drafts, waits
 
     def waits(self, decodes: Seq[Sequence], room: int) -> bool:
         return self.wants_to_wait
@@ -40,9 +39,10 @@ class Planned(Speculation):
 
 
 def scheduler_with(
-    drafts: dict[int, list[int]], num_blocks: int = 16, max_num_seqs: int = 8
+    drafts: dict[int, list[int]], num_blocks: int = 16, max_num_seqs: int = 8, waits: bool = False
 ) -> Scheduler:
-    return make_scheduler(num_blocks, speculation=Planned(drafts), max_num_seqs=max_num_seqs)
+    speculation = Planned(drafts, waits)
+    return make_scheduler(num_blocks, speculation=speculation, max_num_seqs=max_num_seqs)
 
 
 def answer(step: Step) -> Answer:
@@ -111,11 +111,9 @@ def test_nothing_is_drafted_when_it_may_not_be() -> None:
 
 
 def test_the_next_step_waits_for_an_answer_if_drafts_are_worth_it() -> None:
-    scheduler = scheduler_with({})
+    scheduler = scheduler_with({}, waits=True)
     scheduler.add(make(1, PROMPT, 12))
     step = planned(scheduler)
-    assert isinstance(scheduler.speculation, Planned)
-    scheduler.speculation.wants_to_wait = True
     assert scheduler.schedule() is None
     scheduler.apply(step, answer(step))
     assert scheduler.schedule()
@@ -124,10 +122,8 @@ def test_the_next_step_waits_for_an_answer_if_drafts_are_worth_it() -> None:
 @pytest.mark.parametrize(("num_blocks", "max_num_seqs"), [(16, 1), (2, 8)])
 def test_nothing_waits_without_room_for_drafts(num_blocks: int, max_num_seqs: int) -> None:
     """The sequence has the only seat, or the cache has no block but those that it may need."""
-    scheduler = scheduler_with({}, num_blocks, max_num_seqs)
+    scheduler = scheduler_with({}, num_blocks, max_num_seqs, waits=True)
     scheduler.add(make(1, PROMPT, 5))
-    assert isinstance(scheduler.speculation, Planned)
-    scheduler.speculation.wants_to_wait = True
     planned(scheduler)
     assert scheduler.schedule()
 
