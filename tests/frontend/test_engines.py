@@ -78,8 +78,7 @@ async def test_streams_move_from_an_engine_that_cannot_continue_them(
     else:
         await cluster.list("b")
     await submitted(b)
-    new = cluster.submit()
-    await submitted(b)
+    new = await cluster.sent(b)
     assert await finish(b, stream) == await finish(b, new) == expected()
     if how == "workers lost":
         await asyncio.wait_for(a.aborts.get(), 60)
@@ -88,8 +87,7 @@ async def test_streams_move_from_an_engine_that_cannot_continue_them(
             lambda: all(e.serving for e in cluster.engines._engines.values()),
             "the frontend to know",
         )
-        cluster.submit(engine="a")
-        await submitted(a)
+        await cluster.sent(a, engine="a")
 
 
 async def test_an_engine_that_left_the_list_may_return(cluster: Cluster, two: Two) -> None:
@@ -98,16 +96,14 @@ async def test_an_engine_that_left_the_list_may_return(cluster: Cluster, two: Tw
     with pytest.raises(InvalidArgumentError):
         cluster.submit(engine="a")
     await cluster.list("a", "b")
-    cluster.submit(engine="a")
-    await submitted(a)
+    await cluster.sent(a, engine="a")
 
 
 async def test_streams_stay_with_their_model(cluster: Cluster) -> None:
     """A drained engine that is the last with its model keeps its streams."""
     a, b = await cluster.add("a", "old"), await cluster.add("b", "new")
     await cluster.list("a", "b")
-    begun, waiting = await cluster.begin(a), cluster.submit(engine="a")
-    await submitted(a)
+    begun, waiting = await cluster.begin(a), await cluster.sent(a, engine="a")
     a.ready.clear()
     a.send_state(draining=True)
     assert (await submitted(b)).generated_ids == b""  # without a token, it may go anywhere
@@ -119,8 +115,7 @@ async def test_streams_stay_with_their_model(cluster: Cluster) -> None:
 async def test_the_only_engine_is_disconnected_once_its_streams_have_ended(
     cluster: Cluster, a: FakeScheduler
 ) -> None:
-    stream = cluster.submit()
-    await submitted(a)
+    stream = await cluster.sent(a)
     a.ready.clear()
     a.send_state(draining=True)
     assert await finish(a, stream) == expected()
@@ -152,9 +147,7 @@ async def test_a_stream_that_was_lost_twice_in_a_row_moves_only_in_the_end(
         monkeypatch.setattr(pool, "_RETURN_S", 0.2)
     a, b, c = [await cluster.add(name) for name in "abc"]
     await cluster.list("a", "b", "c")
-    deadly, other = cluster.submit(engine="a"), cluster.submit(engine="b")
-    await submitted(a)
-    await submitted(b)
+    deadly, other = await cluster.sent(a, engine="a"), await cluster.sent(b, engine="b")
     c.send_state(serving=False)
     await cluster.until_serving(2)
     a.send_state(serving=False)
@@ -300,8 +293,7 @@ async def test_streams_survive_the_replacement_of_the_only_engine(cluster: Clust
     """Its successor, which has another address, is listed only once it is ready."""
     a, b = await cluster.add("a"), await cluster.add("b")
     await cluster.list("a")
-    begun, waiting = await cluster.begin(a), cluster.submit()
-    await submitted(a)
+    begun, waiting = await cluster.begin(a), await cluster.sent(a)
     await a.stop()
     await cluster.list()
     await until(
@@ -344,6 +336,5 @@ async def test_a_suspect_is_not_tried_with_another_model(cluster: Cluster) -> No
     await a.start()
     with pytest.raises(FailedPreconditionError):
         await tokens(stream, 2)
-    cluster.submit(engine="a")
-    await submitted(a)  # behind whatever was sent before
+    await cluster.sent(a, engine="a")  # behind whatever was sent before
     assert a.submits.empty()

@@ -164,8 +164,7 @@ async def test_a_request_waits_for_the_engine_that_it_names(cluster: Cluster, tw
 async def test_as_many_requests_wait_as_have_room_in_the_queue(cluster: Cluster) -> None:
     a = await cluster.add("a", max_waiting=3)
     await cluster.list("a")
-    begun, old = await cluster.begin(a), cluster.submit()
-    await submitted(a)
+    begun, old = await cluster.begin(a), await cluster.sent(a)
     await lose(cluster, a)
     waiting = [cluster.engines.submit(request(n=3)) for _ in range(2)]
     for _ in range(2):

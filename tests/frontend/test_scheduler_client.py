@@ -257,6 +257,5 @@ async def test_not_ready_while_the_engine_waits_for_workers(
     for serving in (False, True):
         a.send_state(serving=serving)
         assert await cluster.readiness.get() is serving
-        stream = cluster.submit()
-        await submitted(a)
+        stream = await cluster.sent(a)
         assert await finish(a, stream) == expected()  # accepted all the same
