@@ -27,7 +27,7 @@ from transformers import (
 from tests.gguf_files import split_gguf, write_gguf
 from tests.worker_svc.families import EXPERTS, GRANITE, LLAMA3
 from tests.worker_svc.harness import save_model
-from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
+from tests.worker_svc.test_model_runner import last_logits, make_runner, oracle_logits, prompts
 from worker_svc.errors import ModelError
 from worker_svc.gguf.unpack import unpack
 from worker_svc.weights.files import WeightReader, weight_files
@@ -114,10 +114,8 @@ def test_llama3_rope_comes_as_a_tensor(tmp_path: Path) -> None:
     plain = LLAMA3["rope_theta"] ** -(np.arange(0, 32, 2, dtype=np.float32) / 32)
     factors = (plain / inv_freq).astype(np.float32)
     write_gguf(tmp_path / "model.gguf", oracle, tensors={"rope_freqs.weight": factors})
-    runner, batch = make_runner(unpack(tmp_path / "model.gguf"))
-    text = prompts(301, [400])[0]
-    logits = runner.logits(batch.step([(0, text)]))[0, :301]
-    assert (logits - oracle_logits(oracle, text)[-1]).abs().max() < 1e-4
+    logits, expected = last_logits(unpack(tmp_path / "model.gguf"), oracle, 400)
+    assert (logits - expected).abs().max() < 1e-4
 
 
 def test_longrope_comes_as_two_tensors(tmp_path: Path) -> None:
@@ -137,10 +135,8 @@ def test_longrope_comes_as_two_tensors(tmp_path: Path) -> None:
         for name in ("short", "long")
     }
     write_gguf(tmp_path / "model.gguf", oracle, keys=keys, tensors=tensors)
-    runner, batch = make_runner(unpack(tmp_path / "model.gguf"))
-    text = prompts(301, [250])[0]
-    logits = runner.logits(batch.step([(0, text)]))[0, :301]
-    assert (logits - oracle_logits(oracle, text)[-1]).abs().max() < 1e-4
+    logits, expected = last_logits(unpack(tmp_path / "model.gguf"), oracle, 250)
+    assert (logits - expected).abs().max() < 1e-4
 
 
 def test_the_readable_types_are_those_that_gguf_converts() -> None:

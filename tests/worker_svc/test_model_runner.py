@@ -42,6 +42,14 @@ def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
+def last_logits(path: Path, oracle: Any, length: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a prompt's last token, by a runner of the model in `path` and by transformers."""
+    runner, batch = make_runner(path)
+    (tokens,) = prompts(301, [length])
+    (logits,) = runner.logits(batch.step([(0, tokens)]))
+    return logits[:301], oracle_logits(oracle, tokens)[-1]
+
+
 class VectorMath(TorchDispatchMode):
     """Records how many numbers each call of MKL's vector math gets."""
 
@@ -106,10 +114,8 @@ def test_the_text_part_of_a_model_that_takes_images(
     config = family.config_class(text_config=text, vision_config=images, tie_word_embeddings=tied)
     oracle = family(config).eval()
     oracle.save_pretrained(tmp_path)
-    runner, batch = make_runner(tmp_path)
-    tokens = prompts(301, [60])[0]
-    logits = runner.logits(batch.step([(0, tokens)]))[0, :301]
-    assert (logits - oracle_logits(oracle, tokens)[-1]).abs().max() < 1e-4
+    logits, expected = last_logits(tmp_path, oracle, 60)
+    assert (logits - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("family", FAMILIES)

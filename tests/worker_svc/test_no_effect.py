@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.worker_svc.harness import save_model, worker_settings
 from tests.worker_svc.quantization.writers import FORMATS, save_quantized
-from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
+from tests.worker_svc.test_model_runner import last_logits
 from worker_svc.errors import ModelError
 from worker_svc.model_runner import ModelRunner
 
@@ -76,10 +76,7 @@ def test_such_tensors_do_not_change_the_model(tmp_path: Path) -> None:
             f"{MLP}.down_proj.input_zero_point": torch.zeros(1, dtype=torch.int8),
         },
     )
-    runner, batch = make_runner(tmp_path)
-    (tokens,) = prompts(301, [40])
-    (logits,) = runner.logits(batch.step([(0, tokens)]))
-    torch.testing.assert_close(logits[:301], oracle_logits(oracle, tokens)[-1])
+    torch.testing.assert_close(*last_logits(tmp_path, oracle))
 
 
 @pytest.mark.parametrize(

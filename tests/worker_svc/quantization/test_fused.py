@@ -13,7 +13,7 @@ from transformers import Phi3ForCausalLM
 
 from tests.worker_svc.harness import save_model
 from tests.worker_svc.quantization.writers import FORMATS, Format, save_quantized
-from tests.worker_svc.test_model_runner import make_runner, oracle_logits, prompts
+from tests.worker_svc.test_model_runner import last_logits, make_runner, prompts
 
 FUSED = "qkv_proj", "o_proj", "gate_up_proj", "down_proj"
 PARTIAL: dict[str, Any] = {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
@@ -24,11 +24,8 @@ def test_logits_of_quantized_checkpoints(tmp_path: Path, format: Format) -> None
     oracle = save_quantized(
         tmp_path, format, FUSED, family=Phi3ForCausalLM, rope_parameters=PARTIAL
     )
-    runner, batch = make_runner(tmp_path)
-    (tokens,) = prompts(301, [40])
-    (logits,) = runner.logits(batch.step([(0, tokens)]))
-    expected = oracle_logits(oracle, tokens)[-1]
-    assert (logits[:301] - expected).abs().max() < 0.05 * expected.abs().max()
+    logits, expected = last_logits(tmp_path, oracle)
+    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "fp8"])
