@@ -212,10 +212,8 @@ def test_only_an_end_token_may_follow_a_complete_text(compile: Compile) -> None:
 def test_an_end_token_that_spells_something_is_not_allowed_before(compile: Compile) -> None:
     (dot,) = spell(".")
     begin = compile(GrammarKind.REGEX, r"[a.]{2}", {dot})
-    matcher = begin()
-    assert dot not in allowed(matcher.mask())
-    for token in spell("a", "a"):
-        matcher.accept(token)
+    assert dot not in allowed(begin().mask())
+    matcher = begin(spell("a", "a"))
     assert allowed(matcher.mask()) == [dot]
     matcher.accept(dot)
     assert matcher.finished
@@ -287,9 +285,7 @@ def test_a_dead_end_is_an_error(compile: Compile) -> None:
 def test_whitespace_in_json_is_limited(kind: str, compile: Compile) -> None:
     grammar, text, _ = KINDS[kind]
     begin = "<call>{" if kind == "structural_tag" else "{"
-    matcher = compile(grammar, text, ENDS)(spell(*begin))
-    for token in spell(" ") * MAX_WHITESPACE:
-        matcher.accept(token)
+    matcher = compile(grammar, text, ENDS)(spell(*begin, *" " * MAX_WHITESPACE))
     assert not any(VOCABULARY[token].isspace() for token in allowed(matcher.mask()))
 
 
