@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from shared.sampling_params import NUMBERS
 from tests.frontend.conftest import Service, detail, failure
 from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS, INFO, QUEUE_S, FakeScheduler
+from tests.frontend.test_generation import request as token_request
 
 TEXT = "Once upon a time, 你好 👍🏽!"
 GENERATE = f"/{SERVICE_NAME}/Generate"
@@ -61,14 +62,6 @@ def request(text: str = TEXT, **sampling: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text=text, sampling=pb.SamplingParams(**sampling))
 
 
-def _ids(*ids: int, resume: Sequence[int] = (), **sampling: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=ids),
-        resume_token_ids=resume,
-        sampling=pb.SamplingParams(**sampling),
-    )
-
-
 def _count(*kinds: type) -> int:
     return sum(type(each) in kinds for each in gc.get_objects())
 
@@ -83,7 +76,7 @@ async def test_every_kind_of_prompt_is_answered(service: Service, hf: Any, kind:
     if kind == "text":
         message = request(max_tokens=30)
     elif kind == "token_ids":
-        message = _ids(*ids, max_tokens=30)
+        message = token_request(ids, max_tokens=30)
     else:
         messages = [{"role": "user", "content": TEXT}]
         ids = hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -142,7 +135,7 @@ async def test_text_at_the_end_and_of_special_tokens(
 ) -> None:
     tokens = ["h", "i", "<|im_end|>", "t", "h"]
     ids = [hf.convert_tokens_to_ids(token) for token in tokens]
-    message = _ids(*ids, **sampling)
+    message = token_request(ids, **sampling)
     response = await service.stub.Generate(message)
     (completion,) = response.completions
     assert (completion.text, completion.finish_reason) == (text, reason)
@@ -290,14 +283,14 @@ BAD_MESSAGES: list[tuple[bytes | pb.GenerateRequest, str]] = [
     (pb.GenerateRequest(engine="x" * 257), "engine: 257 characters"),
     (b"", "prompt: missing"),
     (b"\x12\x00", "text: empty"),
-    (_ids(), "token_ids: empty"),
-    (_ids(1, 2, resume=[1] * 127), "resume_token_ids: 127 tokens; the limit is 126"),
+    (token_request([]), "token_ids: empty"),
+    (token_request([1, 2], resume=[1] * 127), "resume_token_ids: 127 tokens; the limit is 126"),
     (b"\x22\x82\x80\x02" + b"\x0a\x00" * 16_385, "chat: 16385 messages, tools and tool calls;"),
     (b"\x22\x86\x80\x02\x0a\x82\x80\x02" + b"\x1a\x00" * 16_385, "chat: 16386 messages"),
-    (_ids(1, 1536), "token_ids[1]: 1536"),
+    (token_request([1, 1536]), "token_ids[1]: 1536"),
     (request("word " * 200), "text: "),
     (request("x" * 500_000), "text: 500000 bytes"),
-    (_ids(*[1] * 128), "token_ids: 128 tokens; the limit is 127"),
+    (token_request([1] * 128), "token_ids: 128 tokens; the limit is 127"),
     (request(max_tokens=127), "sampling.max_tokens: 127; this prompt"),
     (b"\xff\xfe\xfd garbage", "message: not a readable message"),
     (b"\x12\x02\xc3\x28", "message: not a readable message"),
@@ -329,4 +322,4 @@ async def test_bad_messages_are_rejected_and_do_no_harm(service: Service) -> Non
     for method, argument, reason in BAD_TOKENIZER_MESSAGES:
         await rejected(getattr(service.stub, method)(argument), reason)
     assert service.scheduler.submits.empty()
-    await service.stub.Generate(_ids(*[1] * (INFO.max_model_len - 1)))
+    await service.stub.Generate(token_request([1] * (INFO.max_model_len - 1)))
