@@ -44,12 +44,18 @@ def other_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def speculate(runner: ModelRunner, temperature: float, seed: int = 0) -> Speculation:
+def begin(runner: ModelRunner, texts: list[list[int]], temperature: float = 0.0) -> Speculation:
+    """Computes these prompts."""
+    speculation = Speculation(runner, texts, temperature)
+    speculation.prefill()
+    return speculation
+
+
+def speculate(runner: ModelRunner, temperature: float) -> Speculation:
     """Runs steps of all `TEXTS`, with random numbers of drafted tokens, until each has `LENGTH`
     more tokens. Half of the steps refer to the tokens of the last step."""
-    rng = np.random.default_rng(seed)
-    speculation = Speculation(runner, TEXTS, temperature)
-    speculation.prefill()
+    rng = np.random.default_rng(0)
+    speculation = begin(runner, TEXTS, temperature)
     while any(
         len(tokens) < len(text) + LENGTH
         for tokens, text in zip(speculation.tokens, TEXTS, strict=True)
@@ -109,8 +115,7 @@ def test_drafts_are_in_the_order_of_their_rows(tiny_dir: Path) -> None:
     """Groups of different depth, beside chunks of prompts, one of more tokens than run at once."""
     expected = plain_tokens(make_runner(tiny_dir), TEXTS[:2], 8)
     runner = make_runner(tiny_dir, tiny_dir)
-    speculation = Speculation(runner, TEXTS[:2])
-    speculation.prefill()
+    speculation = begin(runner, TEXTS[:2])
     chunks = [(5, prompts(301, [300])[0]), (6, TEXTS[3][:20])]
     found = speculation.step({1: 5, 0: 2}, chunks, silent=[6])
     assert found == [expected[1][8:13], expected[0][31:33]]
@@ -128,9 +133,7 @@ def test_drafts_are_in_the_order_of_their_rows(tiny_dir: Path) -> None:
 def test_known_drafts_are_in_the_draft_models_cache(tiny_dir: Path) -> None:
     """Rows of one sequence whose tokens come from elsewhere, then rows with drafted tokens."""
     expected = plain_tokens(make_runner(tiny_dir), TEXTS[:1], 12)[0]
-    runner = make_runner(tiny_dir, tiny_dir)
-    speculation = Speculation(runner, TEXTS[:1])
-    speculation.prefill()
+    speculation = begin(make_runner(tiny_dir, tiny_dir), TEXTS[:1])
     last = len(TEXTS[0])
     speculation.tokens = [expected[: last + 3]]
     speculation.step({0: 3}, [(0, [token]) for token in expected[last : last + 2]])
@@ -138,9 +141,7 @@ def test_known_drafts_are_in_the_draft_models_cache(tiny_dir: Path) -> None:
 
 
 def test_copies_are_made_in_the_draft_models_cache(tiny_dir: Path) -> None:
-    runner = make_runner(tiny_dir, tiny_dir)
-    speculation = Speculation(runner, TEXTS[:1])
-    speculation.prefill()
+    speculation = begin(make_runner(tiny_dir, tiny_dir), TEXTS[:1])
     batch = speculation.batch
     copies = [(block, batch.free.pop()) for block in batch.tables[0]]
     batch.contexts[1], batch.tables[1] = batch.contexts[0], [to for _, to in copies]
@@ -156,8 +157,7 @@ def test_garbage_in_the_draft_models_cache_changes_no_token(
     """NaN, or any bytes that a cache in 8 bits may hold, with scales that are NaN."""
     expected = plain_tokens(make_runner(tiny_dir, **settings), TEXTS, 12, 0.5)
     runner = make_runner(tiny_dir, tiny_dir, **settings)
-    speculation = Speculation(runner, TEXTS, 0.5)
-    speculation.prefill()
+    speculation = begin(runner, TEXTS, 0.5)
     assert runner._draft
     for cache in runner._draft.caches:
         cache.view(torch.uint8).fill_(0xFF)
@@ -173,8 +173,7 @@ def test_a_new_process_keeps_the_models_cache_but_not_the_draft_models(tiny_dir:
     settings = worker_settings(tiny_dir, max_num_seqs=32, speculation=str(tiny_dir))
     first = ModelRunner(settings, memory=memory)
     first.configure(1, NUM_BLOCKS)
-    speculation = Speculation(first, TEXTS)
-    speculation.prefill()
+    speculation = begin(first, TEXTS)
     speculation.step(dict.fromkeys(range(len(TEXTS)), 3))
     assert speculation.num_accepted == speculation.num_drafted
 
@@ -187,16 +186,14 @@ def test_a_new_process_keeps_the_models_cache_but_not_the_draft_models(tiny_dir:
         after.step(dict.fromkeys(range(len(TEXTS)), 3))
     assert cut(after.tokens, TEXTS, 12) == expected
 
-    fresh = Speculation(second, TEXTS)  # the draft model's weights are kept
-    fresh.prefill()
+    fresh = begin(second, TEXTS)  # the draft model's weights are kept
     fresh.step(dict.fromkeys(range(len(TEXTS)), 3))
     assert fresh.num_accepted == fresh.num_drafted
 
 
 def test_a_new_epoch_keeps_the_draft_models_cache(tiny_dir: Path) -> None:
     runner = make_runner(tiny_dir, tiny_dir)
-    speculation = Speculation(runner, TEXTS)
-    speculation.prefill()
+    speculation = begin(runner, TEXTS)
     runner.configure(2, NUM_BLOCKS, keep=runner.cache_id)
     speculation.step(dict.fromkeys(range(len(TEXTS)), 3))
     assert speculation.num_accepted == speculation.num_drafted
