@@ -93,6 +93,12 @@ def generate(
     return [int(launched.wait().token_ids[row]) for row, launched in pending]
 
 
+def heavy(text: Sequence[int], rows: int = 1) -> dict[str, Any]:
+    """What `generate` asks for in rows whose prompt is `text`."""
+    features = dict.fromkeys(range(rows), replace(HEAVY, prompt_len=len(text)))
+    return {"temperatures": [0.8] * rows, "seeds": [7] * rows, "features": features}
+
+
 @pytest.fixture(scope="module")
 def text() -> list[int]:
     return prompts(VOCAB, [37], seed=4)[0]
@@ -138,18 +144,10 @@ def test_preempted_and_computed_again(
     tiny: ModelRunner, text: list[int], completion: list[int]
 ) -> None:
     """It is computed in other blocks, generated tokens included."""
-    asked = replace(HEAVY, prompt_len=len(text))
     for done in (1, 12, 29):
         again = batch_for(tiny, NUM_BLOCKS)
         again.free = again.free[: -10 * done % 200]
-        result = run(
-            tiny,
-            again,
-            [(0, text + completion[:done])],
-            temperatures=[0.8],
-            seeds=[7],
-            features={0: asked},
-        )
+        result = run(tiny, again, [(0, text + completion[:done])], **heavy(text))
         assert result.token_ids[0] == completion[done]
 
 
@@ -160,9 +158,7 @@ def test_a_shared_prefix_is_part_of_the_history(
     size = batch.limits.block_size
     run(tiny, batch, [(1, text[: 2 * size])])
     batch.tables[0], batch.contexts[0] = list(batch.tables[1]), 2 * size
-    asked = replace(HEAVY, prompt_len=len(text))
-    rest = [(0, text[2 * size :])]
-    result = run(tiny, batch, rest, temperatures=[0.8], seeds=[7], features={0: asked})
+    result = run(tiny, batch, [(0, text[2 * size :])], **heavy(text))
     assert result.token_ids[0] == completion[0]
 
 
@@ -171,22 +167,19 @@ def test_sequences_part_at_a_copied_block(
     tiny: ModelRunner, batch: Batch, text: list[int], completion: list[int], ahead: bool
 ) -> None:
     """Two sequences share whole blocks; the last one, partly filled, is copied as they part."""
-    asked = replace(HEAVY, prompt_len=len(text))
-    sampling = {"temperatures": [0.8], "seeds": [7], "features": {0: asked}}
-    first = run(tiny, batch, [(0, text)], **sampling).token_ids[0]
+    first = run(tiny, batch, [(0, text)], **heavy(text)).token_ids[0]
     *shared, last = batch.tables[0]
     copy = batch.free.pop()
     batch.tables[1], batch.contexts[1] = [*shared, copy], batch.contexts[0]
     tokens = [[-1], [-1]] if ahead else [[first], [first]]
-    both = {"temperatures": [0.8] * 2, "seeds": [7, 7], "features": {0: asked, 1: asked}}
+    both = heavy(text, rows=2)
     result = run(tiny, batch, [(0, tokens[0]), (1, tokens[1])], copies=[(last, copy)], **both)
     assert result.token_ids.tolist() == [completion[1]] * 2
     # From now on, neither sees what the other writes.
     run(tiny, batch, [(0, [3]), (1, [completion[1]])], **both)
     parted = run(tiny, batch, [(0, [3]), (1, [completion[2]])], **both).token_ids
-    alone = run(
-        tiny, batch_for(tiny, NUM_BLOCKS), [(0, [*text, first, 3, 3])], **sampling
-    ).token_ids
+    whole = [(0, [*text, first, 3, 3])]
+    alone = run(tiny, batch_for(tiny, NUM_BLOCKS), whole, **heavy(text)).token_ids
     assert parted.tolist() == [alone[0], completion[3]]
 
 
