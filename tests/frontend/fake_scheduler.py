@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,8 +72,7 @@ class FakeScheduler(SchedulerServiceServicer):
 
     def __init__(self, address: str, info: pb.EngineInfo = INFO) -> None:
         self.address = address
-        self.info = pb.EngineInfo()
-        self.info.CopyFrom(info)
+        self.info = deepcopy(info)
         self.next_token: Callable[[Live], int] = echo
         self.rejection: pb.Finished | None = None  # how every request ends, if set
         self.automatic = True  # runs every request to its end; else `step` makes a token for each
@@ -216,7 +216,7 @@ class FakeScheduler(SchedulerServiceServicer):
                 seed = (submit.sampling.seed + index) % 2**64
                 live = Live(submit, prompt, tokens.copy(), seed)
                 connection.live[submit.request + index] = live
-            self.submits.put_nowait(_copy(submit))
+            self.submits.put_nowait(deepcopy(submit))
             if self.rejection is not None:
                 for index in range(submit.n or 1):
                     del connection.live[submit.request + index]
@@ -270,12 +270,6 @@ def _end_beam(
     finished.append(
         pb.Finished(request=number + index, cause=pb.FINISH_CAUSE_LENGTH, score=-0.5 - index)
     )
-
-
-def _copy(submit: pb.Submit) -> pb.Submit:
-    copy = pb.Submit()
-    copy.CopyFrom(submit)
-    return copy
 
 
 def _output(

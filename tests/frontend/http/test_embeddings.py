@@ -16,7 +16,7 @@ from nano_vllm_grpc.pb import frontend_pb2 as pb
 from shared.pb import scheduler_pb2
 from tests.frontend import fake_scheduler
 from tests.frontend.conftest import failure
-from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS, embedding
+from tests.frontend.fake_scheduler import CACHED_PROMPT_TOKENS, embedding, ended
 from tests.frontend.http.conftest import HttpService, Json
 
 PATH = "/v1/embeddings"
@@ -221,6 +221,5 @@ async def test_an_engine_without_an_embedding_is_an_error(service: HttpService) 
     service.scheduler.automatic = False
     call = asyncio.ensure_future(service.stub.Embed(request([[1]])))
     number = (await service.scheduler.submits.get()).request
-    finished = scheduler_pb2.Finished(request=number, cause=scheduler_pb2.FINISH_CAUSE_LENGTH)
-    service.scheduler.send([(number, 0, 1)], [finished])
+    service.scheduler.send([(number, 0, 1)], ended(number))
     assert (await failure(call)).code() == grpc.StatusCode.INTERNAL
