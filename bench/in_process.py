@@ -50,7 +50,7 @@ class InProcessExecutor:
     async def send(self, run: Seq[Step]) -> None:
         (step,) = run
         self._step_id += 1
-        request = encode_step(step, self._limits.block_size, _EPOCH, self._step_id)
+        request = encode_step(step, self._limits.paging, _EPOCH, self._step_id)
         self._last = worker_step.decode_step(request, self._limits, self._last)
         self._pending.append(self._runner.launch(self._last))
 
@@ -91,7 +91,6 @@ class InProcessEngine:
             "--max-num-batched-tokens": capacity.max_num_batched_tokens,
             "--max-model-len": model.max_model_len,
             "--kv-blocks": capacity.num_blocks,
-            "--block-size": capacity.block_size,
         }
         args = [str(part) for pair in flags.items() for part in pair]
         runner = ModelRunner(load_settings(WorkerSettings, args), memory=KeptMemory())
@@ -105,12 +104,12 @@ class InProcessEngine:
                 max_waiting_tokens=capacity.max_waiting * model.max_model_len,
                 vocab_size=model.vocab_size,
             ),
-            BlockManager(capacity.num_blocks, capacity.block_size),
+            BlockManager(capacity.num_blocks, runner.info.paging),
         )
         limits = worker_step.StepLimits(
             vocab_size=model.vocab_size,
             num_blocks=capacity.num_blocks,
-            block_size=capacity.block_size,
+            paging=runner.info.paging,
             max_num_seqs=capacity.max_num_seqs,
             max_num_batched_tokens=capacity.max_num_batched_tokens,
             max_model_len=model.max_model_len,

@@ -95,13 +95,15 @@ class Reader:
         }
         args = [str(part) for pair in flags.items() for part in pair]
         self._runner = ModelRunner(load_settings(WorkerSettings, args))
-        self._size = self._runner.info.block_size
-        self._blocks = blocks_needed([context], self._size)
-        self._runner.configure(1, self._blocks)
+        paging = self._runner.info.paging
+        self._size = paging.part_size
+        num_blocks, num_parts = blocks_needed([context], self._size), paging.num_parts
+        self._blocks = range(0, num_blocks * num_parts, num_parts)  # the first parts of each block
+        self._runner.configure(1, num_blocks)
 
     def logits(self, window: Int32s) -> torch.Tensor:
         """The logits after every token of a window [N] -> [N, vocab]."""
-        step = Sequences(self._size, range(self._blocks), seed=0).step({0: window})
+        step = Sequences(self._size, self._blocks, seed=0).step({0: window})
         logits = self._runner.logits(step, every_token=True)
         return logits[:, : self._runner.info.vocab_size]
 

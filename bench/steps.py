@@ -107,7 +107,10 @@ def time_step(runner: ModelRunner, decodes: int, prompt: int, parts: Parts) -> f
     prompts = [prompt] if prompt else []
     info = runner.info
     step = make_step(
-        [1] * decodes + prompts, [CONTEXT] * decodes + prompts, info.block_size, info.vocab_size
+        [1] * decodes + prompts,
+        [CONTEXT] * decodes + prompts,
+        info.paging.block_size,
+        info.vocab_size,
     )
     runner.run(step)
     parts.clear()
@@ -137,7 +140,7 @@ def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str,
     flags = ["--device", "cpu", "--max-num-seqs", "256", "--model"]
     settings = load_settings(WorkerSettings, [*flags, str(resolve_model(options.model))])
     runner = ModelRunner(settings, memory=KeptMemory())
-    blocks = max(seqs * -(-CONTEXT // runner.info.block_size) for seqs, _ in STEPS)
+    blocks = max(seqs * -(-CONTEXT // runner.info.paging.block_size) for seqs, _ in STEPS)
     runner.configure(1, blocks + 1024)
     # Pages that were never written would all be one page of zeros.
     for cache in runner._model.caches:

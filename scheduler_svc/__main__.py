@@ -95,7 +95,7 @@ async def _run_engine(
     try:
         group, kept = await workers.connect(keep=True)
         limits = _limits(settings, group)
-        blocks = records.block_manager(group.num_blocks, group.block_size)
+        blocks = records.block_manager(group.num_blocks, group.paging)
         if kept:
             log.info("cache of the last scheduler kept", blocks=blocks.num_cached_blocks)
         scheduler = Scheduler(limits, blocks, _speculation(settings, group))
@@ -113,7 +113,7 @@ async def _run_engine(
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             num_blocks=group.num_blocks,
-            block_size=group.block_size,
+            block_size=group.paging.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_waiting=limits.max_waiting,
@@ -141,7 +141,7 @@ def _limits(settings: SchedulerSettings, group: WorkerGroup) -> Limits:
     return Limits(
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=group.max_num_batched_tokens,
-        max_model_len=min(group.max_model_len, group.num_blocks * group.block_size),
+        max_model_len=group.paging.longest(group.num_blocks, group.max_model_len),
         max_waiting=settings.max_waiting,
         max_waiting_tokens=settings.max_waiting_tokens,
         max_num_prefill_tokens=(

@@ -23,6 +23,7 @@ import xxhash
 
 from scheduler_svc.core.block_manager import BlockManager, Naming
 from scheduler_svc.core.cache_listener import CacheListener, StoredBlock
+from shared.paging import Paging
 from shared.process.kept import KeptObject, kept_file, may_have_damaged
 
 log = structlog.get_logger(__name__)
@@ -30,8 +31,8 @@ log = structlog.get_logger(__name__)
 MAX_SALT_BYTES = 63  # blocks with a longer salt are not recorded
 _CHECKSUM_BYTES = 8
 # After the checksum: the number of records written before, name, parent (zeros: none), the bytes
-# of the salt, the salt. Tokens int32[block_size] follow.
-_HEAD = Struct(f"<Q16s16sB{MAX_SALT_BYTES}s")
+# of the salt, the salt, the bytes of the tokens. Tokens follow, an int32[block_size] or nothing.
+_HEAD = Struct(f"<Q16s16sB{MAX_SALT_BYTES}sI")
 _NO_PARENT, _NO_CHECKSUM = bytes(16), bytes(_CHECKSUM_BYTES)
 
 
@@ -41,12 +42,12 @@ class RecordedCache:
 
     ids: Sequence[str]  # by rank, see `worker.proto`
     num_blocks: int
-    block_size: int
+    paging: Paging
     model_fingerprint: str
 
-    def is_of(self, ids: Sequence[str], block_size: int, model_fingerprint: str) -> bool:
+    def is_of(self, ids: Sequence[str], paging: Paging, model_fingerprint: str) -> bool:
         """Whether ranks that report this have the cache."""
-        return self == RecordedCache(ids, self.num_blocks, block_size, model_fingerprint)
+        return self == RecordedCache(ids, self.num_blocks, paging, model_fingerprint)
 
 
 @dataclass(frozen=True)
@@ -84,21 +85,21 @@ class BlockRecords(CacheListener):
         found = self._header()
         self._kept.clear()
         try:
-            os.ftruncate(self._file, cache.num_blocks * _record_bytes(cache.block_size))
+            os.ftruncate(self._file, cache.num_blocks * _record_bytes(cache.paging))
             self._write(_Header(cache, found.naming if found else Naming.new(), 0))
         except OSError as error:  # a limit on the size of files
             log.warning("names of blocks do not outlive this process", reason=str(error))
 
-    def block_manager(self, num_blocks: int, block_size: int) -> BlockManager:
+    def block_manager(self, num_blocks: int, paging: Paging) -> BlockManager:
         """Makes a manager of the `cache`, which has this size. The recorded blocks are cached, and
         those that it publishes are recorded."""
         header = self._header()
-        self._size = _record_bytes(block_size)
+        self._size = _record_bytes(paging)
         file = self._file if header else -1
         self._memory = mmap.mmap(file, num_blocks * self._size)
         self._generation = header.generation if header else 0
         naming = header.naming if header else None
-        blocks = BlockManager(num_blocks, block_size, naming, self._read(header))
+        blocks = BlockManager(num_blocks, paging, naming, self._read(header))
         blocks.listeners.append(self)
         return blocks
 
@@ -107,13 +108,14 @@ class BlockRecords(CacheListener):
         salt = text.encode()
         if len(salt) > MAX_SALT_BYTES:
             return
-        head = _HEAD.pack(self._num_written, name, parent or _NO_PARENT, len(salt), salt)
+        head = self._num_written, name, parent or _NO_PARENT, len(salt), salt, len(tokens)
         self._num_written += 1
-        body, begin = head + tokens, block * self._size
+        body, begin = _HEAD.pack(*head) + tokens, block * self._size
+        body = body.ljust(self._size - _CHECKSUM_BYTES, b"\0")
         self._memory[begin + _CHECKSUM_BYTES : begin + self._size] = body
         self._memory[begin : begin + _CHECKSUM_BYTES] = self._checksum(block, body)
 
-    def removed(self, block: int, name: bytes) -> None:
+    def removed(self, block: int, content: StoredBlock) -> None:
         begin = block * self._size
         self._memory[begin : begin + _CHECKSUM_BYTES] = _NO_CHECKSUM
 
@@ -130,8 +132,8 @@ class BlockRecords(CacheListener):
             checksum, body = record[:_CHECKSUM_BYTES], record[_CHECKSUM_BYTES:]
             if checksum == _NO_CHECKSUM or checksum != self._checksum(block, body):
                 continue
-            number, name, parent, length, salt = _HEAD.unpack_from(body)
-            tokens, text = body[_HEAD.size :], salt[:length].decode()
+            number, name, parent, salt_bytes, salt, token_bytes = _HEAD.unpack_from(body)
+            tokens, text = body[_HEAD.size :][:token_bytes], salt[:salt_bytes].decode()
             stored = StoredBlock(name, None if parent == _NO_PARENT else parent, tokens, text)
             found.append((number, block, stored))
         found.sort(key=lambda each: each[0])
@@ -147,7 +149,8 @@ class BlockRecords(CacheListener):
             return None
         seed, key = found["naming"]
         naming = Naming(seed, bytes.fromhex(key))
-        return _Header(RecordedCache(**found["cache"]), naming, found["generation"])
+        cache = {**found["cache"], "paging": Paging(**found["cache"]["paging"])}
+        return _Header(RecordedCache(**cache), naming, found["generation"])
 
     def _write(self, header: _Header) -> None:
         """Writes the header with a new generation."""
@@ -158,5 +161,5 @@ class BlockRecords(CacheListener):
         self._kept.write(fields)
 
 
-def _record_bytes(block_size: int) -> int:
-    return _CHECKSUM_BYTES + _HEAD.size + 4 * block_size
+def _record_bytes(paging: Paging) -> int:
+    return _CHECKSUM_BYTES + _HEAD.size + 4 * paging.block_size

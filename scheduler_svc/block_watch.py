@@ -28,7 +28,7 @@ BlockEvent = StoredBlock | Removed | Cleared
 
 
 class BlockWatch(CacheListener):
-    """The events that one watcher has not read."""
+    """The events, of blocks in first tables, that one watcher has not read."""
 
     def __init__(self) -> None:
         self.fell_behind = False  # events were dropped, and none follow
@@ -36,10 +36,12 @@ class BlockWatch(CacheListener):
         self._news = asyncio.Event()
 
     def stored(self, block: int, content: StoredBlock) -> None:
-        self._add(content)
+        if content.token_ids:
+            self._add(content)
 
-    def removed(self, block: int, name: bytes) -> None:
-        self._add(Removed(name))
+    def removed(self, block: int, content: StoredBlock) -> None:
+        if content.token_ids:
+            self._add(Removed(content.name))
 
     def cleared(self) -> None:
         self._add(Cleared())

@@ -11,6 +11,7 @@ from random import Random
 import grpc
 from grpc import aio
 
+from shared.paging import Paging
 from shared.pb import worker_pb2
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from tests.oracle import VOCAB_SIZE, completion, next_token
@@ -100,8 +101,8 @@ class FakeWorker(WorkerServiceServicer):
                 self.info.max_model_len,
                 request.graph_tokens,
             )
-            size = self.info.block_size
-            self.sanitizer = Sanitizer(limits, request.num_blocks, size, request.epoch)
+            paging = Paging(self.info.block_size)
+            self.sanitizer = Sanitizer(limits, request.num_blocks, paging, request.epoch)
             self.info.cache_id = uuid.uuid4().hex
         self._answered = 0
         return worker_pb2.ConfigureResponse(cache_id=self.info.cache_id)
@@ -114,7 +115,7 @@ class FakeWorker(WorkerServiceServicer):
         async for message in request_iterator:
             if message.cut:  # all steps before it have been answered
                 continue
-            for step in steps_of(message, self.info.block_size):
+            for step in steps_of(message, Paging(self.info.block_size)):
                 yield await self._answer(step, context)
 
     async def _answer(

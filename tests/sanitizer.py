@@ -18,10 +18,11 @@ from random import Random
 import numpy as np
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
+from shared.paging import Paging
 from shared.pb import worker_pb2
 from tests.oracle import EMPTY, VOCAB_SIZE, draft, extend
 from tests.sanitizer_features import Features, Owner, SanitizerError, fail, hidden_states
-from tests.step_columns import Ints, StepColumns, describe, ints, steps_of
+from tests.step_columns import Ints, StepColumns, describe, ints, steps_of, tables_of
 from worker_svc.step.arrays import DRAFTED, StepArrays
 from worker_svc.step.decode import StepLimits, decode_step
 
@@ -61,19 +62,19 @@ class _Change:
 class Sanitizer:
     """Checks and runs the steps of an epoch, and of those after it that keep its cache."""
 
-    def __init__(self, limits: Limits, num_blocks: int, block_size: int, epoch: int) -> None:
-        slots = num_blocks * block_size
+    def __init__(self, limits: Limits, num_blocks: int, paging: Paging, epoch: int) -> None:
+        slots = num_blocks * paging.slots_per_block
         self._limits = StepLimits(
             VOCAB_SIZE,
             num_blocks,
-            block_size,
+            paging,
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             limits.max_model_len,
             drafts=True,
             graph_tokens=limits.graph_tokens,
         )
-        self._block_size = block_size
+        self._paging = paging
         self._epoch = epoch
         self._last: StepArrays | None = None  # of this epoch
         self._last_tokens: list[int] = []
@@ -82,6 +83,7 @@ class Sanitizer:
         self._positions = np.full(slots, -1, np.int64)
         self._states = np.full(slots, -1, np.int64)
         self._salts = np.zeros(slots, np.int64)
+        self._tables = np.zeros(slots, np.int64)  # the number of the table that led to it
         # ... and who computed it, in which step, and whether that step was lost. A copy takes all
         # of this along.
         self._writers = np.zeros(slots, np.int64)
@@ -92,6 +94,7 @@ class Sanitizer:
             self._positions,
             self._states,
             self._salts,
+            self._tables,
             self._writers,
             self._computed,
             self._unanswered,
@@ -140,7 +143,7 @@ class Sanitizer:
         self, request: worker_pb2.StepRequest, beside: Beside | None = None
     ) -> list[worker_pb2.StepResponse]:
         """Answers the steps of a message."""
-        return [self.run(step, beside) for step in steps_of(request, self._block_size)]
+        return [self.run(step, beside) for step in steps_of(request, self._paging)]
 
     def run(
         self, request: worker_pb2.StepRequest, beside: Beside | None = None
@@ -162,20 +165,25 @@ class Sanitizer:
         if request.epoch != self._epoch:
             fail(f"epoch: {request.epoch}, expected {self._epoch}")
         decoded = self._last = decode_step(request, self._limits, self._last)
-        step = StepColumns(request, self._block_size)
-        step.find_slots()
-        if len(np.unique(step.slots)) != len(step.slots):
+        tables = tables_of(request, self._paging)
+        step, features = tables[0], Features(tables[0], decoded)
+        for number, each in enumerate(tables):
+            each.find_slots([] if number else features.rows_that_read_tokens)
+        written = np.concatenate([each.slots for each in tables])
+        if len(np.unique(written)) != len(written):
             fail("a slot is written twice")
-        features = Features(step, decoded)
         self._copy(step, beside)
         if beside is not None:
-            self._check_writes(step, beside)
-        self._write(step, beside)
-        self._check_attended(step)
+            self._check_writes(step, written, beside)
+        self._note_change(step, written)
+        self._write(tables, beside)
+        for number, each in enumerate(tables):
+            self._check_attended(each, number)
+            if beside is not None:
+                self._check_owners(each, beside)
+            self._attended[each.attended_slots] = request.step_id
         if beside is not None:
-            self._check_owners(step, beside)
             features.check_owners(beside.owners)
-        self._attended[step.attended_slots] = step.request.step_id
         answer = features.answer(self._states[step.attended_slots])
         answer.draft_ids = np.array(self._draft_ids, "<i4").tobytes()
         answer.hidden_states = hidden_states(decoded).tobytes()
@@ -188,7 +196,7 @@ class Sanitizer:
             return
         blocks = step.copies
         sources, slots = (
-            (blocks[:, i, None] * self._block_size + np.arange(self._block_size)).ravel()
+            (blocks[:, i, None] * step.slots_per_block + np.arange(step.slots_per_block)).ravel()
             for i in range(2)
         )
         if beside is not None:
@@ -212,37 +220,41 @@ class Sanitizer:
                 f"to {beside.answered} are answered"
             )
 
-    def _check_writes(self, step: StepColumns, beside: Beside) -> None:
+    def _check_writes(self, step: StepColumns, slots: Ints, beside: Beside) -> None:
         """A step must not write to a slot that somebody else reads."""
-        references = beside.references[step.slots // self._block_size]
+        references = beside.references[slots // step.slots_per_block]
         if (references != 1).any():
             fail(f"writes to a block that {references[references != 1][0]} sequences hold")
-        self._check_not_in_flight(step.slots, beside)
+        self._check_not_in_flight(slots, beside)
 
-    def _write(self, step: StepColumns, beside: Beside | None) -> None:
+    def _write(self, tables: Seq[StepColumns], beside: Beside | None) -> None:
+        step = tables[0]
         ids, first = self._resolve(step.input_ids), 0
         self._draft_ids: list[int] = []
-        self._note_change(step, step.slots)
+        # The slots of the tokens before the rows'.
+        starts = step.context_lens - step.query_lens
+        before = step.slots_at(np.maximum(starts - 1, 0), np.ones_like(starts)).tolist()
         lens = zip(step.query_lens.tolist(), step.context_lens.tolist(), strict=True)
         for row, (query_len, context_len) in enumerate(lens):
-            offset = step.first_attended[row]
             start, end = context_len - query_len, first + query_len
-            before = step.attended_slots[offset + start - 1]
-            state = int(self._states[before]) if start else EMPTY  # may be of the row before
+            state = int(self._states[before[row]]) if start else EMPTY  # may be of the row before
             for i, slot in enumerate(step.slots[first:end].tolist(), first):
                 if ids[i] == DRAFTED:
                     ids[i] = draft(state, int(step.seeds[row]))
                     self._draft_ids.append(ids[i])
                 self._states[slot] = state = extend(state, ids[i])
             first = end
-        self._unanswered[step.slots] = 0
-        self._tokens[step.slots] = ids
-        self._positions[step.slots] = step.positions
-        self._written[step.slots] = self._computed[step.slots] = step.request.step_id
-        if beside is not None:
-            owners = beside.owners
-            self._writers[step.slots] = np.repeat([o.number for o in owners], step.query_lens)
-            self._salts[step.slots] = np.repeat([o.salt for o in owners], step.query_lens)
+        states = self._states[step.slots]
+        for number, each in enumerate(tables):
+            slots = each.slots
+            self._unanswered[slots], self._tables[slots] = 0, number
+            self._tokens[slots], self._states[slots] = ids, states
+            self._positions[slots] = step.positions
+            self._written[slots] = self._computed[slots] = step.request.step_id
+            if beside is not None:
+                owners = beside.owners
+                self._writers[slots] = np.repeat([o.number for o in owners], step.query_lens)
+                self._salts[slots] = np.repeat([o.salt for o in owners], step.query_lens)
 
     def _resolve(self, input_ids: Ints) -> list[int]:
         """Replaces references to the previous step's rows with the tokens sampled there."""
@@ -251,9 +263,12 @@ class Sanitizer:
             ids[place] = self._last_tokens[-1 - ids[place]]
         return ids
 
-    def _check_attended(self, step: StepColumns) -> None:
-        """Each slot of a context must hold a token computed after exactly those before it."""
+    def _check_attended(self, step: StepColumns, number: int) -> None:
+        """Each slot of a context must hold a token computed after exactly those before it, for the
+        layers of the table."""
         slots = step.attended_slots
+        if (self._tables[slots] != number).any():
+            fail(f"table {number} leads to a slot of the other table")
         if self._unanswered[slots].any():
             place = np.flatnonzero(self._unanswered[slots])[0]
             fail(
@@ -269,7 +284,9 @@ class Sanitizer:
         found = self._states[slots]
         before = np.concatenate(([EMPTY], found[:-1]))
         before[step.first_attended] = EMPTY
-        wrong = np.flatnonzero(extend(before, self._tokens[slots]) != found)
+        differs = extend(before, self._tokens[slots]) != found
+        differs[step.first_attended[step.first_seen > 0]] = False  # after tokens that it cannot see
+        wrong = np.flatnonzero(differs)
         if len(wrong):
             fail(
                 f"position {step.attended_positions[wrong[0]]} of {step.row_name(wrong[0])} was "
@@ -278,15 +295,16 @@ class Sanitizer:
 
     def _check_owners(self, step: StepColumns, beside: Beside) -> None:
         """Tokens must be the sequence's own; those that others computed must have been answered."""
-        slots, lens = step.attended_slots, step.context_lens
+        slots, lens = step.attended_slots, step.attended_lens
         known = self._known_lens(step, beside.owners)
         expected = []
-        for row, (owner, context_len) in enumerate(zip(beside.owners, lens.tolist(), strict=True)):
-            if context_len > len(owner.states):
-                fail(f"{owner.name} needs no token at position {context_len - 1}")
-            first = step.first_attended[row]
-            drafted = self._states[slots[first + known[row] : first + context_len]]
-            expected += [owner.states[: known[row]], drafted]
+        for row, owner in enumerate(beside.owners):
+            if step.context_lens[row] > len(owner.states):
+                fail(f"{owner.name} needs no token at position {step.context_lens[row] - 1}")
+            first_seen, end = step.first_seen[row], step.first_attended[row] + lens[row]
+            num_drafted = min(step.context_lens[row] - known[row], lens[row])
+            expected += [owner.states[first_seen : known[row]]]
+            expected += [self._states[slots[end - num_drafted : end]]]
         foreign = self._writers[slots] != np.repeat([o.number for o in beside.owners], lens)
         salts = np.repeat([owner.salt for owner in beside.owners], lens)
         for wrong, what in (

@@ -50,7 +50,7 @@ class Asked:
 
     @property
     def banned(self) -> set[int]:
-        banned = {token for token, value in self.bias.items() if value <= BANNED}
+        banned = {token for token, value in self.bias.items() if value < BANNED / 2}
         if self.mask is not None:
             bits = np.unpackbits(np.frombuffer(self.mask, np.uint8), bitorder="little")
             banned.update(np.flatnonzero(bits[:VOCAB_SIZE] == 0).tolist())
@@ -67,6 +67,11 @@ class Features:
         for row, (_, tokens) in self.targets.items():
             if not tokens:
                 fail(f"row {row} has no targets")
+
+    @property
+    def rows_that_read_tokens(self) -> list[int]:
+        """The rows whose penalties depend on the tokens of their context."""
+        return [row for row, asked in self.sampling.items() if asked.numbers[3:] != (1, 0, 0)]
 
     def check_owners(self, owners: Seq[Owner]) -> None:
         """Each row must ask for exactly what its sequence wants."""
@@ -99,7 +104,7 @@ class Features:
     def answer(self, states: Ints) -> worker_pb2.StepResponse:
         """Answers the step, given the states of all contexts, concatenated."""
         step = self._step
-        last: list[int] = states[np.cumsum(step.context_lens) - 1].tolist()
+        last: list[int] = states[np.cumsum(step.attended_lens) - 1].tolist()
         tokens = [
             sample(state, seed, self.sampling[row].banned if row in self.sampling else ())
             if samples
@@ -114,7 +119,7 @@ class Features:
             if asked.num_logprobs >= 0
         ]
         for row, (k, targets) in self.targets.items():
-            first = step.first_attended[row] + step.context_lens[row] - step.query_lens[row]
+            first = step.first_attended[row] + step.attended_lens[row] - step.query_lens[row]
             for i, target in enumerate(targets):
                 found.append(logprobs(int(states[first + i]), target, k))
         return worker_pb2.StepResponse(
@@ -158,7 +163,7 @@ def wanted(owner: Owner, context_len: int, masked: bool) -> Asked | None:
             bias[token] = _NEVER
     num_generated = context_len - len(owner.prompt)
     for token in completing(params.bad_words, list(owner.tokens[:num_generated])):
-        bias.setdefault(token, BANNED)
+        bias[token] = bias.get(token, 0.0) + BANNED
     numbers = (
         params.top_k,
         params.top_p,

@@ -7,68 +7,87 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.paging import Paging
 from shared.pb import worker_pb2
 
 Ints = NDArray[np.int64]
 
 
 class StepColumns:
-    """The columns of a step, and where its tokens and contexts lie in the cache."""
+    """The columns of a step with one of its tables, and where its tokens and contexts lie in the
+    cache."""
 
-    def __init__(self, request: worker_pb2.StepRequest, block_size: int) -> None:
+    def __init__(self, request: worker_pb2.StepRequest, paging: Paging, number: int = 0) -> None:
         self.request = request
-        self._block_size = block_size
+        self.slots_per_block = paging.slots_per_block
+        self.kind = paging.tables[number]
         self.input_ids = ints(request.input_ids)
         self.positions = ints(request.positions)
-        self.slots = ints(request.slot_mapping)
         self.query_lens = ints(request.query_lens)
         self.context_lens = ints(request.context_lens)
+        rows, tokens = len(self.query_lens), len(self.positions)
+        self.slots = ints(request.slot_mapping)[number * tokens :][:tokens]
         self.table = ints(request.block_table)
-        self.offsets = ints(request.block_table_offsets)
+        self.offsets = ints(request.block_table_offsets)[number * rows :][: rows + 1]
         self.samples = np.frombuffer(request.samples, np.uint8)
         self.seeds = np.frombuffer(request.seeds, "<u8")
         self.copies = ints(request.copies).reshape(-1, 2)  # from block, to block
 
-    def find_slots(self) -> None:
-        """Finds the slots of the rows' contexts, concatenated, and of the tokens to be written."""
-        self.attended_positions = _ranges(np.zeros_like(self.context_lens), self.context_lens)
-        self.attended_slots = self._slots(self.attended_positions, self.context_lens)
-        self.first_attended: Ints = np.cumsum(self.context_lens) - self.context_lens
-        self.written_slots = self._slots(self.positions, self.query_lens)
+    def find_slots(self, whole: Seq[int]) -> None:
+        """Finds the slots of the contexts that the rows see, concatenated, and of the tokens to be
+        written. The rows `whole` see all their tokens."""
+        starts = np.zeros_like(self.context_lens)
+        if self.kind.window:
+            starts = np.maximum(self.context_lens - self.query_lens - self.kind.window + 1, 0)
+        starts[list(whole)] = 0
+        self.first_seen: Ints = starts
+        self.attended_lens: Ints = self.context_lens - starts
+        self.attended_positions = _ranges(starts, self.attended_lens)
+        self.attended_slots = self.slots_at(self.attended_positions, self.attended_lens)
+        self.first_attended: Ints = np.cumsum(self.attended_lens) - self.attended_lens
 
     def row_name(self, place: np.int64) -> str:
         """Names the row whose context holds `place` of `attended_slots`."""
         return f"row {int(np.searchsorted(self.first_attended, place, 'right')) - 1}"
 
-    def _slots(self, positions: Ints, lens: Ints) -> Ints:
-        blocks = self.table[np.repeat(self.offsets[:-1], lens) + positions // self._block_size]
-        slots: Ints = blocks * self._block_size + positions % self._block_size
+    def slots_at(self, positions: Ints, lens: Ints) -> Ints:
+        """The slots of so many positions of each row."""
+        index, offset = np.divmod(positions, self.kind.block_size)
+        blocks = self.table[np.repeat(self.offsets[:-1], lens) + index]
+        slots: Ints = blocks * self.slots_per_block + offset
         return slots
 
 
-def steps_of(request: worker_pb2.StepRequest, block_size: int) -> list[worker_pb2.StepRequest]:
+def tables_of(request: worker_pb2.StepRequest, paging: Paging) -> list[StepColumns]:
+    """The columns of a step with each of its tables."""
+    return [StepColumns(request, paging, number) for number in range(len(paging.tables))]
+
+
+def steps_of(request: worker_pb2.StepRequest, paging: Paging) -> list[worker_pb2.StepRequest]:
     """The steps of a message, each in a message of its own, with no block that it does not need."""
     steps = []
-    columns, size = StepColumns(request, block_size), block_size
-    rows = np.arange(len(columns.query_lens))
+    columns = tables_of(request, paging)
+    rows = np.arange(len(columns[0].query_lens))
     for number in range(max(request.num_steps, 1)):
         step = worker_pb2.StepRequest()
         step.CopyFrom(request)
-        lens, positions = columns.context_lens + number, columns.positions + number
-        counts = -(-lens // size)
-        tables = [columns.table[o : o + n] for o, n in zip(columns.offsets, counts, strict=False)]
+        lens = columns[0].context_lens + number
+        positions = columns[0].positions + number
+        counts = [-(-lens // each.kind.block_size) for each in columns]
         step.num_steps, step.step_id = 1, request.step_id + number
-        step.block_table = np.concatenate(tables).astype("<i4").tobytes()
-        step.block_table_offsets = np.cumsum([0, *counts]).astype("<i4").tobytes()
+        step.block_table_offsets = np.cumsum([0, *np.concatenate(counts)]).astype("<i4").tobytes()
         if number:
-            slots = [
-                int(t[p // size]) * size + p % size for t, p in zip(tables, positions, strict=True)
-            ]
-            step.slot_mapping = np.array(slots, "<i4").tobytes()
+            slots = [each.slots_at(positions, np.ones_like(lens)) for each in columns]
+            step.slot_mapping = np.concatenate(slots).astype("<i4").tobytes()
             step.positions = positions.astype("<i4").tobytes()
             step.context_lens = lens.astype("<i4").tobytes()
             step.input_ids = (-1 - rows).astype("<i4").tobytes()
             step.ClearField("copies")
+        step.block_table = b"".join(
+            each.table[offset : offset + count].astype("<i4").tobytes()
+            for each, of_table in zip(columns, counts, strict=True)
+            for offset, count in zip(each.offsets, of_table, strict=False)
+        )
         steps.append(step)
     return steps
 

@@ -16,6 +16,7 @@ from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import Step
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
+from shared.paging import Paging
 from shared.pb import worker_pb2
 from shared.sampling_params import Grammar
 from tests.oracle import VOCAB_SIZE, completion, logprobs, next_token, states
@@ -28,19 +29,19 @@ LIMITS = Limits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=10)
 
 
 def make() -> Sanitizer:
-    return Sanitizer(LIMITS, NUM_BLOCKS, BLOCK, epoch=1)
+    return Sanitizer(LIMITS, NUM_BLOCKS, Paging(BLOCK), epoch=1)
 
 
 def sequence(tokens: list[int], blocks: list[int]) -> Sequence:
     seq = Sequence((0, 1), tokens, SamplingParams(max_tokens=9, seed=SEED))
-    seq.block_table = array("i", blocks)
+    seq.blocks.tables = [array("i", blocks)]
     return seq
 
 
 def request(
     step_id: int, *rows: Row, copies: Seq[tuple[int, int]] = (), epoch: int = 1
 ) -> worker_pb2.StepRequest:
-    return encode_step(Step(step_id, list(rows), list(copies)), BLOCK, epoch, step_id)
+    return encode_step(Step(step_id, list(rows), list(copies)), Paging(BLOCK), epoch, step_id)
 
 
 def owner(tokens: list[int], number: int = 1, salt: int = 0) -> Owner:
@@ -228,7 +229,7 @@ WANTS = SamplingParams(
 
 def with_features() -> tuple[worker_pb2.StepRequest, Owner]:
     seq = Sequence((0, 1), [1, 2, 3], WANTS)
-    seq.block_table = array("i", [0, 1])
+    seq.blocks.tables = [array("i", [0, 1])]
     assert seq.features is not None
     seq.features.masks = [mask(all_but=next_token([1, 2, 3]))]
     plain = sequence([4, 5], [3])
@@ -262,7 +263,7 @@ def test_banned_tokens_are_not_sampled() -> None:
     first = next_token([1])
     params = SamplingParams(9, min_tokens=1, stop_token_ids=frozenset([first, first + 1]))
     seq = Sequence((0, 1), [1], params)
-    seq.block_table = array("i", [0])
+    seq.blocks.tables = [array("i", [0])]
     assert run(make(), request(1, Row(seq, 0, 1, True))) == [first + 2]
 
 

@@ -5,11 +5,68 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple
 
 import torch
 
+from shared.paging import Paging
 from worker_svc.errors import StartError
 from worker_svc.settings import WorkerSettings
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's keys and values lie."""
+
+    table: int  # the number of the layer's block table
+    tensor: int
+    part: int  # the first of a block that it uses
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """How layers share a cache of blocks.
+
+    The cache is some tensors, each with `num_parts` parts of every block. A part holds tokens of
+    one layer. In the table with the larger blocks, a layer uses all parts of its tensor. In the
+    other table, `num_parts` layers share a tensor and use a part each. With one table, each layer
+    has a tensor, and blocks are not divided.
+
+    In Gemma 3 4B, 5 layers see all tokens and 29 the last ones. So there are 5 tensors, and a block
+    has 6 parts: the tokens of 6 parts in the 5 layers, or those of a part in the 29 layers. This is
+    how vLLM shares memory between layers, too, but there each group of 5 layers has its own table.
+    """
+
+    paging: Paging
+    num_tensors: int
+    num_parts: int
+    places: Sequence[LayerPlace]  # by layer
+
+    @staticmethod
+    def of(windows: Sequence[int | None], part_size: int, max_model_len: int) -> CacheLayout:
+        """The layout for layers with these windows. Windows from `max_model_len` tokens on count as
+        none."""
+        short = [window is not None and window < max_model_len for window in windows]
+        counts = [short.count(False), short.count(True)]
+        window = max((each for each in windows if each and each < max_model_len), default=0)
+        if not all(counts):
+            places = [LayerPlace(0, number, 0) for number in range(len(windows))]
+            return CacheLayout(Paging(part_size, window), len(places), 1, places)
+        num_tensors = min(counts)
+        num_parts = -(-max(counts) // num_tensors)
+        large = counts.index(num_tensors)  # the table with the larger blocks
+        sizes = [part_size * (num_parts if table == large else 1) for table in range(2)]
+        numbers = [count(), count()]
+        places = []
+        for is_short in short:
+            part, tensor = divmod(next(numbers[is_short]), num_tensors)
+            places.append(LayerPlace(int(is_short), tensor, part))
+        return CacheLayout(Paging(sizes[0], window, sizes[1]), num_tensors, num_parts, places)
+
+    def layers_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The caches of the layers, indexed by the first parts of their blocks."""
+        return [tensors[each.tensor][:, each.part :] for each in self.places]
+
 
 TOKEN_ID_BYTES = 4  # the size of one token in a `TokenCache`
 
@@ -46,7 +103,7 @@ def copy_blocks(
 ) -> None:
     """Copies keys, values and tokens of blocks sources [C] int32 to blocks destinations [C] int32.
 
-    No destination is also a source. caches has one cache [2, blocks, ...] per layer.
+    No destination is also a source. caches are tensors [2, blocks, ...].
     """
     destinations = destinations.long()
     for cache in caches:
@@ -55,24 +112,25 @@ def copy_blocks(
 
 
 def blocks_that_fit(
-    settings: WorkerSettings, memory: int, block_bytes: int, block_size: int, max_model_len: int
+    settings: WorkerSettings, memory: int, block_bytes: int, paging: Paging, max_model_len: int
 ) -> int:
     """The number of blocks to allocate: `kv_blocks`, if it is set.
 
-    Otherwise it is enough blocks for `max_num_seqs` sequences of full length, but not more than fit
-    into memory.
+    Otherwise it is enough blocks for `max_num_seqs` sequences of full length, even if none of their
+    blocks is freed, but not more than fit into memory.
 
     Args:
         memory: bytes for the cache.
-        block_bytes: the size of one block, in all layers.
-        block_size: tokens of one block.
+        block_bytes: the size of one block.
 
     Raises:
-        StartError: not even one sequence of full length fits.
+        StartError: not even one sequence of full length fits, or one token into `kv_blocks`.
     """
     if settings.kv_blocks != "auto":
+        if settings.kv_blocks < (least := paging.num_needed(1)):
+            raise StartError(f"kv_blocks: {settings.kv_blocks}; must be at least {least}")
         return settings.kv_blocks
-    longest = math.ceil(max_model_len / block_size)
+    longest = paging.num_needed(max_model_len)
     missing = longest * block_bytes - memory
     if missing > 0:
         raise StartError(
@@ -81,7 +139,8 @@ def blocks_that_fit(
             f"{_mib(max(memory, 0))} MiB are left for it; raise memory_utilization, or lower "
             "max_model_len, max_num_batched_tokens or max_num_seqs"
         )
-    return min(settings.max_num_seqs * longest, memory // block_bytes)
+    unfreed = sum(math.ceil(max_model_len / kind.block_size) for kind in paging.tables)
+    return min(settings.max_num_seqs * unfreed, memory // block_bytes)
 
 
 def _mib(size: int) -> int:

@@ -101,7 +101,7 @@ class ModelRunner:
         self._allocated_blocks = 0
         self._configured = (0, 0)  # blocks, and prompt tokens in a graph
         self.cache_id = self._memory.cache.id if self._memory else ""
-        self.info = RunnerInfo(**notes) if notes else self._measure(fingerprint)
+        self.info = RunnerInfo.kept(notes) if notes else self._measure(fingerprint)
         if self._memory and not notes:
             self._memory.weights.seal(key, dataclasses.asdict(self.info))
 
@@ -129,20 +129,20 @@ class ModelRunner:
         settings, platform, backend = self._settings, self._platform, self._backend
         activations, graph_tokens = self._warm_up()
         cache_bytes = platform.cache_bytes(settings, activations)
-        size = backend.block_size
-        token_bytes = sum(each.backend.shape.cache_bytes_per_token for each in self._models)
-        block_bytes = (token_bytes + TOKEN_ID_BYTES) * size
+        paging, slots = backend.layout.paging, backend.layout.paging.slots_per_block
+        block_bytes = sum(each.backend.block_bytes for each in self._models)
+        block_bytes += TOKEN_ID_BYTES * slots
         return RunnerInfo(
             device=str(platform.device),
             dtype=str(self.config.dtype).removeprefix("torch."),
             fingerprint=fingerprint,
             attention_backend=backend.name,
-            block_size=size,
+            paging=paging,
             num_blocks=blocks_that_fit(
-                settings, cache_bytes, block_bytes, size, self._max_model_len
+                settings, cache_bytes, block_bytes, paging, self._max_model_len
             ),
             max_num_blocks=min(
-                platform.memory_bytes() // block_bytes, np.iinfo(np.int32).max // size
+                platform.memory_bytes() // block_bytes, np.iinfo(np.int32).max // slots
             ),
             max_model_len=self._max_model_len,
             max_num_batched_tokens=self._max_num_batched_tokens,
@@ -237,7 +237,7 @@ class ModelRunner:
             stopwatch = self._platform.start(self._model.multiply_adds(step))
             if len(step.copies):
                 sources, destinations = self._upload(list(np.ascontiguousarray(step.copies.T)))
-                caches = [cache for each in self._models for cache in each.caches]
+                caches = [tensor for each in self._models for tensor in each.tensors]
                 copy_blocks(caches, self._tokens, sources, destinations)
             num_drafted = 0
             if self._draft:
@@ -290,7 +290,8 @@ class ModelRunner:
         self._model.allocate(num_blocks, new)
         if self._draft:
             self._draft.allocate(num_blocks)
-        self._tokens = TokenCache.allocate(num_blocks, size, self._platform.device, new)
+        num_parts = num_blocks * self._backend.layout.num_parts
+        self._tokens = TokenCache.allocate(num_parts, size, self._platform.device, new)
         self._allocated_blocks = num_blocks
 
     def _run(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
@@ -323,8 +324,9 @@ class ModelRunner:
         *,
         every_token: bool = False,
     ) -> torch.Tensor:
+        slots = tensors.of_table(0).slot_mapping
         self._platform.ops.store_tokens(
-            self._tokens.slots, tensors.slot_mapping, tensors.input_ids, self._last_tokens
+            self._tokens.slots, slots, tensors.input_ids, self._last_tokens
         )
         return self._model.hidden_states(
             step, tensors, self._last_tokens, max_context_len, every_token=every_token
@@ -371,6 +373,7 @@ class ModelRunner:
             platform.device.type == "cpu",
             self._max_model_len,
             self._backend.block_size,
+            len(self._backend.layout.paging.tables),
             self._vocab.vocab_size,
         )
         decodes = half_drafted(decodes) if self._draft else decodes

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ class WorkerService(WorkerServiceServicer):
             dtype=info.dtype,
             model_fingerprint=info.fingerprint,
             attention_backend=info.attention_backend,
-            block_size=info.block_size,
+            **asdict(info.paging),
             num_blocks=info.num_blocks,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -278,7 +278,7 @@ class WorkerService(WorkerServiceServicer):
         return StepLimits(
             vocab_size=runner.info.vocab_size,
             num_blocks=request.num_blocks,
-            block_size=runner.info.block_size,
+            paging=runner.info.paging,
             max_num_seqs=request.max_num_seqs,
             max_num_batched_tokens=request.max_num_batched_tokens,
             max_model_len=runner.info.max_model_len,

@@ -41,7 +41,7 @@ class Load:
         """Measures GB/s of keys and values; `attend` takes a layer's cache."""
         seconds = self.setup.timer.in_graph([partial(attend, cache) for cache in self.caches])
         shape = self.backend.shape
-        size = sum(self.contexts) * shape.cache_bytes_per_token / shape.num_layers
+        size = sum(self.contexts) * shape.cache_bytes_per_token
         return size / seconds / 1e9
 
     def attend(self, cache: torch.Tensor) -> torch.Tensor:

@@ -243,7 +243,7 @@ class Setup:
     ) -> PagedBackend[Any]:
         """Returns a backend; skips the test if it is not installed or does not run on this GPU."""
         settings = self.settings(attention=name)
-        shape = AttentionShape(layers, *heads, self.dtype, self.device, kv_dtype)
+        shape = AttentionShape((None,) * layers, *heads, self.dtype, self.device, kv_dtype)
         try:
             backend = self.platform(settings).attention_backend(settings, shape)
         except StartError as error:

@@ -133,7 +133,7 @@ def measure_few_bits(setup: Setup, report: Report, two_layers: Path, quantizatio
     started = time.perf_counter()
     runner = ModelRunner(settings, setup.platform(settings))
     report.figure(f"{quantization}: loaded", time.perf_counter() - started, "s")
-    size = runner.info.block_size
+    size = runner.info.paging.block_size
     runner.configure(1, blocks_needed([context] * many, size))
     for rows in (few, many):
         step = make_step([1] * rows, [context] * rows, size, runner.info.vocab_size)
@@ -152,7 +152,7 @@ def measure_trained(setup: Setup, report: Report, model: Path) -> None:
     setup = replace(setup, model=model)
     settings = setup.settings(max_num_seqs=PROMPTS)
     runner = ModelRunner(settings, setup.platform(settings))
-    num_blocks = blocks_needed([setup.sizes.contexts[0]] * PROMPTS, runner.info.block_size)
+    num_blocks = blocks_needed([setup.sizes.contexts[0]] * PROMPTS, runner.info.paging.block_size)
     runner.configure(1, num_blocks)
     against_transformers(setup, report, model.name, runner, num_blocks)
 
@@ -211,7 +211,7 @@ def steps(
     tokens: Iterator[Int32s],
 ) -> Iterator[StepArrays]:
     """Yields the step of the prompts, then the steps of the decodes."""
-    sequences = Sequences(runner.info.block_size, range(num_blocks), seed=0)
+    sequences = Sequences(runner.info.paging.block_size, range(num_blocks), seed=0)
     yield sequences.step(dict(enumerate(texts)))
     for _ in range(setup.sizes.greedy_tokens - 1):
         yield sequences.step({row: token[None] for row, token in enumerate(next(tokens))})
@@ -220,7 +220,7 @@ def steps(
 def run_of(loaded: Loaded, rows: int) -> list[StepArrays]:
     """Makes a run of decodes, whose steps have the blocks of its last one."""
     info, context = loaded.runner.info, loaded.setup.sizes.contexts[0]
-    sequences = Sequences(info.block_size, range(loaded.num_blocks), seed=0)
+    sequences = Sequences(info.paging.block_size, range(loaded.num_blocks), seed=0)
     sequences.step({row: np.zeros(context - MAX_RUN, np.int32) for row in range(rows)})
     steps = [sequences.step({row: np.ones(1, np.int32) for row in range(rows)})]
     for _ in range(1, MAX_RUN):

@@ -44,7 +44,7 @@ class Loaded:
         )
         self.runner = ModelRunner(settings, setup.platform(settings))
         self.cases = dict(self._cases())
-        size = self.runner.info.block_size
+        size = self.runner.info.paging.block_size
         needed = [blocks_needed(contexts, size) for _, contexts in self.cases.values()]
         info = self.runner.info
         served = min(sizes.cache_tokens // size, int(info.num_blocks * CACHE_SHARE))
@@ -56,7 +56,7 @@ class Loaded:
 
     def step(self, case: str) -> StepArrays:
         info = self.runner.info
-        return make_step(*self.cases[case], info.block_size, info.vocab_size)
+        return make_step(*self.cases[case], info.paging.block_size, info.vocab_size)
 
     def min_ms(self, case: str, report: Report) -> float:
         """The step's minimum time, at the memory's bandwidth and the matrix product's rate."""

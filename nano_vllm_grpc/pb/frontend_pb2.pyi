@@ -1205,7 +1205,7 @@ class EngineCapacity(_message.Message):
     num_blocks: _builtins.int
     """of the KV caches of all engines"""
     block_size: _builtins.int
-    """tokens"""
+    """tokens; of layers without windows, if there are any"""
     max_num_seqs: _builtins.int
     """sequences in a step, sum over engines"""
     max_num_batched_tokens: _builtins.int

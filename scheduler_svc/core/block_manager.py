@@ -10,9 +10,14 @@ A block is in one of three places:
 
 Prefix caching follows vLLM's automatic prefix caching. A full block's name is a hash of its tokens
 chained with the name of the block before it. A name therefore stands for the whole prefix. The
-first block is chained with the sequence's cache salt, so that only requests with that salt share
-its prefixes. Names with a salt are BLAKE2b hashes (RFC 7693) with a random key, which nobody can
-forge. For XXH3, input pairs are known that collide under any seed (issue 1127 of Cyan4973/xxHash).
+first block is chained with the number of its table and the sequence's cache salt, so that only
+requests with that salt share its prefixes. Names with a salt are BLAKE2b hashes (RFC 7693) with a
+random key, which nobody can forge. For XXH3, input pairs are known that collide under any seed
+(issue 1127 of Cyan4973/xxHash).
+
+A sequence has a table of blocks for each kind of layers, see `shared.paging`. In a table of layers
+with a window, blocks are handed out chunk by chunk, and taken back once no token that is not
+computed yet sees them. Their places repeat the first block that is held, for kernels may read it.
 
 A fork shares the full blocks of the tokens that it has in common with its parent. The next step
 copies a partly filled block (copy on write) before it writes anything. Steps run in order, so that
@@ -28,6 +33,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import chain
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -35,6 +41,7 @@ import xxhash
 
 from scheduler_svc.core.cache_listener import CacheListener, StoredBlock
 from scheduler_svc.core.sequence import Sequence
+from shared.paging import Paging, TableKind
 
 _NAME_BYTES = 16
 
@@ -51,8 +58,8 @@ class Naming(NamedTuple):
 
 
 class BlockManager:
-    """Blocks 0 to `num_blocks - 1` of `block_size` tokens each. Every operation takes time
-    proportional to the blocks it hands out or takes back, never to the size of the cache.
+    """Blocks 0 to `num_blocks - 1`. Every operation takes time proportional to the blocks of its
+    sequence, never to the size of the cache.
 
     Args:
         naming, published: those of an earlier manager of this cache. The published blocks, in the
@@ -62,12 +69,14 @@ class BlockManager:
     def __init__(
         self,
         num_blocks: int,
-        block_size: int,
+        paging: Paging,
         naming: Naming | None = None,
         published: Seq[tuple[int, StoredBlock]] = (),
     ) -> None:
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.paging = paging
+        # Those of sequences that read the tokens to which the first table leads.
+        self._keeping = paging.tables[0]._replace(window=0), *paging.tables[1:]
         self.num_evictions = 0  # of cached blocks, to make room for new content
         self.listeners: list[CacheListener] = []
         self._seed, key = naming or Naming.new()
@@ -115,9 +124,9 @@ class BlockManager:
         self._free = deque(block for block in self._free if block not in self._name_of)
 
     def stored_blocks(self) -> list[StoredBlock]:
-        """All published blocks. A block comes after the block before it, unless that was evicted
-        and published again."""
-        return list(self._contents.values())
+        """The published blocks of first tables. A block comes after the block before it, unless
+        that was evicted and published again."""
+        return [each for each in self._contents.values() if each.token_ids]
 
     @property
     def num_free_blocks(self) -> int:
@@ -128,13 +137,9 @@ class BlockManager:
     def num_cached_blocks(self) -> int:
         return len(self._cached)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """The number of blocks that `num_tokens` tokens take."""
-        return -(-num_tokens // self.block_size)
-
     def allocate_prompt(self, seq: Sequence) -> bool:
-        """Gives a waiting sequence blocks for all its tokens, and shares the longest published
-        prefix.
+        """Gives a waiting sequence the longest published prefix, and blocks for all its tokens in
+        tables without a window. In those with one, it only makes sure that there will be enough.
 
         At least one token is left to compute, because the logits of the last token are needed.
         Returns False and changes nothing when there are too few blocks. Another call then takes
@@ -142,44 +147,55 @@ class BlockManager:
         """
         if self._needed.get(seq, 0) > self.num_free_blocks:
             return False
-        shared = self._match_prefix(seq)
-        missing = self.blocks_for(seq.num_tokens) - len(shared)
-        needed = missing + sum(self._ref_counts[b] == 0 for b in shared)
+        cached, kinds = self._match_prefix(seq), self._kinds_of(seq)
+        tables, needed = [], 0
+        for names, kind in zip(seq.blocks.names, kinds, strict=True):
+            first = kind.first_needed(cached)
+            names = names[first : cached // kind.block_size]
+            shared = array("i", [self._block_of[name] for name in names])
+            tables.append(shared[:1] * first + shared)
+            needed += kind.blocks_for(seq.num_tokens - first * kind.block_size) - len(shared)
+            needed += sum(self._ref_counts[block] == 0 for block in shared)
         if needed > self.num_free_blocks:
             self._needed[seq] = needed
             return False
         self._needed.pop(seq, None)
-        for block in shared:
+        seq.blocks.tables, seq.blocks.first = tables, kinds[-1].first_needed(cached)
+        for block in chain(*seq.blocks.held()):
             if self._ref_counts[block] == 0:
                 del self._cached[block]
             self._ref_counts[block] += 1
-        seq.block_table = array("i", shared)
-        seq.num_published_blocks = len(shared)
-        seq.begin_at(len(shared) * self.block_size)
-        seq.block_table.extend(self._take() for _ in range(missing))
+        for table, kind in zip(tables, kinds, strict=True):
+            if not kind.window:
+                self._extend(table, kind.blocks_for(seq.num_tokens))
+        self._begin(seq, cached, cached)
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Gives a child, which holds no blocks, as many blocks as its tokens need. All its tokens
         but the last are its parent's, and those that the parent has computed are shared. Returns
-        False and changes nothing when there are too few blocks."""
-        shared = min(child.num_tokens - 1, parent.num_computed_tokens)
-        full, partial = divmod(shared, self.block_size)
-        missing = self.blocks_for(child.num_tokens) - full
-        if missing > self.num_free_blocks:
+        False and changes nothing when there are too few blocks, or if the parent does not hold a
+        block any more that the child needs."""
+        shared, kinds = min(child.num_tokens - 1, parent.num_computed_tokens), self._kinds_of(child)
+        full = [shared // kind.block_size for kind in kinds]
+        wanted = [-(-child.num_tokens // kind.block_size) for kind in kinds]
+        missing, first = sum(wanted) - sum(full), parent.blocks.first
+        if missing > self.num_free_blocks or first > kinds[-1].first_needed(shared):
             return False
-        child.block_table = parent.block_table[:full]
-        for block in child.block_table:
+        tables = [table[:n] for table, n in zip(parent.blocks.tables, full, strict=True)]
+        child.blocks.tables, child.blocks.first = tables, first
+        for block in chain(*child.blocks.held()):
             self._ref_counts[block] += 1
-        child.block_table.extend(self._take() for _ in range(missing))
-        if partial:
-            source = parent.block_table[full]
-            source = self._copies.get(source, source)  # if it is a copy that is not made yet
-            self._ref_counts[source] += 1
-            self._copies[child.block_table[full]] = source
-        child.block_hashes = parent.block_hashes[:full]
-        child.num_published_blocks = min(full, parent.num_published_blocks)
-        child.begin_at(shared)
+        for number, table in enumerate(tables):
+            self._extend(table, wanted[number])
+            if shared % kinds[number].block_size:
+                source = parent.blocks.tables[number][full[number]]
+                source = self._copies.get(source, source)  # if it is a copy that is not made yet
+                self._ref_counts[source] += 1
+                self._copies[table[full[number]]] = source
+        tables[-1][:first] = tables[-1][first : first + 1] * first
+        child.blocks.names = [h[:n] for h, n in zip(parent.blocks.names, full, strict=True)]
+        self._begin(child, shared, min(shared, parent.blocks.num_published))
         return True
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -206,45 +222,71 @@ class BlockManager:
                 self._ref_counts[first] += 1
                 self._release(source)
 
+    def blocks_for(self, seq: Sequence) -> int:
+        """The number of blocks that a sequence needs at least, if it shares none."""
+        return sum(kind.blocks_for(seq.num_tokens) for kind in self._kinds_of(seq))
+
+    def missing(self, full: Seq[Sequence]) -> int:
+        """The number of blocks that running sequences, which have no room, need for a token."""
+        if len(self.paging.tables) == 1:
+            return len(full)
+        return sum(room <= seq.num_scheduled_tokens for seq in full for room in self._rooms(seq))
+
     def reserve(self, seq: Sequence, num_tokens: int, keep_free: int = 0) -> int:
         """Makes room for up to `num_tokens` next tokens of a running sequence, but leaves
         `keep_free` blocks. Returns the number of tokens that there is room for."""
         end = seq.num_scheduled_tokens + num_tokens
-        while len(seq.block_table) < self.blocks_for(end) and self.num_free_blocks > keep_free:
-            seq.block_table.append(self._take())
-        room = len(seq.block_table) * self.block_size - seq.num_scheduled_tokens
-        return min(room, num_tokens)
+        if end > seq.blocks.capacity:
+            for number, (block_size, _) in enumerate(self.paging.tables):
+                table = seq.blocks.tables[number]
+                while len(table) * block_size < end and self.num_free_blocks > keep_free:
+                    table.append(self._take())
+            seq.blocks.capacity = min(self._rooms(seq))
+        return min(seq.blocks.capacity - seq.num_scheduled_tokens, num_tokens)
 
-    def publish(self, seq: Sequence) -> None:
-        """Makes the blocks that the computed tokens fill available to other sequences.
+    def advance(self, seq: Sequence) -> None:
+        """Makes the blocks that the computed tokens fill available to other sequences, and takes
+        back the blocks that no later token sees.
 
-        Call it only once the step that wrote them has been answered.
+        Call it only once the step that computed the tokens has been answered.
         """
-        full = seq.num_computed_tokens // self.block_size
-        self._extend_hashes(seq, full)
-        for i in range(seq.num_published_blocks, full):
-            name, block = seq.block_hashes[i], seq.block_table[i]
-            if name not in self._block_of:  # else another sequence computed the same prefix
-                self._block_of[name] = block
-                self._name_of[block] = name
-                self._store(seq, i, block)
-        seq.num_published_blocks = full
+        computed, kinds, blocks = seq.num_computed_tokens, self._kinds_of(seq), seq.blocks
+        for number, kind in enumerate(kinds):
+            full = computed // kind.block_size
+            self._extend_hashes(seq, number, full)
+            for i in range(blocks.num_published // kind.block_size, full):
+                name, block = blocks.names[number][i], blocks.tables[number][i]
+                if name not in self._block_of:  # else another sequence computed the same prefix
+                    self._block_of[name] = block
+                    self._name_of[block] = name
+                    self._store(seq, number, i, block)
+        blocks.num_published = computed - computed % self.paging.part_size
+        first, table = kinds[-1].first_needed(computed), blocks.tables[-1]
+        if first > blocks.first:
+            for block in table[blocks.first : first]:
+                self._release(block)
+            table[:first] = table[first : first + 1] * first
+            blocks.first = first
 
     def free(self, seq: Sequence) -> None:
         """Takes back a sequence's blocks. Their contents can be found until they are needed."""
-        # Last block first: a prefix is evicted from its end.
-        for block in reversed(seq.block_table):
-            self._release(block)
-        seq.block_table = array("i")
+        for blocks in seq.blocks.held():
+            # Last block first: a prefix is evicted from its end.
+            for block in reversed(blocks):
+                self._release(block)
+        seq.blocks.clear()
 
     def check_integrity(self, sequences: list[Sequence]) -> None:
         """Raises AssertionError unless every block is where it belongs, given all sequences that
         hold blocks. For tests."""
         references = array("i", bytes(4 * self.num_blocks))
         for seq in sequences:
-            assert len(set(seq.block_table)) == len(seq.block_table), "a block twice in a table"
-            for block in seq.block_table:
+            held = [*chain(*seq.blocks.held())]
+            assert len(set(held)) == len(held), "a block twice in a sequence"
+            for block in held:
                 references[block] += 1
+            first, table = seq.blocks.first, seq.blocks.tables[-1]
+            assert set(table[:first]) <= {*table[first : first + 1]}, "a block that is not held"
         assert all(references[block] == 1 for block in self._copies), "a copy for nobody"
         assert not self._copies.keys() & set(self._copies.values()), "a copy of a copy"
         for block in (*self._copies.values(), *self._copying.values()):
@@ -258,16 +300,38 @@ class BlockManager:
         assert {n: b for b, n in self._name_of.items()} == self._block_of, "names"
         assert self._contents.keys() == self._block_of.keys(), "contents"
 
+    def _kinds_of(self, seq: Sequence) -> tuple[TableKind, ...]:
+        """The kinds of the sequence's tables. The first table also leads to its token ids. If its
+        sampling reads these, they stay."""
+        keeps = seq.features and seq.params.reads_tokens
+        return self._keeping if keeps else self.paging.tables
+
+    def _begin(self, seq: Sequence, num_tokens: int, published: int) -> None:
+        """Notes that a sequence which got its blocks begins after `num_tokens` tokens, of which
+        `published` are available to others."""
+        seq.blocks.num_published = published - published % self.paging.part_size
+        seq.begin_at(num_tokens)
+        seq.blocks.capacity = min(self._rooms(seq))
+
+    def _rooms(self, seq: Sequence) -> list[int]:
+        """The number of tokens for which each of the sequence's tables has blocks."""
+        kinds = zip(seq.blocks.tables, self.paging.tables, strict=True)
+        return [len(table) * kind.block_size for table, kind in kinds]
+
+    def _extend(self, table: array[int], length: int) -> None:
+        table.extend(self._take() for _ in range(length - len(table)))
+
     def _take(self) -> int:
         if self._free:
             block = self._free.popleft()
         else:
             block, _ = self._cached.popitem(last=False)
             name = self._name_of.pop(block)
-            del self._block_of[name], self._contents[name]
+            content = self._contents.pop(name)
+            del self._block_of[name]
             self.num_evictions += 1
             for listener in self.listeners:
-                listener.removed(block, name)
+                listener.removed(block, content)
         self._ref_counts[block] = 1
         return block
 
@@ -281,39 +345,56 @@ class BlockManager:
             if block in self._copies:  # in vain
                 self._release(self._copies.pop(block))
 
-    def _store(self, seq: Sequence, i: int, block: int) -> None:
-        """Records the contents of the sequence's block number `i`, which is being published."""
-        tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
-        parent = seq.block_hashes[i - 1] if i else None
-        stored = StoredBlock(seq.block_hashes[i], parent, tokens, seq.request.cache_salt)
+    def _store(self, seq: Sequence, number: int, i: int, block: int) -> None:
+        """Records the contents of block `i` of a table of the sequence, which is published."""
+        names, tokens = seq.blocks.names[number], b"" if number else self._tokens(seq, number, i)
+        parent = names[i - 1] if i else None
+        stored = StoredBlock(names[i], parent, tokens, seq.request.cache_salt)
         self._contents[stored.name] = stored
         for listener in self.listeners:
             listener.stored(block, stored)
 
-    def _match_prefix(self, seq: Sequence) -> list[int]:
-        full = seq.num_cacheable_tokens // self.block_size
-        blocks: list[int] = []
-        for i in range(full):
-            self._extend_hashes(seq, i + 1)
-            block = self._block_of.get(seq.block_hashes[i])
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def _match_prefix(self, seq: Sequence) -> int:
+        """The number of leading tokens whose blocks are published, as far as later tokens see
+        them. Names these blocks."""
+        seq.blocks.names = seq.blocks.names or [[] for _ in self.paging.tables]
+        cached, size = seq.num_cacheable_tokens, self.paging.slots_per_block
+        for number, kind in enumerate(self._kinds_of(seq)):
+            if kind.window:
+                cached -= cached % size
+                i = cached // kind.block_size
+                while i > kind.first_needed(cached):
+                    i -= 1
+                    if not self._is_published(seq, number, i):
+                        cached = i * kind.block_size // size * size
+                        i = cached // kind.block_size
+            else:
+                i = 0
+                while (i + 1) * kind.block_size <= cached and self._is_published(seq, number, i):
+                    i += 1
+                cached = i * kind.block_size
+        return cached
 
-    def _extend_hashes(self, seq: Sequence, num_blocks: int) -> None:
-        """Names the first `num_blocks` blocks. Tokens are not compared, because at 128 bits no
-        collision is expected in the life of a cluster."""
-        name_of = self._keyed_hash if seq.request.cache_salt else self._hash
-        for i in range(len(seq.block_hashes), num_blocks):
-            tokens = seq.tokens[i * self.block_size : (i + 1) * self.block_size].tobytes()
-            parent = seq.block_hashes[i - 1] if i else name_of(seq.request.cache_salt.encode())
-            seq.block_hashes.append(name_of(parent + tokens))
+    def _is_published(self, seq: Sequence, number: int, i: int) -> bool:
+        self._extend_hashes(seq, number, i + 1)
+        return seq.blocks.names[number][i] in self._block_of
 
-    def _hash(self, data: bytes) -> bytes:
-        return xxhash.xxh3_128_digest(data, self._seed)
+    def _extend_hashes(self, seq: Sequence, number: int, num_blocks: int) -> None:
+        """Names the first `num_blocks` blocks of a table. Tokens are not compared, because at 128
+        bits no collision is expected in the life of a cluster."""
+        salt, names = seq.request.cache_salt.encode(), seq.blocks.names[number]
+        for i in range(len(names), num_blocks):
+            parent = names[i - 1] if i else self._hash(bytes([number]) + salt, salt)
+            names.append(self._hash(parent + self._tokens(seq, number, i), salt))
 
-    def _keyed_hash(self, data: bytes) -> bytes:
+    def _tokens(self, seq: Sequence, number: int, i: int) -> bytes:
+        """The tokens of block `i` of a table of the sequence."""
+        size = self.paging.tables[number].block_size
+        return seq.tokens[i * size : (i + 1) * size].tobytes()
+
+    def _hash(self, data: bytes, salt: bytes) -> bytes:
+        if not salt:
+            return xxhash.xxh3_128_digest(data, self._seed)
         hashed = self._keyed.copy()
         hashed.update(data)
         return hashed.digest()

@@ -10,7 +10,7 @@ class StoredBlock(NamedTuple):
 
     name: bytes
     parent: bytes | None
-    token_ids: bytes  # int32[block_size]
+    token_ids: bytes  # int32[block_size], or empty if it is not of a first table
     cache_salt: str
 
 
@@ -20,8 +20,8 @@ class CacheListener(Protocol):
     def stored(self, block: int, content: StoredBlock) -> None:
         """This block holds a published content."""
 
-    def removed(self, block: int, name: bytes) -> None:
-        """This block has lost the content of this name."""
+    def removed(self, block: int, content: StoredBlock) -> None:
+        """This block has lost that content."""
 
     def cleared(self) -> None:
         """All blocks have lost their contents."""

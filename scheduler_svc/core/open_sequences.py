@@ -201,7 +201,7 @@ class OpenSequences:
         assert featured == self.num_featured, "rows with features"
         waiting = [s for s in self.by_key.values() if s in self.waiting]
         assert len(waiting) == len(self.waiting), "an ended sequence waits"
-        assert all(s.status is Status.WAITING and not s.block_table for s in waiting), "waiting"
+        assert all(s.status is Status.WAITING and not s.blocks.tables for s in waiting), "waiting"
         self.forks.check_integrity(len(self.by_key) - len(self.running) - len(waiting))
 
     def _open(self, seq: Sequence) -> None:

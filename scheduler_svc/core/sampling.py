@@ -48,6 +48,11 @@ class SamplingParams(SamplingNumbers):
         return changes_logits or self.num_logprobs is not None
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether the sampler reads the tokens before the next one."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
     def end_token_ids(self) -> frozenset[int]:
         return self.eos_token_ids | self.stop_token_ids
 

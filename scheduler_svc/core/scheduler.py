@@ -150,18 +150,17 @@ class Scheduler:
                 prompts.append(seq)
             elif seq.num_unscheduled_tokens:  # else it ends when a step in flight is answered
                 decodes.append(seq)
-        size = self.blocks.block_size
-        # Decodes that need a block.
-        full = [seq for seq in decodes if seq.num_scheduled_tokens == len(seq.block_table) * size]
+        # Those that need blocks for their next token. Prompts may only if layers have windows.
+        full = [seq for seq in decodes + prompts if seq.num_scheduled_tokens == seq.blocks.capacity]
 
-        crowded = len(full) > self.blocks.num_free_blocks
+        crowded = self.blocks.missing(full) > self.blocks.num_free_blocks
         if crowded and in_flight:
             return None
         room = self._draft_room()
         speculation = self.speculation if self.may_draft and room else None
         if in_flight and speculation and speculation.waits(decodes, room):
             return None
-        while len(full) > self.blocks.num_free_blocks:
+        while self.blocks.missing(full) > self.blocks.num_free_blocks:
             preempted = sequences.preempt_last()
             for queue in (decodes, prompts, full):
                 if preempted in queue:
@@ -179,8 +178,8 @@ class Scheduler:
         is_shared = self._waiting.usages.several_are_open
         budget = self._prompt_budgets.budget(now, num_decodes, max_tokens, is_shared=is_shared)
         for seq, num_tokens in self._schedule_prompts(budget, prompts, now, may_admit=not crowded):
-            if num_tokens:
-                rows.append(seq.schedule(num_tokens, number, len(rows)))
+            if room := self.blocks.reserve(seq, num_tokens):
+                rows.append(seq.schedule(room, number, len(rows)))
         return self._step(number, rows, num_decodes, num_drafts) if rows else None
 
     def schedule_run(self, now: float = 0.0, max_steps: int = 1) -> list[Step]:
@@ -266,8 +265,13 @@ class Scheduler:
         """How many tokens may be drafted: in rows that no sequence may need, and in blocks that no
         decode may need."""
         rows = self.limits.max_num_seqs - len(self._running) - len(self._waiting)
-        num_blocks = self.blocks.num_free_blocks - len(self._running)
-        return max(0, min(rows, num_blocks * self.blocks.block_size))
+        num_blocks = self.blocks.num_free_blocks - self._needed_by_decodes
+        return max(0, min(rows, num_blocks * self.blocks.paging.part_size))
+
+    @property
+    def _needed_by_decodes(self) -> int:
+        """The maximum of blocks that running sequences need for a token each."""
+        return len(self._running) * len(self.blocks.paging.tables)
 
     def _schedule_with_drafts(
         self, decodes: list[Sequence], number: int, drafts: dict[Sequence, Seq[int]]
@@ -277,7 +281,7 @@ class Scheduler:
         for seq in decodes:
             rows.append(seq.schedule(1, number, len(rows)))
             if tokens := drafts.get(seq):
-                room = self.blocks.reserve(seq, len(tokens), keep_free=len(self._running))
+                room = self.blocks.reserve(seq, len(tokens), keep_free=self._needed_by_decodes)
                 rows += seq.schedule_drafts(tokens[:room]) if room else ()
         return rows
 
@@ -297,7 +301,7 @@ class Scheduler:
 
     def _apply_rows(self, step: Step, answer: Answer) -> list[Output]:
         """Notes what an answered step has computed, and appends the tokens that hold."""
-        block_size, finished = self.blocks.block_size, Status.FINISHED
+        part_size, finished = self.blocks.paging.part_size, Status.FINISHED
         beams = self._forks.beams or ()  # usually an empty tuple, which hashes no sequence
         logprobs = answer.logprobs
         outputs: list[Output] = []
@@ -308,8 +312,8 @@ class Scheduler:
             if row.draft is not None and not self._accepts(row):
                 continue
             computed = seq.num_computed_tokens = row.start + row.num_tokens
-            if computed >= (seq.num_published_blocks + 1) * block_size:
-                self.blocks.publish(seq)
+            if row.num_tokens > 1 or computed % part_size == 0:  # else it fills no block
+                self.blocks.advance(seq)
             if row.samples and seq not in beams:
                 seq.tokens.append(token)
                 end = None
@@ -381,9 +385,7 @@ class Scheduler:
         seq, first = self._waiting.peek_short(), self._waiting.peek()
         if seq is None or first is None or not budget.fits(seq, _SHORT_PART):
             return None
-        num_blocks = self.blocks.blocks_for(seq.num_tokens) + self.blocks.blocks_for(
-            first.num_tokens
-        )
+        num_blocks = self.blocks.blocks_for(seq) + self.blocks.blocks_for(first)
         fits_beside = (
             num_blocks <= self.blocks.num_free_blocks
             and len(self._running) + 2 <= self.limits.max_num_seqs

@@ -107,14 +107,38 @@ class Row:
     draft: int | None = None
 
 
+class BlockTables:
+    """The blocks of a sequence, in a table for each kind of layers.
+
+    Block `i` of a table holds the positions from `i` times the table's block size on. Of the last
+    table, the sequence holds the blocks from number `first` on, which the places before repeat.
+    """
+
+    __slots__ = ("capacity", "first", "names", "num_published", "tables")
+
+    def __init__(self) -> None:
+        # Of the leading full blocks of each table, as far as they are known. `clear` keeps them.
+        self.names: list[list[bytes]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.tables: list[array[int]] = []
+        self.first = 0
+        self.capacity = 0  # leading tokens for which there are blocks in all tables
+        self.num_published = 0  # tokens whose blocks are published, as far as they fill them
+
+    def held(self) -> list[array[int]]:
+        """The blocks that the sequence holds, table by table."""
+        *first, last = self.tables or [array("i")]
+        return [*first, last[self.first :]]
+
+
 class Sequence:
     """The tokens int32[prompt + generated] of a completion. The first `num_computed_tokens` are in
     the cache, and the first `num_scheduled_tokens` will be once the steps in flight are answered.
 
     `num_unscheduled_tokens` includes a token that a step in flight will sample, unless it is the
     last token that the sequence may have.
-
-    `block_table[i]` is the block that holds the `block_size` positions from `i * block_size` on.
 
     A sequence whose parameters are `stepwise` samples nothing before its last token is known. One
     that `pauses` is `paused` at the start, and again after each of its tokens, until `unpause`.
@@ -123,8 +147,7 @@ class Sequence:
 
     __slots__ = (
         "__weakref__",
-        "block_hashes",
-        "block_table",
+        "blocks",
         "features",
         "guess",
         "key",
@@ -132,7 +155,6 @@ class Sequence:
         "last_step",
         "num_computed_tokens",
         "num_prompt_tokens",
-        "num_published_blocks",
         "num_scheduled_tokens",
         "num_unscheduled_tokens",
         "params",
@@ -169,7 +191,7 @@ class Sequence:
         self.usage: ClientUsage  # of its client, which its tokens add to
         self.started: Started | None = None
         # Its state in the cache; `reset` sets the rest.
-        self.block_hashes: list[bytes] = []  # of the leading full blocks, as far as they are known
+        self.blocks = BlockTables()
         self.features = features_of(params, self.num_prompt_tokens)
         self.reset()
 
@@ -225,8 +247,7 @@ class Sequence:
         self.begin_at(0)
         self.last_step = 0  # the last step that had this sequence
         self.last_row = -1  # its row in that step
-        self.num_published_blocks = 0
-        self.block_table = array("i")
+        self.blocks.clear()
 
     def rewind(self) -> None:
         """Forgets the steps in flight. What answered steps computed stays in the cache."""

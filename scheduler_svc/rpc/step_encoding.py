@@ -18,11 +18,12 @@ from scheduler_svc.rpc.step_features import (
     read_hidden_states,
     read_logprobs,
 )
+from shared.paging import Paging
 from shared.pb import worker_pb2
 
 
 def encode_step(
-    step: Step, block_size: int, epoch: int, step_id: int, num_steps: int = 1
+    step: Step, paging: Paging, epoch: int, step_id: int, num_steps: int = 1
 ) -> worker_pb2.StepRequest:
     """Encodes a step of T tokens of S sequences, with T and S as in `worker.proto`, or a run of
     `num_steps` that begins with it."""
@@ -30,28 +31,32 @@ def encode_step(
     starts = np.array([row.start for row in rows], np.int32)
     query_lens = np.array([row.num_tokens for row in rows], np.int32)
     context_lens = starts + query_lens
-    num_blocks = -(-(context_lens + num_steps - 1) // block_size)
-    tables = [seq.block_table for seq in seqs]
-    if int(num_blocks.sum()) < sum(map(len, tables)):  # a prompt has blocks for later chunks too
-        tables = [table[:n] for table, n in zip(tables, num_blocks.tolist(), strict=True)]
-    block_table = b"".join(tables)
-    table_offsets = _offsets(num_blocks)
-
-    positions, first_blocks = starts, table_offsets[:-1]
+    positions = starts
     if step.num_decodes < len(rows):  # start, start + 1, ... of each row, for all rows at once
         positions = np.arange(query_lens.sum(), dtype=np.int32)
         positions += np.repeat(starts - _offsets(query_lens)[:-1], query_lens)
-        first_blocks = np.repeat(first_blocks, query_lens)
-    block_index, block_offset = np.divmod(positions, block_size)
-    blocks = np.frombuffer(block_table, np.int32)[first_blocks + block_index]
-    slots = blocks * block_size + block_offset
+
+    last_lens, kinds = context_lens + num_steps - 1, paging.tables
+    num_blocks = np.concatenate([-(-last_lens // kind.block_size) for kind in kinds])
+    tables = [seq.blocks.tables[number] for number in range(len(kinds)) for seq in seqs]
+    if int(num_blocks.sum()) < sum(map(len, tables)):  # a prompt has blocks for later chunks too
+        tables = [table[:n] for table, n in zip(tables, num_blocks.tolist(), strict=True)]
+    block_table, table_offsets = b"".join(tables), _offsets(num_blocks)
+    slots = []
+    for number, kind in enumerate(kinds):
+        first_blocks = table_offsets[number * len(rows) :][: len(rows)]
+        if len(positions) > len(rows):
+            first_blocks = np.repeat(first_blocks, query_lens)
+        block_index, block_offset = np.divmod(positions, kind.block_size)
+        blocks = np.frombuffer(block_table, np.int32)[first_blocks + block_index]
+        slots.append(blocks * paging.slots_per_block + block_offset)
 
     request = worker_pb2.StepRequest(
         epoch=epoch,
         step_id=step_id,
         input_ids=array("i", chain.from_iterable(map(_input_ids, rows))).tobytes(),
         positions=positions.tobytes(),
-        slot_mapping=slots.astype(np.int32).tobytes(),
+        slot_mapping=np.concatenate(slots).astype(np.int32).tobytes(),
         query_lens=query_lens.tobytes(),
         context_lens=context_lens.tobytes(),
         block_table=block_table,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import deque
 from collections.abc import Awaitable, Coroutine
 from collections.abc import Sequence as Seq
@@ -153,8 +154,7 @@ class WorkerClient:
     async def send(self, run: Seq[Step]) -> None:
         assert self._group is not None
         first = self._step_id + 1
-        size = self._group.block_size
-        request = encode_step(run[0], size, self._epoch, first, len(run))
+        request = encode_step(run[0], self._group.paging, self._epoch, first, len(run))
         has_features = request.HasField("features") or request.HasField("pooling")
         if not (has_features or request.HasField("prompt_logprobs")):
             request.graph = self._graphs.has(run[0], first)
@@ -231,7 +231,8 @@ class WorkerClient:
             WorkersLostError: a rank fails to run it.
         """
         seq = Sequence((-1, 0), [0], SamplingParams(max_tokens=1, temperature=0.0))
-        seq.block_table.append(0)
+        assert self._group is not None
+        seq.blocks.tables = [array("i", [0]) for _ in self._group.paging.tables]
         watching = asyncio.ensure_future(self.watch())
         try:
             row = Row(seq, start=0, num_tokens=1, samples=True)
@@ -246,7 +247,7 @@ class WorkerClient:
         group = agree(infos)
         ids = [info.cache_id for info in infos]
         cache = self._records.cache if keep and all(ids) else None
-        if cache and not cache.is_of(ids, group.block_size, group.model_fingerprint):
+        if cache and not cache.is_of(ids, group.paging, group.model_fingerprint):
             cache = None
         num_blocks, num_tokens = settings.kv_blocks, settings.max_num_batched_tokens
         if num_blocks == "auto":
@@ -273,9 +274,8 @@ class WorkerClient:
         configured = await asyncio.gather(*(stub.Configure(each) for stub, each in calls))
         if not cache:
             ids = [each.cache_id for each in configured]
-            self._records.begin(
-                RecordedCache(ids, num_blocks, group.block_size, group.model_fingerprint)
-            )
+            recorded = RecordedCache(ids, num_blocks, group.paging, group.model_fingerprint)
+            self._records.begin(recorded)
         self._streams = [ExecuteStream(stub) for stub in self.stubs]
         self._metrics.epochs += 1
         self._group = replace(group, num_blocks=num_blocks, max_num_batched_tokens=num_tokens)

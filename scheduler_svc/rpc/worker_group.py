@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from shared.paging import Paging
 from shared.pb import worker_pb2
+
+_PAGING = [each.name for each in fields(Paging)]
 
 
 class WorkerMismatchError(Exception):
@@ -17,7 +20,7 @@ class WorkerGroup:
     """The facts that all ranks agree on."""
 
     num_blocks: int  # what the rank with the least memory can hold
-    block_size: int
+    paging: Paging
     max_model_len: int
     vocab_size: int
     max_num_batched_tokens: int  # of a step
@@ -39,7 +42,7 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
                 f"worker_addresses: rank {rank} of {len(infos)} expected at place {rank}, "
                 f"found rank {info.rank} of {info.world_size}"
             )
-        for name in ("model_fingerprint", "dtype", "block_size", "vocab_size", "drafts"):
+        for name in (*_PAGING, "model_fingerprint", "dtype", "vocab_size", "drafts"):
             if getattr(info, name) != getattr(infos[0], name):
                 raise WorkerMismatchError(
                     f"{name}: {getattr(infos[0], name)} on rank 0, "
@@ -47,7 +50,7 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
                 )
     return WorkerGroup(
         num_blocks=min(info.num_blocks for info in infos),
-        block_size=infos[0].block_size,
+        paging=Paging(*(getattr(infos[0], name) for name in _PAGING)),
         max_model_len=min(info.max_model_len for info in infos),
         vocab_size=infos[0].vocab_size,
         max_num_batched_tokens=min(info.max_num_batched_tokens for info in infos),

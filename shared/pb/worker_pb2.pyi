@@ -53,6 +53,8 @@ class GetInfoResponse(_message.Message):
     CACHE_ID_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     GRAPH_TOKENS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    WINDOW_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     world_size: _builtins.int
     device: _builtins.str
@@ -61,7 +63,7 @@ class GetInfoResponse(_message.Message):
     """the same on ranks that loaded the same files in the same format"""
     attention_backend: _builtins.str
     block_size: _builtins.int
-    """tokens, as the attention backend prefers"""
+    """tokens of a block of the first table"""
     num_blocks: _builtins.int
     """blocks that fit this rank's memory"""
     max_model_len: _builtins.int
@@ -79,6 +81,10 @@ class GetInfoResponse(_message.Message):
     """whether there is a draft model, so that steps may have DRAFTED ids"""
     graph_tokens: _builtins.int
     """the maximum of prompt tokens in a step with `graph`; 0: no step"""
+    window: _builtins.int
+    """The window, in tokens, of the layers of the last table. 0: they see all tokens."""
+    window_block_size: _builtins.int
+    """tokens of a block of the second table; 0: there is none"""
     def __init__(
         self,
         *,
@@ -98,10 +104,12 @@ class GetInfoResponse(_message.Message):
         cache_id: _builtins.str = ...,
         drafts: _builtins.bool = ...,
         graph_tokens: _builtins.int = ...,
+        window: _builtins.int = ...,
+        window_block_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "cache_id", b"cache_id", "device", b"device", "drafts", b"drafts", "dtype", b"dtype", "epoch", b"epoch", "graph_tokens", b"graph_tokens", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "cache_id", b"cache_id", "device", b"device", "drafts", b"drafts", "dtype", b"dtype", "epoch", b"epoch", "graph_tokens", b"graph_tokens", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "window", b"window", "window_block_size", b"window_block_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -176,6 +184,10 @@ class StepRequest(_message.Message):
     model proposes after the row before. Both rows have one token, and the row before samples. It has
     the position one below, and its blocks begin the row's block table.
 
+    A row has a block table for each kind of layers, which are one or two, see `GetInfoResponse`. K is
+    their number. All rows' first tables come before all second tables. In a table of layers with a
+    window, a block that none of the row's tokens sees may have any number below `num_blocks`.
+
     A message may have a run of steps, which are this one and `num_steps` - 1 after it with the same
     rows. Each row continues with the token that it has sampled, so all rows are decodes that sample.
     Their blocks are enough for the whole run. Each step of a run has an id and an answer of its own.
@@ -214,7 +226,7 @@ class StepRequest(_message.Message):
     positions: _builtins.bytes
     """int32[T]"""
     slot_mapping: _builtins.bytes
-    """int32[T], block * block_size + offset"""
+    """int32[K*T], block * the larger block size + offset"""
     query_lens: _builtins.bytes
     """int32[S], tokens of this step"""
     context_lens: _builtins.bytes
@@ -222,7 +234,7 @@ class StepRequest(_message.Message):
     block_table: _builtins.bytes
     """int32[sum of blocks]"""
     block_table_offsets: _builtins.bytes
-    """int32[S+1]"""
+    """int32[K*S+1]"""
     samples: _builtins.bytes
     """uint8[S], 0: the row is mid-prompt and samples nothing"""
     temperatures: _builtins.bytes

@@ -15,6 +15,7 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
+from shared.paging import Paging
 from shared.pb import scheduler_pb2 as pb
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 24
@@ -24,7 +25,7 @@ class Cache:
     """An engine's block manager with sequences that come and go, as its frontend is told."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+        self.blocks = BlockManager(NUM_BLOCKS, Paging(BLOCK_SIZE))
         self._rng = rng
         self._running: list[Sequence] = []
 
@@ -37,7 +38,7 @@ class Cache:
         seq = sequence(prompt, salt)
         if self.blocks.allocate_prompt(seq):
             seq.begin_at(len(prompt))
-            self.blocks.publish(seq)
+            self.blocks.advance(seq)
             self._running.append(seq)
 
     def matched_blocks(self, prompt: list[int], salt: str) -> int:

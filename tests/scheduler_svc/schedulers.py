@@ -9,8 +9,9 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Request, Sequence
-from scheduler_svc.core.step import Answer, Output, Step
+from scheduler_svc.core.sequence import FinishCause, Request, Sequence
+from scheduler_svc.core.step import Answer, End, Output, Step
+from shared.paging import Paging
 from tests.fake_worker import VOCAB_SIZE, next_token
 
 
@@ -18,6 +19,7 @@ def make_scheduler(
     num_blocks: int = 64,
     block_size: int = 4,
     speculation: Speculation | None = None,
+    paging: Paging | None = None,
     **limits: int,
 ) -> Scheduler:
     values = {
@@ -28,7 +30,8 @@ def make_scheduler(
         "vocab_size": VOCAB_SIZE,
         **limits,
     }
-    return Scheduler(Limits(**values), BlockManager(num_blocks, block_size), speculation)
+    blocks = BlockManager(num_blocks, paging or Paging(block_size))
+    return Scheduler(Limits(**values), blocks, speculation)
 
 
 def make(
@@ -44,6 +47,13 @@ def make(
     return Sequence(
         (0, number), prompt, params, Request(deadline=deadline), generated_ids=generated
     )
+
+
+def refused(end: End | None, cause: FinishCause = FinishCause.QUEUE_FULL) -> End:
+    """The end with which `Scheduler.add` refused a request, for that cause."""
+    assert end is not None
+    assert end.cause is cause
+    return end
 
 
 def sample(step: Step) -> Answer:
@@ -94,7 +104,7 @@ def check_limits(scheduler: Scheduler, step: Step) -> None:
     assert sum(r.num_tokens for r in step.rows) <= scheduler.limits.max_num_batched_tokens
     assert len({r.seq.key for r in step.rows}) == len(step.rows)
     for row in step.rows:
-        held = len(row.seq.block_table) * scheduler.blocks.block_size
+        held = row.seq.blocks.capacity
         assert row.num_tokens > 0
         assert row.start + row.num_tokens <= held
 

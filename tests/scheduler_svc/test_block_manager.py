@@ -5,6 +5,7 @@ import pytest
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
+from shared.paging import Paging
 
 BLOCK = 4
 
@@ -15,12 +16,12 @@ def make(number: int, tokens: list[int]) -> Sequence:
 
 def compute_all(blocks: BlockManager, seq: Sequence) -> None:
     seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_tokens
-    blocks.publish(seq)
+    blocks.advance(seq)
 
 
 @pytest.mark.parametrize(("length", "shared"), [(8, 1), (9, 2), (12, 2), (13, 2), (5, 1), (4, 0)])
 def test_only_whole_blocks_that_leave_a_token_are_shared(length: int, shared: int) -> None:
-    blocks = BlockManager(16, BLOCK)
+    blocks = BlockManager(16, Paging(BLOCK))
     first = make(1, list(range(9)))
     blocks.allocate_prompt(first)
     compute_all(blocks, first)
@@ -36,9 +37,9 @@ def test_names_under_a_salt_depend_on_a_key_and_not_only_on_the_seed() -> None:
         seq = Sequence((0, 1), range(8), SamplingParams(max_tokens=100), Request(cache_salt=salt))
         assert blocks.allocate_prompt(seq)
         compute_all(blocks, seq)
-        return seq.block_hashes
+        return seq.blocks.names[0]
 
-    blocks, other = BlockManager(16, BLOCK), BlockManager(8, BLOCK)
+    blocks, other = BlockManager(16, Paging(BLOCK)), BlockManager(8, Paging(BLOCK))
     other._seed = blocks._seed
     assert names(blocks, "") == names(other, "")
     assert names(blocks, "salt") == names(blocks, "salt")
@@ -47,7 +48,7 @@ def test_names_under_a_salt_depend_on_a_key_and_not_only_on_the_seed() -> None:
 
 
 def test_cached_blocks_are_not_counted_as_free_for_the_one_who_shares_them() -> None:
-    blocks = BlockManager(3, BLOCK)
+    blocks = BlockManager(3, Paging(BLOCK))
     first = make(1, list(range(9)))
     blocks.allocate_prompt(first)
     compute_all(blocks, first)
@@ -58,7 +59,7 @@ def test_cached_blocks_are_not_counted_as_free_for_the_one_who_shares_them() -> 
 
 
 def test_the_least_recently_released_prefix_is_evicted_first_from_its_end() -> None:
-    blocks = BlockManager(5, BLOCK)
+    blocks = BlockManager(5, Paging(BLOCK))
     old, new, other = make(1, [1] * 8), make(2, [2] * 8), make(3, [3])
     for seq in (old, new, other):
         blocks.allocate_prompt(seq)
@@ -87,11 +88,11 @@ def forked(blocks: BlockManager, parent: Sequence, number: int) -> Sequence:
 def test_a_copy_of_a_block_whose_own_copy_is_lost_is_made_from_its_source(
     sent: bool, ended: int
 ) -> None:
-    blocks = BlockManager(8, BLOCK)
+    blocks = BlockManager(8, Paging(BLOCK))
     seqs = [make(0, list(range(6)))]
     blocks.allocate_prompt(seqs[0])
     seqs[0].begin_at(6)
-    source = seqs[0].block_table[1]
+    source = seqs[0].blocks.tables[0][1]
     for number in (1, 2, 3):
         seqs.append(forked(blocks, seqs[-1], number))
         if number < 3 or sent:
@@ -102,7 +103,7 @@ def test_a_copy_of_a_block_whose_own_copy_is_lost_is_made_from_its_source(
     seqs = seqs[ended:]
     blocks.check_integrity(seqs)
     copies = blocks.take_copies()
-    assert copies == [(source, seq.block_table[1]) for seq in seqs if seq.key.number]
+    assert copies == [(source, seq.blocks.tables[0][1]) for seq in seqs if seq.key.number]
     blocks.copied(copies)
     blocks.check_integrity(seqs)
     for seq in seqs:

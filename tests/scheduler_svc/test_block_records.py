@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,18 +18,21 @@ from scheduler_svc.block_watch import Removed, watched
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
+from shared.paging import Paging
 from shared.pb import scheduler_pb2
 from tests.fake_worker import FakeWorker, start_worker
 from tests.scheduler_svc.stacks import Stack, running, settings_for
 from tests.scheduler_svc.test_state_machines import MANY, BlockManagerMachine
 
 BLOCK = 4
-CACHE = RecordedCache(["one", "two"], 8, BLOCK, "model")
+CACHE = RecordedCache(["one", "two"], 8, Paging(BLOCK), "model")
+# Some layers have a window.
+TWO_TABLES = replace(CACHE, num_blocks=16, paging=Paging(8, window=3, window_block_size=BLOCK))
 
 
 def manager(records: BlockRecords, cache: RecordedCache = CACHE) -> BlockManager:
     """The block manager of another process, which shares the records' files."""
-    return copy(records).block_manager(cache.num_blocks, cache.block_size)
+    return copy(records).block_manager(cache.num_blocks, cache.paging)
 
 
 def begun(cache: RecordedCache = CACHE) -> BlockRecords:
@@ -44,22 +48,25 @@ def sequence(tokens: list[int], salt: str = "") -> Sequence:
 def compute(blocks: BlockManager, tokens: list[int], salt: str = "") -> None:
     seq = sequence(tokens, salt)
     assert blocks.allocate_prompt(seq)
+    blocks.reserve(seq, len(tokens))
     seq.begin_at(len(tokens))
-    blocks.publish(seq)
+    blocks.advance(seq)
     blocks.free(seq)
 
 
 def cached(blocks: BlockManager, tokens: list[int], salt: str = "") -> int:
-    return len(blocks._match_prefix(sequence([*tokens, 0], salt))) * BLOCK
+    return blocks._match_prefix(sequence([*tokens, 0], salt))
 
 
-def test_a_successor_finds_the_prefixes_of_each_salt() -> None:
-    records = begun()
-    first = manager(records)
+@pytest.mark.parametrize("cache", [CACHE, TWO_TABLES], ids=["one table", "two"])
+def test_a_successor_finds_the_prefixes_of_each_salt(cache: RecordedCache) -> None:
+    records = begun(cache)
+    first = manager(records, cache)
     compute(first, [1] * 8)
     compute(first, [1] * 8, "salt")
-    second = manager(records)
+    second = manager(records, cache)
     second.check_integrity([])
+    assert second.num_cached_blocks == first.num_cached_blocks
     assert second.stored_blocks() == first.stored_blocks()
     assert cached(second, [1] * 8) == cached(second, [1] * 8, "salt") == 8
     assert not cached(second, [1] * 8, "another")
@@ -135,7 +142,7 @@ def test_names_stay_when_another_cache_begins() -> None:
     records = begun()
     first = manager(records)
     compute(first, [1] * 8, "salt")
-    another = RecordedCache(["three", "two"], 8, BLOCK, "model")
+    another = RecordedCache(["three", "two"], 8, Paging(BLOCK), "model")
     (recorded,) = first.listeners
     assert isinstance(recorded, BlockRecords)
     recorded.begin(another)
@@ -195,11 +202,11 @@ class SuccessionMachine(BlockManagerMachine):
     def __init__(self) -> None:
         super().__init__()
         self.records = BlockRecords()
-        self.records.begin(RecordedCache(["one"], self.NUM_BLOCKS, 2, "model"))
+        self.records.begin(RecordedCache(["one"], self.NUM_BLOCKS, Paging(2), "model"))
         self.take_over()
 
     def successor(self) -> BlockManager:
-        return copy(self.records).block_manager(self.NUM_BLOCKS, 2)
+        return copy(self.records).block_manager(self.NUM_BLOCKS, Paging(2))
 
     @rule()
     def take_over(self) -> None:
@@ -298,20 +305,17 @@ async def test_a_scheduler_begins_anew_if_one_rank_has_lost_its_cache(workers: W
             assert await answer(stack) == cached_tokens
 
 
-async def test_a_scheduler_begins_anew_if_the_model_is_another(workers: Workers) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "cached_tokens"),
+    [("model_fingerprint", "another", 0), ("num_blocks", 32, 16)],
+)
+async def test_another_model_has_a_new_cache_and_a_kept_cache_its_size(
+    workers: Workers, name: str, value: object, cached_tokens: int
+) -> None:
     async with workers.scheduler() as stack:
         await answer(stack)
     for each in workers.ranks:
-        each.info.model_fingerprint = "another"
+        setattr(each.info, name, value)
     async with workers.scheduler() as stack:
-        assert await answer(stack) == 0
-
-
-async def test_a_kept_cache_has_the_size_that_it_had(workers: Workers) -> None:
-    async with workers.scheduler() as stack:
-        await answer(stack)
-    for each in workers.ranks:
-        each.info.num_blocks //= 2
-    async with workers.scheduler() as stack:
-        assert await answer(stack) == 16
+        assert await answer(stack) == cached_tokens
         assert (await stack.load()).blocks == 64

@@ -45,9 +45,9 @@ def compute(blocks: BlockManager, prompt: list[int]) -> bytes:
     seq = Sequence((0, 0), prompt, SamplingParams(max_tokens=1))
     assert blocks.allocate_prompt(seq)
     seq.begin_at(len(prompt))
-    blocks.publish(seq)
+    blocks.advance(seq)
     blocks.free(seq)
-    return seq.block_hashes[-1]
+    return seq.blocks.names[0][-1]
 
 
 def fill(blocks: BlockManager) -> None:

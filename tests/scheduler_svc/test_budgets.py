@@ -14,7 +14,7 @@ from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import Answer, End
-from tests.scheduler_svc.schedulers import make_scheduler
+from tests.scheduler_svc.schedulers import make_scheduler, refused
 
 INPUT = Client("in", input_tokens_per_minute=60)
 OUTPUT = Client("out", output_tokens_per_minute=600)
@@ -59,17 +59,15 @@ def run(scheduler: Scheduler, now: float, steps: int = 1000) -> None:
 
 
 def refused_for_s(end: End | None) -> float:
-    assert end is not None
-    assert end.cause is FinishCause.QUEUE_FULL
-    assert end.retry_after_s > 0
-    return end.retry_after_s
+    retry_after_s = refused(end).retry_after_s
+    assert retry_after_s > 0
+    return retry_after_s
 
 
 def test_input_is_charged_when_it_is_accepted(scheduler: Scheduler) -> None:
     for _ in range(7):  # a minute's worth, and the last of them on credit
         assert submit(scheduler, INPUT, now=100.0, length=10) is None or _ == 6
-    end = submit(scheduler, INPUT, now=100.0)
-    assert end
+    end = refused(submit(scheduler, INPUT, now=100.0))
     assert "input_tokens_per_minute: all 60 tokens are spent" in end.message
     # Nobody else is concerned.
     assert submit(scheduler, OUTPUT, now=100.0) is None
@@ -140,8 +138,7 @@ def test_completions_of_one_prompt_are_charged_for_it_once(scheduler: Scheduler)
 def test_a_rejected_request_costs_nothing(scheduler: Scheduler) -> None:
     for _ in range(10):
         end = submit(scheduler, INPUT, now=0.0, length=600)  # too long for the model
-        assert end
-        assert end.cause is FinishCause.INVALID
+        refused(end, FinishCause.INVALID)
     assert submit(scheduler, INPUT, now=0.0) is None
 
 

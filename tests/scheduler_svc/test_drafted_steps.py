@@ -13,6 +13,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import Answer, Logprobs, Output, Step
 from scheduler_svc.rpc.step_encoding import encode_step
+from shared.paging import Paging
 from shared.sampling_params import Grammar, GrammarKind
 from tests.fake_worker import completion, next_token
 from tests.scheduler_svc.schedulers import generated, make, make_scheduler, planned
@@ -136,7 +137,7 @@ def test_drafts_leave_rows_and_blocks_to_sequences() -> None:
     step = planned(scheduler)
     # Of four rows, one may be the waiting sequence's. Of three blocks, one is kept for a decode.
     assert [row.draft for row in step.rows] == [None, *TOKENS[1:3], None]
-    assert len(step.rows[0].seq.block_table) <= 2
+    assert len(step.rows[0].seq.blocks.tables[0]) <= 2
     scheduler.apply(step, answer(step))
     scheduler.check_integrity()
 
@@ -152,7 +153,7 @@ def test_each_position_under_a_grammar_has_its_own_mask() -> None:
     assert scheduler.schedule() is None  # no mask yet
     seq.unpause(masks[1:])
     step = planned(scheduler)
-    request = encode_step(step, 4, 1, 1)
+    request = encode_step(step, Paging(4), 1, 1)
     assert ints(request.features.rows).tolist() == [0, 1, 2]
     assert request.features.masks == b"".join(masks[1:])
     scheduler.apply(step, answer(step))

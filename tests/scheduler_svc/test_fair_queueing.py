@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Request, Sequence
+from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.core.waiting_queue import WaitingQueue
 from tests.scheduler_svc import schedulers
-from tests.scheduler_svc.schedulers import answered
+from tests.scheduler_svc.schedulers import answered, refused
 
 A, B, C = Client("a"), Client("b"), Client("c")
 _numbers = count(1)
@@ -172,13 +172,10 @@ def test_a_client_with_nothing_in_the_queue_finds_room(
     scheduler = make_scheduler(**limit)
     while (end := scheduler.add(make(flood, length, connection=connection))) is None:
         pass
-    assert end.cause is FinishCause.QUEUE_FULL
-    assert message in end.message
+    assert message in refused(end).message
     first = make(A, length)
     assert scheduler.add(first) is None
-    full = scheduler.add(make(A, length))
-    assert full
-    assert full.cause is FinishCause.QUEUE_FULL
+    refused(scheduler.add(make(A, length)))
     again = make(A, length)
     again.request = replace(again.request, resubmitted=True)
     assert scheduler.add(again) is None
@@ -195,9 +192,7 @@ def test_completions_that_wait_for_a_slot_are_their_clients() -> None:
     assert scheduler.add(several, n=4) is None
     step(scheduler)
     assert scheduler.num_waiting == 3
-    full = scheduler.add(make(A, connection=1))
-    assert full
-    assert full.cause is FinishCause.QUEUE_FULL
+    refused(scheduler.add(make(A, connection=1)))
     assert scheduler.add(make(B, connection=1)) is None
 
 

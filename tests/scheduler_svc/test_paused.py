@@ -10,6 +10,7 @@ from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, Status
 from scheduler_svc.rpc.step_encoding import encode_step
+from shared.paging import Paging
 from shared.sampling_params import Grammar
 from tests.oracle import completion
 from tests.scheduler_svc.schedulers import (
@@ -41,7 +42,7 @@ def test_all_but_the_last_token_is_computed_before_it_goes_on(prompt_len: int) -
     seq.unpause([MASK])
     step = planned(scheduler)
     assert [(row.start, row.samples) for row in step.rows] == [(prompt_len - 1, True)]
-    features = encode_step(step, 4, 1, 1).features
+    features = encode_step(step, Paging(4), 1, 1).features
     assert (len(features.masked), features.masks) == (4, MASK)
     assert scheduler.schedule() is None  # not one step ahead
     scheduler.apply(step, sample(step))

@@ -6,11 +6,11 @@ import pytest
 
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishCause, Request, Row, Sequence, Status
+from scheduler_svc.core.sequence import Request, Row, Sequence, Status
 from scheduler_svc.core.step import Step, StepTiming
 from scheduler_svc.load import Load
 from tests.scheduler_svc import schedulers
-from tests.scheduler_svc.schedulers import answered
+from tests.scheduler_svc.schedulers import answered, refused
 
 
 def make_scheduler(num_blocks: int = 1000, **limits: int) -> Scheduler:
@@ -129,17 +129,13 @@ def test_the_lowest_priority_is_preempted_then_the_latest_arrival() -> None:
 def test_the_queue_is_limited_in_tokens_too() -> None:
     scheduler = make_scheduler(max_waiting_tokens=100, max_waiting=5)
     add(scheduler, 1, 150)  # may exceed the limit if alone
-    refused = scheduler.add(Sequence((0, 2), [1] * 3, SamplingParams(5)))
-    assert refused
-    assert refused.cause is FinishCause.QUEUE_FULL
-    assert "150" in refused.message
-    assert "100" in refused.message
+    end = refused(scheduler.add(Sequence((0, 2), [1] * 3, SamplingParams(5))))
+    assert "150" in end.message
+    assert "100" in end.message
     step(scheduler)
     add(scheduler, 3, 50)
     add(scheduler, 4, 50)
-    refused = scheduler.add(Sequence((0, 5), [1], SamplingParams(5)))
-    assert refused
-    assert refused.cause is FinishCause.QUEUE_FULL
+    refused(scheduler.add(Sequence((0, 5), [1], SamplingParams(5))))
 
 
 def test_the_head_of_the_queue_is_not_matched_again_until_it_may_fit() -> None:

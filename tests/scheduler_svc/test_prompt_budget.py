@@ -13,6 +13,7 @@ from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.core.step import Answer, Step, StepTiming
+from shared.paging import Paging
 
 STREAMS, PROMPTS = Client("streams"), Client("prompts")
 _LONG = 20_000  # tokens
@@ -28,7 +29,7 @@ class Machine:
         self._number = 0
         self._now = 0.0
         limits = Limits(256, 2048, 40_960, 1000, vocab_size=1000, max_num_prefill_tokens=1024)
-        self.scheduler = Scheduler(limits, BlockManager(20_000, 16))
+        self.scheduler = Scheduler(limits, BlockManager(20_000, Paging(16)))
 
     def add(self, client: Client, length: int, max_tokens: int) -> Sequence:
         self._number += 1

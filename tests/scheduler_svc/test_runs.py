@@ -15,6 +15,7 @@ from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import DROPPED, Answer, Output, Step, StepTiming
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
+from shared.paging import Paging
 from shared.sampling_params import Grammar, GrammarKind
 from tests import sanitizer
 from tests.oracle import completion
@@ -50,7 +51,7 @@ def test_decodes_are_planned_together_while_nothing_waits() -> None:
     assert [[(row.seq, row.start) for row in step.rows] for step in run] == [
         [(first, start), (second, start)] for start in (3, 4, 5, 6)
     ]
-    request = encode_step(run[0], SIZE, 1, 5, len(run))
+    request = encode_step(run[0], Paging(SIZE), 1, 5, len(run))
     assert (request.step_id, request.num_steps) == (5, 4)
     scheduler.add(make(3, PROMPT, 12))
     assert scheduler.run_is_useless
@@ -115,14 +116,14 @@ class Workers:
 
     def begin(self) -> None:
         limits = sanitizer.Limits(8, 32, 64)
-        self._sanitizer = sanitizer.Sanitizer(limits, 32, SIZE, 1)
+        self._sanitizer = sanitizer.Sanitizer(limits, 32, Paging(SIZE), 1)
         self._step_id = 0
 
     async def send(self, run: Seq[Step]) -> None:
-        request = encode_step(run[0], SIZE, 1, self._step_id + 1, len(run))
+        request = encode_step(run[0], Paging(SIZE), 1, self._step_id + 1, len(run))
         self._step_id += len(run)
         self.messages.append(len(run))
-        for step, message in zip(run, steps_of(request, SIZE), strict=True):
+        for step, message in zip(run, steps_of(request, Paging(SIZE)), strict=True):
             self.waiting.append((step, read_answer(message, self._sanitizer.run(message))))
         self._news.set()
 

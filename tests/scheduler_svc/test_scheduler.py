@@ -12,6 +12,7 @@ from tests.scheduler_svc.schedulers import (
     make,
     make_scheduler,
     planned,
+    refused,
     run,
     sample,
 )
@@ -40,10 +41,8 @@ def test_decodes_and_prompt_chunks_share_a_step_within_the_budget() -> None:
     [([], 5, "prompt"), ([VOCAB_SIZE], 5, "below 1000"), ([-1], 5, "prompt"), ([1], 0, "max_tok")],
 )
 def test_an_invalid_request_is_rejected(prompt: list[int], max_tokens: int, word: str) -> None:
-    output = make_scheduler().add(make(1, prompt, max_tokens))
-    assert output is not None
-    assert output.cause is FinishCause.INVALID
-    assert word in output.message
+    end = make_scheduler().add(make(1, prompt, max_tokens))
+    assert word in refused(end, FinishCause.INVALID).message
 
 
 def test_a_preempted_sequence_counts_its_prompt_once() -> None:

@@ -18,6 +18,7 @@ from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import Answer, Step, StepTiming
+from shared.paging import Paging
 
 PLAN_S, SEND_S = 1.2e-3, 0.2e-3  # of the scheduler for a step, and on the way to the workers
 VOCAB_SIZE = 10_000
@@ -62,7 +63,7 @@ class Engine:
     def __init__(self, num_seqs: int, seats: int, kind: str, *, drafts: bool, steps: int) -> None:
         speculation = Speculation() if drafts else None
         limits = Limits(seats, 8192, 8192, max_waiting=1000, vocab_size=VOCAB_SIZE)
-        self.scheduler = Scheduler(limits, BlockManager(20_000, 128), speculation)
+        self.scheduler = Scheduler(limits, BlockManager(20_000, Paging(128)), speculation)
         self._kind, self._steps = kind, steps
         self._in_flight: deque[tuple[Step, float]] = deque()
         self._now = self._free_since = 0.0

@@ -24,8 +24,9 @@ class CheckedScheduler(Scheduler):
         self.answered = 0  # steps since the workers were last lost
         self.cache_is_kept = False  # whether they came back with their cache
         self.num_copied_again = 0  # at the last loss
-        # Each sequence's answered tokens, and its block table, which preemption replaces.
-        self._known: WeakKeyDictionary[Sequence, tuple[int, array[int]]] = WeakKeyDictionary()
+        # Each sequence's answered tokens, and its block tables, which preemption replaces.
+        self._known: WeakKeyDictionary[Sequence, tuple[int, list[array[int]]]]
+        self._known = WeakKeyDictionary()
 
     def sequence(self, key: SequenceKey) -> Sequence:
         """Returns a sequence that has not ended."""
@@ -34,8 +35,8 @@ class CheckedScheduler(Scheduler):
     def schedule(self, now: float = 0.0) -> Step | None:
         step = super().schedule(now)
         for row in step.rows if step else ():
-            known, table = self._known.get(row.seq, (0, row.seq.block_table))
-            if table is row.seq.block_table:
+            known, tables = self._known.get(row.seq, (0, row.seq.blocks.tables))
+            if tables is row.seq.blocks.tables:
                 assert row.start >= known, f"{row.seq.key}: position {row.start} again, of {known}"
         return step
 
@@ -45,7 +46,7 @@ class CheckedScheduler(Scheduler):
         self.check_integrity()
         for row in step.rows:
             if row.draft is None or row.start < row.seq.num_computed_tokens:
-                self._known[row.seq] = row.start + row.num_tokens, row.seq.block_table
+                self._known[row.seq] = row.start + row.num_tokens, row.seq.blocks.tables
         return outputs
 
     def rewind_all(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from scheduler_svc.core.admission import Limits
+from shared.paging import Paging
 from tests.oracle import VOCAB_SIZE
 from tests.simulation.drafting import Chances
 
@@ -15,9 +16,10 @@ class Knobs:
 
     def __init__(self, rng: Random) -> None:
         # The engine, and its steps
-        self.block_size = rng.choice([1, 2, 3, 4, 4, 8])
         self.num_blocks = rng.choice([rng.randint(3, 8), rng.randint(6, 24), rng.randint(20, 100)])
-        self.max_model_len = min(rng.choice([24, 48, 96, 160]), self.num_blocks * self.block_size)
+        self.paging = _paging(rng)
+        self.num_blocks *= len(self.paging.tables)
+        self.max_model_len = self.paging.longest(self.num_blocks, rng.choice([24, 48, 96, 160]))
         self.max_num_seqs = rng.choice([rng.randint(1, 2), rng.randint(2, 6), rng.randint(4, 16)])
         self.step_s = rng.choice([0.0, 0.01, 0.01, 0.01, 0.1])  # for a step on a rank
         self.max_num_batched_tokens = self.max_num_seqs + rng.choice([0, rng.randint(1, 8), 24])
@@ -91,3 +93,13 @@ class Knobs:
     def longest_turn_s(self) -> float:
         """The longest time between two checks of the deadlines by the engine."""
         return 2 * (self.send_s + self.step_s) + self.answer_s + self.recover_s
+
+
+def _paging(rng: Random) -> Paging:
+    """A table without a window, one with one, or both kinds."""
+    block_size, window = rng.choice([1, 2, 3, 4, 4, 8]), rng.choice([0, 0, 1, 2, 5, 12, 30])
+    if not window or rng.random() < 0.3:
+        return Paging(block_size, window)
+    sizes = block_size, block_size * rng.choice([1, 1, 2, 5])
+    first, second = sizes if rng.random() < 0.3 else reversed(sizes)
+    return Paging(first, window, second)

@@ -22,14 +22,14 @@ from pathlib import Path
 from tests.simulation.planted_bugs import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
-_MACHINES = 20  # seeds of the state machine
+_MACHINES = 40  # seeds of the state machines
 # Of all that a bug of a world might break.
 _UNIT_TESTS = {
     "engine": [
         *("test_scheduler", "test_block_manager", "test_policy", "test_waiting_queue"),
         *("test_fair_queueing", "test_budgets", "test_paused", "test_suspects"),
         *("forks/test_followers", "forks/test_beams", "rpc/test_step_features"),
-        *("test_drafted_steps", "test_runs"),
+        *("test_drafted_steps", "test_runs", "test_windows"),
     ],
     "cluster": [
         *("test_engines", "test_placement", "test_prefix_index", "test_recovery"),

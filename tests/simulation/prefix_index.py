@@ -11,6 +11,7 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
+from shared.paging import Paging
 from tests.simulation import virtual_time
 from tests.simulation.cluster.checks import check_index
 
@@ -26,7 +27,7 @@ def _compute(blocks: BlockManager, seq: Sequence, tokens: list[int]) -> None:
             break
         seq.tokens.append(token)
         seq.num_computed_tokens = seq.num_scheduled_tokens = seq.num_tokens
-    blocks.publish(seq)
+    blocks.advance(seq)
 
 
 def simulate(seed: int) -> Counter[str]:
@@ -36,7 +37,11 @@ def simulate(seed: int) -> Counter[str]:
 
 
 async def _simulate(rng: Random) -> Counter[str]:
-    blocks, index, running = BlockManager(_BLOCKS, _SIZE), PrefixIndex(_SIZE), list[Sequence]()
+    blocks, index, running = (
+        BlockManager(_BLOCKS, Paging(_SIZE)),
+        PrefixIndex(_SIZE),
+        list[Sequence](),
+    )
     counts: Counter[str] = Counter()
     with watched(blocks) as watch:
         for number in range(_STEPS):

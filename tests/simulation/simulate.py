@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 
 import numpy as np
@@ -67,7 +68,7 @@ class Simulation:
         knobs, rng, counts = self._knobs, self._rng, self._counts
         self._scheduler = CheckedScheduler(
             knobs.limits,
-            BlockManager(knobs.num_blocks, knobs.block_size),
+            BlockManager(knobs.num_blocks, knobs.paging),
             SimulatedSpeculation(knobs.drafting, rng, self._next_tokens),
         )
         self._workers = workers = SimulatedWorkers(
@@ -121,7 +122,7 @@ class Simulation:
         self._counts["copies"] += len(step.copies)
         held: list[int] = []
         for key in self._scheduler.open_sequences():
-            held.extend(self._frontends.attempt_at(key).seq.block_table)
+            held.extend(chain(*self._frontends.attempt_at(key).seq.blocks.held()))
         references = np.bincount(held, minlength=self._knobs.num_blocks)
         return Beside(owners, self._scheduler.answered, references)
 

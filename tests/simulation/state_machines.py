@@ -8,7 +8,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.scheduler_svc.test_state_machines import BlockManagerMachine
+from tests.scheduler_svc import test_state_machines as machines
 
 _EXAMPLES = 20  # not shrunk, since `make test` shrinks what it finds
 _SETTINGS = settings(
@@ -22,6 +22,12 @@ _SETTINGS = settings(
 
 
 def simulate(seed: int) -> Counter[str]:
-    machine = hypothesis.seed(seed)(BlockManagerMachine)
+    classes = (
+        machines.BlockManagerMachine,
+        machines.WindowMachine,
+        machines.TwoTablesMachine,
+        machines.FewWindowsMachine,
+    )
+    machine = hypothesis.seed(seed)(classes[seed % len(classes)])
     run_state_machine_as_test(machine, settings=_SETTINGS)
     return Counter({machine.__name__: _EXAMPLES})

@@ -10,7 +10,7 @@ import pytest
 from tests.simulation.mutations import ROOT, find
 from tests.simulation.planted_bugs import BUGS
 
-SEEDS = 40
+SEEDS = 60
 SOME = (
     "blocks are freed while a step is in flight",
     "eviction forgets to unname a block",

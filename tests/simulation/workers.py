@@ -73,8 +73,8 @@ class SimulatedWorkers:
         return self._knobs.max_run
 
     async def send(self, run: Seq[Step]) -> None:
-        size, step = self._knobs.block_size, run[0]
-        request = encode_step(step, size, self._epoch, self._step_id + 1, len(run))
+        paging, step = self._knobs.paging, run[0]
+        request = encode_step(step, paging, self._epoch, self._step_id + 1, len(run))
         self._step_id += len(run)
         self._steps += run
         beside = self._beside(step)
@@ -86,7 +86,7 @@ class SimulatedWorkers:
         loses = self._counts["losses"] < self._knobs.max_losses and self._happens(loss)
         if self._broken or (loses and self._happens(0.25)):
             raise self._lost("before a step was written")
-        for each, message in zip(run, steps_of(request, size), strict=True):
+        for each, message in zip(run, steps_of(request, paging), strict=True):
             self._run(each, message, beside)
         self.digest = zlib.crc32(request.SerializeToString(deterministic=True), self.digest)
         self._counts["runs"] += len(run) > 1
@@ -200,7 +200,7 @@ class SimulatedWorkers:
         self._free_at = [0.0] * knobs.ranks
         if answered is None:
             limits = Limits(knobs.max_num_seqs, knobs.max_num_batched_tokens, knobs.max_model_len)
-            self._sanitizer = Sanitizer(limits, knobs.num_blocks, knobs.block_size, self._epoch)
+            self._sanitizer = Sanitizer(limits, knobs.num_blocks, knobs.paging, self._epoch)
         else:
             self._sanitizer.keep(self._epoch, answered, self._rng)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
+from shared.paging import Paging
 from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
 from shared.sampling_params import COLUMNS, SamplingNumbers
 from tests.worker_svc.device import DEVICE
@@ -132,12 +133,14 @@ def prompt_logprobs(targets: Mapping[int, Sequence[int]], k: int) -> PromptLogpr
 
 @dataclass
 class Batch:
-    """Sequences with block tables of their own, turned into steps of any mix."""
+    """Sequences with block tables of their own, turned into steps of any mix. Blocks that no later
+    token sees are used again at once, if they are of a second table."""
 
     limits: StepLimits
     step_id: int = 0
     contexts: dict[int, int] = field(default_factory=dict)  # tokens in the cache
     tables: dict[int, list[int]] = field(default_factory=dict)
+    second_tables: dict[int, list[int]] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
     epoch: int = 1
 
@@ -163,25 +166,24 @@ class Batch:
         """Makes a step that appends `chunks` (sequence, token ids); the sequences in `silent`
         sample nothing. Features and prompt targets are by row. Several chunks may be of one
         sequence. The blocks have room for a run of `room` steps."""
-        size = self.limits.block_size
-        ids: list[int] = []
-        positions: list[int] = []
+        spans: list[tuple[int, range]] = []  # sequences, and the positions of their tokens
+        for seq, tokens in chunks:
+            start = self.contexts.get(seq, 0)
+            self.contexts[seq] = start + len(tokens)
+            spans.append((seq, range(start, start + len(tokens))))
         slots: list[int] = []
         tables: list[int] = []
         offsets = [0]
-        contexts: list[int] = []
-        for seq, tokens in chunks:
-            start = self.contexts.get(seq, 0)
-            self.contexts[seq] = end = start + len(tokens)
-            contexts.append(end)
-            table = self.tables.setdefault(seq, [])
-            while len(table) * size < end + room - 1:
-                table.append(self.free.pop())
-            ids += tokens
-            positions += range(start, end)
-            slots += [table[p // size] * size + p % size for p in range(start, end)]
-            tables += table
-            offsets.append(len(tables))
+        for number in range(len(self.limits.paging.tables)):
+            for seq, places in spans:
+                first = next(each.start for other, each in spans if other == seq)
+                table = self._table(number, seq, first, places.stop + room - 1)
+                size = self.limits.paging.tables[number].block_size
+                slot_of_block = self.limits.paging.slots_per_block
+                slots += [table[p // size] * slot_of_block + p % size for p in places]
+                tables += table
+                offsets.append(len(tables))
+        ids = [token for _, tokens in chunks for token in tokens]
         self.step_id += 1
         rows = len(chunks)
 
@@ -189,10 +191,10 @@ class Batch:
             epoch=self.epoch,
             step_id=self.step_id,
             input_ids=i4(ids),
-            positions=i4(positions),
+            positions=i4([place for _, places in spans for place in places]),
             slot_mapping=i4(slots),
             query_lens=i4([len(tokens) for _, tokens in chunks]),
-            context_lens=i4(contexts),
+            context_lens=i4([places.stop for _, places in spans]),
             block_table=i4(tables),
             block_table_offsets=i4(offsets),
             samples=bytes(int(seq not in silent) for seq, _ in chunks),
@@ -204,6 +206,19 @@ class Batch:
             graph=graph,
         )
 
+    def _table(self, number: int, seq: int, start: int, end: int) -> list[int]:
+        """A table of a sequence with blocks for `end` tokens, of which a step begins at `start`."""
+        kind = self.limits.paging.tables[number]
+        tables = self.second_tables if number else self.tables
+        table = tables.setdefault(seq, [])
+        while len(table) * kind.block_size < end:
+            table.append(self.free.pop())
+        if number:
+            first = kind.first_needed(start)
+            unseen, table[:first] = {*table[:first]}, table[first : first + 1] * first
+            self.free += unseen.difference(*tables.values())
+        return table
+
     def step(self, chunks: Sequence[tuple[int, Sequence[int]]], **kwargs: Any) -> StepArrays:
         """Does the same and decodes it, as if all rows of the step before had sampled."""
         request = self.request(chunks, **kwargs)
@@ -214,11 +229,11 @@ class Batch:
         return decode_step(request, self.limits, before)
 
 
-def limits(**overrides: int) -> StepLimits:
-    values = {
+def limits(block_size: int = 16, **overrides: Any) -> StepLimits:
+    values: dict[str, Any] = {
         "vocab_size": 301,
         "num_blocks": 256,
-        "block_size": 16,
+        "paging": Paging(block_size),
         "max_num_seqs": 64,
         "max_num_batched_tokens": 2048,
         "max_model_len": 512,
@@ -233,7 +248,7 @@ def batch_for(runner: ModelRunner, num_blocks: int) -> Batch:
         limits(
             vocab_size=info.vocab_size,
             num_blocks=num_blocks,
-            block_size=info.block_size,
+            paging=info.paging,
             max_num_seqs=runner._settings.max_num_seqs,
             max_num_batched_tokens=2**20,
             max_model_len=info.max_model_len,

@@ -40,7 +40,7 @@ def make_backend(
     """Makes a backend, or skips the test if a library is not installed, not for this GPU, or not
     built for these heads or this dtype."""
     settings = worker_settings(Path(), attention=name)
-    shape = AttentionShape(1, *heads, dtype, DEVICE, kv_dtype, windows=frozenset(windows))
+    shape = AttentionShape(tuple(windows), *heads, dtype, DEVICE, kv_dtype)
     try:
         backend = GpuPlatform(settings).attention_backend(settings, shape)
     except StartError as error:

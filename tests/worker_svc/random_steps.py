@@ -26,10 +26,13 @@ MODEL: dict[str, Any] = {
     "vocab_size": 150,
     "hidden_size": 32,
     "intermediate_size": 40,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "max_position_embeddings": 96,
+    "use_sliding_window": True,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 NUM_BLOCKS = 400
 BLOCK_SIZE = 4
@@ -163,9 +166,13 @@ class Mixtures:
         batch, new = self._batch, self._new()
         self._missing[new] = 0
         batch.contexts[new] = context = batch.contexts[seq]
-        table, full = batch.tables[seq], context // self._limits.block_size
-        copies = [(block, batch.free.pop()) for block in table[full : full + 1]]
-        batch.tables[new] = table[:full] + [copy for _, copy in copies]
+        copies = []
+        tables = batch.tables, batch.second_tables
+        for kind, of_seqs in zip(self._limits.paging.tables, tables, strict=True):
+            table, full = of_seqs[seq], context // kind.block_size
+            copied = [(block, batch.free.pop()) for block in table[full : full + 1]]
+            of_seqs[new] = table[:full] + [copy for _, copy in copied]
+            copies += copied
         return new, copies
 
     def _tokens(self, count: int) -> list[int]:

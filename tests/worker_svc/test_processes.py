@@ -30,11 +30,12 @@ from transformers import (
 
 from deploy.health import CHANNEL_OPTIONS, SERVING, check_health
 from deploy.ports import free_port
-from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepRequest, StepResponse
+from shared.paging import Paging
+from shared.pb.worker_pb2 import ConfigureRequest, GetInfoRequest, StepResponse
 from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.waiting import WAIT_S, wait_for
 from tests.worker_svc.families import EXPERTS, GEMMA3
-from tests.worker_svc.harness import Asked, Batch, limits, save_model, worker_settings
+from tests.worker_svc.harness import Asked, Batch, batch_for, limits, save_model, worker_settings
 from worker_svc.distributed import JOIN_TIMEOUT, TensorParallel
 from worker_svc.errors import SupersededError
 from worker_svc.model_runner import ModelRunner
@@ -47,7 +48,7 @@ pytestmark = pytest.mark.timeout(400)
 NUM_BLOCKS = 64
 VOCAB = 301  # of the models and limits in harness.py
 
-Workload = Callable[[int], list[Any]]  # of an epoch
+Workload = Callable[[Batch], list[Any]]
 
 
 def address_of_an_interface() -> str:
@@ -99,8 +100,12 @@ class Ranks:
         for future in [stub.Configure.future(request) for stub in self.stubs]:
             future.result(timeout=timeout_s)
 
-    def execute(self, requests: list[StepRequest]) -> list[StepResponse]:
+    def execute(self, workload: Workload, num_steps: int | None = None) -> list[StepResponse]:
         """Runs steps in this epoch -> rank 0's answers; those of the others must hold nothing."""
+        info = self.stubs[0].GetInfo(GetInfoRequest())
+        paging = Paging(info.block_size, info.window, info.window_block_size)
+        batch = Batch(limits(num_blocks=NUM_BLOCKS, paging=paging), epoch=self.epoch)
+        requests = workload(batch)[:num_steps]
 
         def execute(stub: WorkerServiceStub) -> list[StepResponse]:
             return list(stub.Execute(iter(requests), timeout=WAIT_S))
@@ -128,9 +133,8 @@ class Ranks:
         assert all(process.wait(WAIT_S) == 0 for process in self.processes)
 
 
-def workload(epoch: int) -> list[Any]:
+def workload(batch: Batch) -> list[Any]:
     """Prompts in chunks beside decodes, half of them sampled with a temperature."""
-    batch = Batch(limits(num_blocks=NUM_BLOCKS), epoch=epoch)
     rng = np.random.default_rng(0)
     texts = [rng.integers(VOCAB, size=n).tolist() for n in (5, 40, 17, 64)]
     sampling = {"temperatures": [0.0, 0.8, 0.0, 1.2], "seeds": [1, 2, 3, 4]}
@@ -142,9 +146,8 @@ def workload(epoch: int) -> list[Any]:
     return steps
 
 
-def workload_of_features(epoch: int) -> list[Any]:
+def workload_of_features(batch: Batch) -> list[Any]:
     """Prompts that are scored, then decodes one step ahead, every row with other features."""
-    batch = Batch(limits(num_blocks=NUM_BLOCKS), epoch=epoch)
     rng = np.random.default_rng(1)
     texts = [rng.integers(VOCAB, size=n).tolist() for n in (5, 40, 17, 64)]
     sampling: dict[str, Any] = {"temperatures": [0.0, 0.8, 0.9, 1.2], "seeds": [1, 2, 3, 4]}
@@ -188,12 +191,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def answers_of_one(model: Path, requests: list[StepRequest]) -> list[StepResult]:
+def answers_of_one(model: Path, workload: Workload) -> list[StepResult]:
     runner, step = ModelRunner(worker_settings(model, device="cpu")), None
     runner.configure(1, NUM_BLOCKS)
-    found = []
-    for request in requests:
-        step = decode_step(request, limits(num_blocks=NUM_BLOCKS), step)
+    batch, found = batch_for(runner, NUM_BLOCKS), []
+    for request in workload(batch):
+        step = decode_step(request, batch.limits, step)
         found.append(runner.launch(step).wait())
     return found
 
@@ -227,8 +230,8 @@ def several(
 @pytest.mark.parametrize("workload", [workload, workload_of_features])
 def test_ranks_give_the_tokens_of_one(several: Ranks, workload: Workload) -> None:
     several.configure()
-    ours = several.execute(workload(several.epoch))
-    theirs = answers_of_one(several.model, workload(1))
+    ours = several.execute(workload)
+    theirs = answers_of_one(several.model, workload)
     for answer, expected in zip(ours, theirs, strict=True):
         assert np.frombuffer(answer.token_ids, "<i4").tolist() == expected.token_ids.tolist()
         ids, values = (
@@ -245,7 +248,7 @@ def test_ranks_listen_only_where_they_meet(several: Ranks) -> None:
     if several.master_addr == "127.0.0.1":
         pytest.skip("this host has loopback only")
     several.configure()
-    assert several.execute(workload(several.epoch)[:3])
+    assert several.execute(workload, num_steps=3)
     for rank in range(len(several.stubs)):
         assert several.listening(rank) == {several.master_addr}
 
@@ -259,7 +262,7 @@ def test_a_newer_epoch_ends_the_wait_for_other_ranks(several: Ranks) -> None:
             pass  # calls may overtake each other
     several.configure(timeout_s=JOIN_TIMEOUT.total_seconds() / 2)
     assert alone.exception().code() == grpc.StatusCode.UNAVAILABLE
-    assert several.execute(workload(several.epoch)[:3])
+    assert several.execute(workload, num_steps=3)
 
 
 def test_a_newer_epoch_ends_the_wait_for_the_store_of_rank_0(

@@ -13,6 +13,7 @@ from scheduler_svc.core.admission import Limits
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.metrics import EngineMetrics
+from shared.paging import Paging
 from shared.telemetry.metrics import ServiceMetrics
 from tools.reference import markdown
 from tools.reference.markdown import code, codes, described, number, prose
@@ -51,7 +52,7 @@ def _services() -> Mapping[str, ServiceMetrics]:
     requests.usage.add(call, "stop", "", work)
     requests.usage.add(call, "RESOURCE_EXHAUSTED", "max_requests", None)
     engine = EngineMetrics()
-    engine.scheduler = Scheduler(Limits(1, 1, 1, 1, 1), BlockManager(1, 1))
+    engine.scheduler = Scheduler(Limits(1, 1, 1, 1, 1), BlockManager(1, Paging(1)))
     return {
         "Frontends": requests,
         "Schedulers": engine,

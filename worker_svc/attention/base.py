@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
-from worker_svc.kv_cache import NewTensor
+from worker_svc.kv_cache import CacheLayout, NewTensor
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors
 from worker_svc.step.wire import Int32s
@@ -23,7 +23,8 @@ KV_SCALE_BYTES = 4
 class AttentionShape:
     """The sizes of one rank's attention. Heads are counted per rank, not per model."""
 
-    num_layers: int
+    # Of the layers: how many of the last tokens they see; None: all.
+    windows: tuple[int | None, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -32,15 +33,16 @@ class AttentionShape:
     # The cache's. auto means `dtype`; others add a float32 scale per token and KV head.
     kv_dtype: KvDtype = "auto"
     multiplier: float | None = None  # of the scores, if not that of the heads' size
-    windows: frozenset[int | None] = frozenset({None})  # those of the layers
+    # Tokens of the longest sequence whose blocks may be freed; 0: no block is freed before the end.
+    max_model_len: int = 0
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """The size of one token's keys and values in all layers."""
+        """The size of one token's keys and values in a layer."""
         head_bytes = self.head_dim + KV_SCALE_BYTES
         if self.kv_dtype == "auto":
             head_bytes = self.head_dim * self.dtype.itemsize
-        return 2 * self.num_layers * self.num_kv_heads * head_bytes
+        return 2 * self.num_kv_heads * head_bytes
 
     @property
     def scale(self) -> float:
@@ -57,23 +59,32 @@ class QKNorm(NamedTuple):
 
 
 class AttentionBackend(ABC, Generic[Metadata]):
-    """Owns the layout of the paged KV cache and everything that reads or writes it."""
+    """Owns the layout of the paged KV cache and everything that reads or writes it. To a backend, a
+    block is a part of `layout`: `block_size` tokens of one layer."""
 
     name: str
 
     def __init__(self, shape: AttentionShape, block_size: int) -> None:
         self.shape = shape
         self.block_size = block_size
+        self.layout = CacheLayout.of(shape.windows, block_size, shape.max_model_len)
 
     def allocate(self, num_blocks: int, new: NewTensor | None = None) -> list[torch.Tensor]:
-        """Allocates one cache of `num_blocks` blocks per layer, by `new` if it is given."""
-        shape, dtype = self.cache_shape(num_blocks)
-        return [(new or self._new)(shape, dtype) for _ in range(self.shape.num_layers)]
+        """Allocates the tensors of a cache of `num_blocks` blocks, by `new` if it is given."""
+        shape, dtype = self.cache_shape(num_blocks * self.layout.num_parts)
+        return [(new or self._new)(shape, dtype) for _ in range(self.layout.num_tensors)]
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of a block."""
+        layout = self.layout
+        num_tokens = layout.num_tensors * layout.num_parts * self.block_size
+        return num_tokens * self.shape.cache_bytes_per_token
 
     @abstractmethod
     def cache_shape(self, num_blocks: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of a layer's cache. All its bytes may be zero or any that the
-        backend has written."""
+        """The shape and dtype of a tensor with so many blocks of one layer. All its bytes may be
+        zero or any that the backend has written."""
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         # Zeros, because a kernel may load the unused rest of a block and give it weight 0. A NaN

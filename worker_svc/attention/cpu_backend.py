@@ -66,7 +66,7 @@ class CpuBackend(AttentionBackend[StepTensors]):
         return Cache(
             cache.data_ptr(),
             _CACHE_TYPES[cache.dtype],
-            cache.shape[1],
+            cache.stride(0) // cache.stride(1),
             self.block_size,
             shape.num_kv_heads,
             shape.head_dim,
@@ -78,25 +78,25 @@ class CpuBackend(AttentionBackend[StepTensors]):
         norm: QKNorm | None,
         cos_sin: torch.Tensor,
         cache: Any,
-        metadata: StepTensors,
+        metadata: Any,
     ) -> torch.Tensor:
         heads, head_dim = self.shape.num_heads, self.shape.head_dim
         if trace := tracing():
-            return trace.rope_store(qkv, norm, cos_sin, cache, heads, head_dim)
+            return trace.rope_store(qkv, norm, cos_sin, cache, metadata, heads, head_dim)
         q = torch.empty(len(qkv), heads * head_dim)
         args = rope_store_args(
-            self.cache_of(cache), qkv.data_ptr(), q.data_ptr(), heads, norm, cos_sin.data_ptr()
+            self.cache_of(cache), 0, qkv.data_ptr(), q.data_ptr(), heads, norm, cos_sin.data_ptr()
         )
         run_phase(Phase.ROPE_STORE, args, step_of(metadata))
         return q
 
     def attend(
-        self, q: torch.Tensor, cache: Any, metadata: StepTensors, window: int | None = None
+        self, q: torch.Tensor, cache: Any, metadata: Any, window: int | None = None
     ) -> torch.Tensor:
         settings = self.shape.num_heads, self.shape.scale, window or _NO_WINDOW
         if trace := tracing():
-            return trace.attend(q, cache, *settings)
+            return trace.attend(q, cache, metadata, *settings)
         out = torch.empty(len(q), self.shape.num_heads * self.shape.head_dim)
-        args = AttendArgs(self.cache_of(cache), q.data_ptr(), out.data_ptr(), *settings)
+        args = AttendArgs(self.cache_of(cache), 0, q.data_ptr(), out.data_ptr(), *settings)
         run_phase(Phase.ATTEND, args, step_of(metadata))
         return out

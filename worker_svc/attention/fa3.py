@@ -64,7 +64,7 @@ class FlashAttention3(PagedBackend[FlashMetadata3]):
                 window_size_left=window - 1 if window else -1,
                 num_splits=_SPLITS,
             )
-            for window in shape.windows
+            for window in {*shape.windows}
         }
         return FlashMetadata3(
             tensors,

@@ -27,7 +27,7 @@ TOLERANCE = 0.05
 
 def probed_shape(shape: AttentionShape) -> AttentionShape:
     """The shape of the backend to probe. Its windows are shorter than the test sequences."""
-    windows = frozenset(None if each is None else WINDOW for each in shape.windows)
+    windows = tuple(None if each is None else WINDOW for each in shape.windows)
     return replace(shape, windows=windows)
 
 
@@ -39,7 +39,7 @@ def find_obstacle(backend: PagedBackend[Any]) -> str:
         RuntimeError: the device is lost.
     """
     try:
-        errors = [_error(backend, window) for window in backend.shape.windows]
+        errors = [_error(backend, window) for window in {*backend.shape.windows}]
     except Exception as failure:  # an extension may raise anything
         if is_device_lost(failure):
             raise

@@ -112,13 +112,14 @@ class Platform(ABC):
         sequence continues with the token of its row. Rows without a context, which are padding,
         stay as they are. Here in torch, on a CPU."""
         rows = torch.nonzero(tensors.context_lens).flatten()
-        position = tensors.context_lens[rows]
-        table = tensors.table_offsets[rows] + position // block_size
-        slots = tensors.block_table[table] * block_size + position % block_size
+        position, count = tensors.context_lens[rows], len(tensors.context_lens)
+        for first in range(0, len(tensors.slot_mapping), count):  # of each table
+            table = tensors.table_offsets[first + rows] + position // block_size
+            slots = tensors.block_table[table] * block_size + position % block_size
+            tensors.slot_mapping[first + rows] = slots
         seeds = tensors.seeds[rows].numpy().view(np.uint64)
         tensors.input_ids[rows] = -1 - rows.int()
         tensors.positions[rows] = position
-        tensors.slot_mapping[rows] = slots
         tensors.context_lens[rows] = position + 1
         tensors.uniforms[rows] = torch.from_numpy(uniforms(seeds, position.numpy() + 1))
 

@@ -95,7 +95,7 @@ class CpuPlatform(Platform):
         self, hidden_states: Callable[..., torch.Tensor], backend: Backend, tp: TensorParallel
     ) -> Callable[..., torch.Tensor]:
         assert isinstance(backend, CpuBackend)
-        return TracedModel(hidden_states, tp, backend.shape.num_layers, backend.cache_of)
+        return TracedModel(hidden_states, tp, backend.layout, backend.cache_of)
 
     def start(self, multiply_adds: int) -> CpuStopwatch:
         """Begins a step, which runs on one thread if it is small.

@@ -81,7 +81,12 @@ class StepGraphs:
         sizes = [GraphSize(size, 0, 0) for size in self._sizes[::-1]]
         if largest.tokens > largest.prompts:
             sizes.insert(0, largest)
-        self._table_entries = largest.decodes * -(-max_model_len // backend.block_size)
+        paging = backend.layout.paging
+        self._num_tables = len(paging.tables)
+        self._table_entries = largest.decodes * sum(
+            -(-max_model_len // kind.block_size) * paging.num_parts_of(kind)
+            for kind in paging.tables
+        )
         # Of two sizes, because a plan's column may be longer without prompts.
         both = (self._columns(self._example(size)) for size in (largest, sizes[-len(self._sizes)]))
         header = max(len(pack(columns[:-1], pinned=False)) for columns in both)
@@ -136,7 +141,7 @@ class StepGraphs:
             self.capturing = False
 
     def _example(self, size: GraphSize) -> StepArrays:
-        return example(size, self._max_model_len, self._backend.block_size)
+        return example(size, self._max_model_len, self._backend.block_size, self._num_tables)
 
     def _columns(self, step: StepArrays) -> list[np.ndarray]:
         columns = host_columns(step, self._backend.plan_column(step))

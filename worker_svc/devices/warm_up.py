@@ -26,6 +26,7 @@ def warm_up_steps(
     on_cpu: bool,
     max_model_len: int,
     block_size: int,
+    num_tables: int,
     vocab_size: int,
 ) -> tuple[StepArrays, StepArrays]:
     """Makes a step of prompts and a step of decodes. All their tokens share one cache block."""
@@ -41,8 +42,8 @@ def warm_up_steps(
     prompts, decodes = (
         replace(step, temperatures=np.ones(num_seqs, np.float32), features=features)
         for step in (
-            made_up_step(lens, lens, block_size),
-            plain_decodes(num_seqs, longest, block_size),
+            made_up_step(lens, lens, block_size, num_tables=num_tables),
+            plain_decodes(num_seqs, longest, block_size, num_tables),
         )
     )
     return replace(prompts, prompt_targets=scored), decodes
@@ -62,10 +63,12 @@ def tokens_in_a_launch(launch: Callable[[StepArrays], Any], prompts: StepArrays)
     return max((each for each in token_sizes(plain.num_tokens) if each <= tokens), default=0)
 
 
-def plain_decodes(num_seqs: int, max_model_len: int, block_size: int) -> StepArrays:
+def plain_decodes(
+    num_seqs: int, max_model_len: int, block_size: int, num_tables: int = 1
+) -> StepArrays:
     """Makes a step of decodes without features. All its tokens share one cache block."""
     ones = np.ones(num_seqs, np.int32)
-    return made_up_step(ones, ones * max_model_len, block_size)
+    return made_up_step(ones, ones * max_model_len, block_size, num_tables=num_tables)
 
 
 def half_drafted(step: StepArrays) -> StepArrays:

@@ -137,6 +137,7 @@ class Attention:
         )
         self._norm, self._joint_norm = norm, joint_norm
         self._window, rope = config.layers[parts.number]
+        self._table = parts.backend.layout.places[parts.number].table
         self._cos_sin = parts.tables[rope]
         self._backend = parts.backend
 
@@ -145,8 +146,9 @@ class Attention:
         qkv = self.qkv_proj(x)
         if self._joint_norm:
             qkv = self._joint_norm(qkv)
-        q = self._backend.rope_store(qkv, self._norm, self._cos_sin, cache, metadata)
-        return self.o_proj(self._backend.attend(q, cache, metadata, self._window))
+        of_table = metadata[self._table]
+        q = self._backend.rope_store(qkv, self._norm, self._cos_sin, cache, of_table)
+        return self.o_proj(self._backend.attend(q, cache, of_table, self._window))
 
 
 class MLP:
@@ -308,7 +310,7 @@ class Decoder:
         states [S, hidden] of each sequence's last token, or [T, hidden] of every token.
 
         last_tokens [R] int32 are the tokens that the previous step sampled. caches has one cache
-        per layer, and metadata is the backend's plan of the step.
+        per layer, and metadata is the backend's plan of the step for each block table.
         """
         x, residual = self.embed_tokens(tensors.input_ids, last_tokens), None
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -322,9 +324,13 @@ class Decoder:
 
 
 def attention_shape(
-    config: ModelConfig, ranks: int, device: torch.device, kv_dtype: KvDtype = "auto"
+    config: ModelConfig,
+    ranks: int,
+    device: torch.device,
+    kv_dtype: KvDtype = "auto",
+    max_model_len: int = 0,
 ) -> AttentionShape:
-    """The shape of attention on one of `ranks` ranks.
+    """The shape of attention on one of `ranks` ranks. For `max_model_len`, see there.
 
     Raises:
         ModelError: the model cannot be split across that many ranks.
@@ -339,7 +345,7 @@ def attention_shape(
             f"intermediate_size: {config.intermediate_size} cannot be split over tp = {ranks} ranks"
         )
     return AttentionShape(
-        config.num_layers,
+        tuple(layer.window for layer in config.layers),
         heads,
         kv_heads,
         config.head_dim,
@@ -347,7 +353,7 @@ def attention_shape(
         device,
         kv_dtype,
         config.attention_multiplier,
-        frozenset(layer.window for layer in config.layers),
+        max_model_len,
     )
 
 

@@ -16,7 +16,7 @@ from worker_svc.devices.cuda_graph import StepGraphs
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
 from worker_svc.kept_memory import State, WeightMemory
-from worker_svc.kv_cache import NewTensor
+from worker_svc.kv_cache import NewTensor, choose_max_model_len
 from worker_svc.loader import KeptLoader, WeightLoader
 from worker_svc.models.config import load_model_config
 from worker_svc.models.decoder import Decoder, attention_shape
@@ -48,8 +48,13 @@ class RankModel:
         dtype = platform.choose_dtype(settings.dtype, config.dtype)
         self.config = config = dataclasses.replace(config, dtype=dtype)
         self._quantization = choose_quantization(settings.quantization, config.quantization)
-        shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype)
+        # A draft model needs all blocks of the target, whatever their windows are.
+        longest = 0
+        if not settings.draft_model:
+            longest = choose_max_model_len(settings, config.max_model_len)
+        shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype, longest)
         self.backend = platform.attention_backend(settings, shape)
+        self.tensors: Sequence[torch.Tensor] = []  # of the cache, see `CacheLayout`
         self.caches: Sequence[torch.Tensor] = []  # one per layer
         self.graphs: StepGraphs | None = None
         self._settings = settings
@@ -121,7 +126,8 @@ class RankModel:
 
     def allocate(self, num_blocks: int, new: NewTensor | None = None) -> None:
         """Allocates a cache of `num_blocks` blocks, by `new` if it is given. 0 frees the cache."""
-        self.caches = self.backend.allocate(num_blocks, new) if num_blocks else []
+        self.tensors = self.backend.allocate(num_blocks, new) if num_blocks else []
+        self.caches = self.backend.layout.layers_of(self.tensors) if num_blocks else []
 
     def capture(
         self,
@@ -163,7 +169,10 @@ class RankModel:
     ) -> torch.Tensor:
         """Runs the layers on a step, whose columns on the device are `tensors`. See
         `Decoder.hidden_states`, and `AttentionBackend.plan` for max_context_len."""
-        metadata = self.backend.plan(step, tensors, max_context_len)
+        metadata = [
+            self.backend.plan(step, tensors.of_table(number), max_context_len)
+            for number in range(len(self.backend.layout.paging.tables))
+        ]
         return self._run_layers(
             tensors, last_tokens, self.caches, metadata, every_token=every_token
         )

@@ -16,16 +16,20 @@ DRAFTED = -(2**31)  # an input id: the token that the draft model proposes after
 
 @dataclass(frozen=True)
 class StepArrays:
-    """A step of T tokens of S sequences. It has the columns of `StepRequest` as host arrays."""
+    """A step of T tokens of S sequences. It has the columns of `StepRequest` as host arrays.
+
+    Its blocks are the parts that `kv_cache.CacheLayout` describes, of one size in all tables. If it
+    has one table, all layers use that.
+    """
 
     step_id: int
     input_ids: Int32s  # [T]; -1-r: the token sampled at row r of the previous step; or DRAFTED
     positions: Int32s  # [T]
-    slot_mapping: Int32s  # [T]
+    slot_mapping: Int32s  # [K*T] for K tables of each sequence
     query_lens: Int32s  # [S]
     context_lens: Int32s  # [S]
-    block_table: Int32s  # ragged
-    block_table_offsets: Int32s  # [S+1]
+    block_table: Int32s  # ragged; all first tables come before the second ones
+    block_table_offsets: Int32s  # [K*S+1]
     samples: NDArray[np.bool_]  # [S]
     temperatures: NDArray[np.float32]  # [S]
     seeds: NDArray[np.uint64]  # [S]
@@ -47,6 +51,11 @@ class StepArrays:
     @property
     def num_seqs(self) -> int:
         return len(self.query_lens)
+
+    @property
+    def num_tables(self) -> int:
+        """The number of block tables of each sequence."""
+        return (len(self.block_table_offsets) - 1) // len(self.query_lens)
 
     @property
     def reads_hidden_states(self) -> bool:
@@ -74,15 +83,19 @@ class StepArrays:
 
 
 def made_up_step(
-    query_lens: Int32s, context_lens: Int32s, block_size: int, block_table: Int32s | None = None
+    query_lens: Int32s,
+    context_lens: Int32s,
+    block_size: int,
+    block_table: Int32s | None = None,
+    num_tables: int = 1,
 ) -> StepArrays:
     """Makes a step of tokens 0, of which every sequence samples greedily. `block_table` has a block
     for each sequence. Without it, all tokens share the first block."""
     num_blocks = np.ones_like(context_lens)
     if block_table is None:
         num_blocks = -(-context_lens // block_size)
-        block_table = np.zeros(num_blocks.sum(), np.int32)
-    offsets = np.concatenate(([0], np.cumsum(num_blocks))).astype(np.int32)
+        block_table = np.zeros(num_tables * num_blocks.sum(), np.int32)
+    offsets = np.cumsum([0, *np.tile(num_blocks, num_tables)]).astype(np.int32)
     columns = query_lens, context_lens, block_table, offsets
     positions, slots = positions_and_slots(*columns, block_size)
     num_seqs = len(query_lens)
@@ -105,17 +118,19 @@ def positions_and_slots(
     block_table_offsets: Int32s,
     block_size: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The positions and slots [T] of a step's tokens. Of decodes, `context_lens` may be [N, S] of
-    N steps; then both are [N, T]."""
+    """The positions [T] and slots [K*T] of a step's tokens. Of decodes, `context_lens` may be
+    [N, S] of N steps; then both have a row for each step."""
+    first_blocks = block_table_offsets[:-1].reshape(-1, len(query_lens))
     if len(query_lens) == (num_tokens := query_lens.sum()):  # decodes
-        positions, first_block = context_lens.astype(np.int64) - 1, block_table_offsets[:-1]
+        positions = context_lens.astype(np.int64) - 1
     else:
         shift = context_lens - np.cumsum(query_lens)
         positions = np.arange(num_tokens) + np.repeat(shift, query_lens)
-        first_block = np.repeat(block_table_offsets[:-1], query_lens)
-    index, offset = np.divmod(positions, block_size)
-    blocks = block_table[first_block + index].astype(np.int64)
-    return positions, blocks * block_size + offset
+        first_blocks = np.repeat(first_blocks, query_lens, axis=1)
+    index, offset = np.divmod(positions[..., None, :], block_size)
+    blocks = block_table[first_blocks + index].astype(np.int64)
+    slots = blocks * block_size + offset
+    return positions, slots.reshape(*positions.shape[:-1], -1)
 
 
 def ranges(starts: Int32s, lengths: Int32s) -> NDArray[np.int64]:
@@ -129,14 +144,16 @@ def ranges(starts: Int32s, lengths: Int32s) -> NDArray[np.int64]:
 
 def rows_of(step: StepArrays, rows: NDArray[np.intp]) -> StepArrays:
     """The step of some rows of `step`, without what is of the whole step."""
-    lens, starts = step.query_lens[rows], step.block_table_offsets[rows]
+    lens, numbers = step.query_lens[rows], np.arange(step.num_tables)[:, None]
     tokens = ranges(step.first_tokens[rows], lens)
-    num_blocks = step.block_table_offsets[rows + 1] - starts
+    tables = (rows + step.num_seqs * numbers).ravel()
+    starts = step.block_table_offsets[tables]
+    num_blocks = step.block_table_offsets[tables + 1] - starts
     return StepArrays(
         step_id=step.step_id,
         input_ids=step.input_ids[tokens],
         positions=step.positions[tokens],
-        slot_mapping=step.slot_mapping[tokens],
+        slot_mapping=step.slot_mapping[(tokens + step.num_tokens * numbers).ravel()],
         query_lens=lens,
         context_lens=step.context_lens[rows],
         block_table=step.block_table[ranges(starts, num_blocks)],

@@ -8,6 +8,7 @@ import numpy as np
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.graph_sizes import GraphSize, graph_size
+from shared.paging import Paging
 from shared.pb.worker_pb2 import StepRequest
 from worker_svc.step.arrays import DRAFTED, StepArrays, positions_and_slots, ranges
 from worker_svc.step.features import (
@@ -36,7 +37,7 @@ class StepLimits:
 
     vocab_size: int
     num_blocks: int
-    block_size: int
+    paging: Paging
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
@@ -75,9 +76,10 @@ def decode_step(
     )
     if samples.max(initial=0) > 1:
         raise InvalidArgumentError("samples", "not 0 or 1")
-    _check_lengths(step)
+    _check_lengths(step, limits)
     _check_sequences(step, limits)
     _check_block_table(step, limits)
+    step = _in_parts(step, limits.paging)
     _check_tokens(step, limits)
     _check_input_ids(step, limits, previous)
     _check_drafted(step, limits)
@@ -95,7 +97,8 @@ def decode_run(
     _check_run(step, num_steps, limits)
     context_lens = step.context_lens + np.arange(1, num_steps, dtype=np.int32)[:, None]
     table = step.block_table, step.block_table_offsets
-    positions, slots = positions_and_slots(step.query_lens, context_lens, *table, limits.block_size)
+    size = limits.paging.part_size
+    positions, slots = positions_and_slots(step.query_lens, context_lens, *table, size)
     later = context_lens, positions.astype(np.int32), slots.astype(np.int32)
     run = [step]
     for lens, places, written in zip(*later, strict=True):
@@ -127,7 +130,8 @@ def _check_run(step: StepArrays, num_steps: int, limits: StepLimits) -> None:
         raise InvalidArgumentError("num_steps", "a run has decodes that sample, without masks")
     context_lens = step.context_lens + (num_steps - 1)
     _check_limit("num_steps", context_lens.max(), "tokens in the end", limits.max_model_len)
-    if (np.diff(step.block_table_offsets) * limits.block_size < context_lens).any():
+    room = np.diff(step.block_table_offsets) * limits.paging.part_size
+    if (room < np.tile(context_lens, step.num_tables)).any():
         raise InvalidArgumentError("block_table", "fewer blocks than a sequence needs in the run")
 
 
@@ -179,13 +183,30 @@ def _decode_copies(data: bytes, limits: StepLimits) -> Int32s:
     return copies
 
 
-def _check_lengths(step: StepArrays) -> None:
+def _in_parts(step: StepArrays, paging: Paging) -> StepArrays:
+    """Replaces blocks by their parts, see `kv_cache.CacheLayout`: in the table with the larger
+    blocks by all of them, in the other one by the first."""
+    count = paging.num_parts
+    if count == 1:
+        return step
+    parts = np.repeat([paging.num_parts_of(kind) for kind in paging.tables], step.num_seqs)
+    num_blocks, first_to_last = np.diff(step.block_table_offsets), np.arange(count, dtype=np.int32)
+    return replace(
+        step,
+        block_table=ranges(step.block_table * count, parts.repeat(num_blocks)).astype(np.int32),
+        block_table_offsets=np.cumsum([0, *num_blocks * parts]).astype(np.int32),
+        copies=(step.copies[:, None] * count + first_to_last[:, None]).reshape(-1, 2),
+    )
+
+
+def _check_lengths(step: StepArrays, limits: StepLimits) -> None:
     if step.num_seqs == 0:
         raise InvalidArgumentError("query_lens", "a step has at least one sequence")
     for name in ("context_lens", "samples", "temperatures", "seeds"):
         check_length(name, getattr(step, name), step.num_seqs)
-    for name in ("positions", "slot_mapping"):
-        check_length(name, getattr(step, name), step.num_tokens)
+    check_length("positions", step.positions, step.num_tokens)
+    num_slots = len(limits.paging.tables) * step.num_tokens
+    check_length("slot_mapping", step.slot_mapping, num_slots)
 
 
 def _check_limit(name: str, count: int, unit: str, limit: int) -> None:
@@ -211,15 +232,17 @@ def _check_sequences(step: StepArrays, limits: StepLimits) -> None:
 
 
 def _check_block_table(step: StepArrays, limits: StepLimits) -> None:
-    offsets, table = step.block_table_offsets, step.block_table
-    check_offsets("block_table_offsets", offsets, step.num_seqs, len(table))
-    num_blocks = offsets[1:] - offsets[:-1]
-    if (num_blocks.astype(np.int64) * limits.block_size < step.context_lens).any():
-        raise InvalidArgumentError("block_table", "fewer blocks than the context of a sequence")
-    max_blocks = -(-limits.max_model_len // limits.block_size)
-    _check_limit("block_table", num_blocks.max(), "blocks of one sequence", max_blocks)
+    offsets, kinds = step.block_table_offsets, limits.paging.tables
+    num_rows = len(kinds) * step.num_seqs
+    check_offsets("block_table_offsets", offsets, num_rows, len(step.block_table))
+    counts = np.diff(offsets).reshape(-1, step.num_seqs)
+    for kind, num_blocks in zip(kinds, counts, strict=True):
+        if (num_blocks.astype(np.int64) * kind.block_size < step.context_lens).any():
+            raise InvalidArgumentError("block_table", "fewer blocks than the context of a sequence")
+        max_blocks = -(-limits.max_model_len // kind.block_size)
+        _check_limit("block_table", num_blocks.max(), "blocks of one sequence", max_blocks)
     # As an unsigned number, a negative block is too large.
-    if table.view("<u4").max() >= limits.num_blocks:
+    if step.block_table.view("<u4").max() >= limits.num_blocks:
         raise InvalidArgumentError(
             "block_table", f"a block out of range; there are {limits.num_blocks}"
         )
@@ -233,7 +256,7 @@ def _check_tokens(step: StepArrays, limits: StepLimits) -> None:
         step.context_lens,
         step.block_table,
         step.block_table_offsets,
-        limits.block_size,
+        limits.paging.part_size,
     )
     if (positions != step.positions).any():
         raise InvalidArgumentError("positions", "not the last query_lens positions of context_lens")

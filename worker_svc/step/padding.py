@@ -28,6 +28,8 @@ def padded(step: StepArrays, size: GraphSize) -> StepArrays:
         step = rows_of(step, np.argsort(step.query_lens > 1, kind="stable"))
 
     def pad(column: NDArray[Any], length: int, value: int = 0) -> NDArray[Any]:
+        if column.ndim == 2:
+            return np.concatenate([pad(of_table, length, value) for of_table in column])
         wide = np.full(length, value, column.dtype) if value else np.zeros(length, column.dtype)
         wide[:decodes] = column[:decodes]
         wide[size.decodes : size.decodes + len(column) - decodes] = column[decodes:]
@@ -35,13 +37,15 @@ def padded(step: StepArrays, size: GraphSize) -> StepArrays:
 
     query_lens = pad(step.query_lens, num_rows)
     query_lens[decodes : size.decodes] = 1
-    offsets = np.zeros(num_rows + 1, np.int32)
-    np.cumsum(pad(np.diff(step.block_table_offsets), num_rows), out=offsets[1:])
+    tables = step.num_tables
+    offsets = np.zeros(tables * num_rows + 1, np.int32)
+    num_blocks = np.diff(step.block_table_offsets).reshape(tables, -1)
+    np.cumsum(pad(num_blocks, num_rows), out=offsets[1:])
     return StepArrays(
         step_id=step.step_id,
         input_ids=pad(step.input_ids, num_tokens),
         positions=pad(step.positions, num_tokens),
-        slot_mapping=pad(step.slot_mapping, num_tokens, -1),
+        slot_mapping=pad(step.slot_mapping.reshape(tables, -1), num_tokens, -1),
         query_lens=query_lens,
         context_lens=pad(step.context_lens, num_rows),
         block_table=step.block_table,
@@ -53,10 +57,13 @@ def padded(step: StepArrays, size: GraphSize) -> StepArrays:
     )
 
 
-def example(size: GraphSize, max_model_len: int, block_size: int) -> StepArrays:
+def example(
+    size: GraphSize, max_model_len: int, block_size: int, num_tables: int = 1
+) -> StepArrays:
     """Makes a padded step with the longest prompt that its size can have. It writes nowhere, so it
     can run between two others."""
-    lens = np.full(min(size.prompts, 1), min(size.tokens, max_model_len), np.int32)
-    step = made_up_step(lens, lens, block_size)
+    lens = np.array([min(max(size.tokens, 1), max_model_len)], np.int32)
+    step = made_up_step(lens, lens, block_size, num_tables=num_tables)
     nowhere = np.full_like(step.slot_mapping, -1)
-    return padded(replace(step, slot_mapping=nowhere, places=nowhere[: len(lens)]), size)
+    step = replace(step, slot_mapping=nowhere, places=nowhere[:1])
+    return padded(step if size.prompts else replace(step, context_lens=lens * 0), size)

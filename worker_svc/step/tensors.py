@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,20 +20,31 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class StepTensors:
-    """The columns of a step of T tokens of S sequences on the device."""
+    """The columns of a step of T tokens of S sequences, with K block tables each, on the device."""
 
     uniforms: torch.Tensor  # [S] float64, the random number of each sequence's next token
     seeds: torch.Tensor  # [S] int64, the bits of unsigned numbers
     temperatures: torch.Tensor  # [S] float32
     input_ids: torch.Tensor  # [T] int32, like all that follow
     positions: torch.Tensor  # [T]
-    slot_mapping: torch.Tensor  # [T]
+    slot_mapping: torch.Tensor  # [K*T]
     query_starts: torch.Tensor  # [S+1]
     context_lens: torch.Tensor  # [S]
     plan_column: torch.Tensor  # the result of `AttentionBackend.plan_column`
     places: torch.Tensor  # [S], or empty: see `StepArrays`
-    table_offsets: torch.Tensor  # [S+1]
+    table_offsets: torch.Tensor  # [K*S+1]
     block_table: torch.Tensor  # ragged; the last column, so that no other moves with its length
+
+    def of_table(self, number: int) -> StepTensors:
+        """The step with one of its tables alone."""
+        rows, tokens = len(self.context_lens), len(self.input_ids)
+        if len(self.table_offsets) == rows + 1:
+            return self
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[number * tokens :][:tokens],
+            table_offsets=self.table_offsets[number * rows :][: rows + 1],
+        )
 
 
 PLACES = [each.name for each in fields(StepTensors)].index("places")

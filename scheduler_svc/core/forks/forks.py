@@ -138,7 +138,7 @@ class Forks:
         assert all(seq.status is Status.FOLLOWING for seq in followers), "status of followers"
         stopped = [seq for seq in self._beams if seq.status is Status.FOLLOWING]
         assert all(seq.paused for seq in stopped), "a beam in no queue lacks its candidates"
-        assert not any(seq.block_table for seq in (*followers, *stopped)), "holds blocks idly"
+        assert not any(seq.blocks.tables for seq in (*followers, *stopped)), "holds blocks idly"
         assert all(seq.status is not Status.FINISHED for seq in self._beams), "an ended beam"
         keys = {*chain(*(group.keys() for group in self._beams.values()))}
         assert self._beam_keys == keys, "beams"

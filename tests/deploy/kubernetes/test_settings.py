@@ -14,6 +14,7 @@ from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.metrics import EngineMetrics
 from shared.config import PREFIX
+from shared.paging import Paging
 from tests.deploy.kubernetes.pods import NAMESPACE, Process, named, processes
 from tests.deploy.kubernetes.rendering import Manifest, render_combination
 
@@ -92,7 +93,7 @@ def test_pods_end_after_their_containers_and_then_their_sidecars_have_drained(
 def test_autoscaling_queries_metrics_that_exist_and_owns_the_number_of_engines() -> None:
     manifests = render_combination("engines", ("cert-manager", "autoscaling"))
     metrics = EngineMetrics()
-    metrics.scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, 4))
+    metrics.scheduler = Scheduler(Limits(4, 64, 32, 8, 100), BlockManager(8, Paging(4)))
     names = {family.name for family in metrics.collect()}
     (scaled,) = named(manifests, "ScaledObject").values()
     for trigger in scaled["spec"]["triggers"]:

@@ -17,6 +17,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishCause, Request, Sequence
 from scheduler_svc.core.step import End, Output, Step
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
+from shared.paging import Paging
 from shared.pb import worker_pb2
 from tests.oracle import VOCAB_SIZE, completion, logprobs, states
 from tests.sanitizer import Limits as StepLimits
@@ -31,7 +32,7 @@ class Rig:
 
     def __init__(self, num_blocks: int, max_num_seqs: int, ahead: int) -> None:
         limits = Limits(max_num_seqs, 24, num_blocks * BLOCK_SIZE, 100, VOCAB_SIZE)
-        self.scheduler = Scheduler(limits, BlockManager(num_blocks, BLOCK_SIZE))
+        self.scheduler = Scheduler(limits, BlockManager(num_blocks, Paging(BLOCK_SIZE)))
         self._worker_limits = StepLimits(max_num_seqs, 24, limits.max_model_len)
         self._num_blocks = num_blocks
         self._ahead = ahead
@@ -58,13 +59,15 @@ class Rig:
         self._in_flight.clear()
         if self._epoch > 1:
             self.scheduler.requeue_all()
-        self._worker = Sanitizer(self._worker_limits, self._num_blocks, BLOCK_SIZE, self._epoch)
+        self._worker = Sanitizer(
+            self._worker_limits, self._num_blocks, Paging(BLOCK_SIZE), self._epoch
+        )
 
     def turn(self) -> bool:
         """Sends what it can and applies one answer. Returns False once nothing is left to do."""
         while len(self._in_flight) <= self._ahead and (step := self.scheduler.schedule()):
             self._step_id += 1
-            request = encode_step(step, BLOCK_SIZE, self._epoch, self._step_id)
+            request = encode_step(step, Paging(BLOCK_SIZE), self._epoch, self._step_id)
             self._in_flight.append((step, request))
         if not self._in_flight:
             return False

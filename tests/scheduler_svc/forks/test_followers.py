@@ -17,6 +17,7 @@ from tests.scheduler_svc.schedulers import (
     make,
     make_scheduler,
     planned,
+    refused,
     run,
     sample,
 )
@@ -53,7 +54,7 @@ def test_a_prompt_is_computed_once(prompt_len: int) -> None:
         (7, prompt_len - 1, 1),
     ]
     shared = (prompt_len - 1) // BLOCK
-    tables = [seq.block_table.tolist() for seq in seqs.values()]
+    tables = [seq.blocks.tables[0].tolist() for seq in seqs.values()]
     assert all(table[:shared] == tables[0][:shared] for table in tables)
     assert len({table[shared] for table in tables}) == 3
     copies = [(tables[0][shared], table[shared]) for table in tables[1:]]
@@ -81,9 +82,7 @@ def test_completions_count_as_one_in_the_queue_and_are_rejected_together() -> No
     assert scheduler.add(make(1, [1]), n=8) is None
     assert scheduler.num_waiting == 1
     assert scheduler.add(make(10, [1]), n=8) is None
-    refused = scheduler.add(make(20, [1]), n=2)
-    assert refused is not None
-    assert refused.cause is FinishCause.QUEUE_FULL
+    refused(scheduler.add(make(20, [1]), n=2))
     assert len(scheduler.open_sequences()) == 16
 
 
@@ -103,10 +102,8 @@ def test_impossible_numbers_of_completions_are_refused(
 ) -> None:
     scheduler = make_scheduler()
     scheduler.add(make(50, [1]))
-    refused = scheduler.add(make(number, [1], generated=generated_ids), n)
-    assert refused is not None
-    assert refused.cause is FinishCause.INVALID
-    assert word in refused.message
+    end = scheduler.add(make(number, [1], generated=generated_ids), n)
+    assert word in refused(end, FinishCause.INVALID).message
     assert scheduler.open_sequences() == [(0, 50)]
 
 

@@ -19,6 +19,7 @@ from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.grammar.errors import GrammarError
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
+from shared.paging import Paging
 from shared.sampling_params import Grammar, GrammarKind
 from tests.oracle import VOCAB_SIZE, completion
 from tests.sanitizer import Limits, Sanitizer
@@ -105,7 +106,7 @@ class Worker:
         self._step_id = 0
         self._answers: asyncio.Queue[Answer] = asyncio.Queue()
         limits = Limits(8, 32, 4 * self._num_blocks)
-        self._sanitizer = Sanitizer(limits, self._num_blocks, 4, self._epoch)
+        self._sanitizer = Sanitizer(limits, self._num_blocks, Paging(4), self._epoch)
 
     max_run = 1
 
@@ -118,7 +119,7 @@ class Worker:
         if self._sent in self._losses:
             raise WorkersLostError("planted")
         self._step_id += 1
-        request = encode_step(step, 4, self._epoch, self._step_id)
+        request = encode_step(step, Paging(4), self._epoch, self._step_id)
         self.masked_rows.append(len(request.features.masked) // 4)
         self._answers.put_nowait(read_answer(request, self._sanitizer.run(request)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import Answer, Logprobs, Step
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from scheduler_svc.rpc.step_features import MalformedAnswerError
+from shared.paging import Paging
 from shared.pb import worker_pb2
 from shared.sampling_params import BANNED
 from tests.oracle import completion, logprobs, next_token, states
@@ -25,12 +27,12 @@ def sequence(prompt: list[int], generated: tuple[int, ...] = (), **params: Any) 
     seq = Sequence(
         (0, 1), prompt, SamplingParams(**{"max_tokens": 9, **params}), generated_ids=generated
     )
-    seq.block_table.extend(range(8))
+    seq.blocks.tables = [array("i", range(8))]
     return seq
 
 
 def encode(*rows: Row) -> worker_pb2.StepRequest:
-    return encode_step(Step(1, list(rows)), BLOCK, 1, 1)
+    return encode_step(Step(1, list(rows)), Paging(BLOCK), 1, 1)
 
 
 def whole(seq: Sequence) -> Row:

@@ -17,6 +17,7 @@ from scheduler_svc.core.sequence import FinishCause, Row, Sequence
 from scheduler_svc.core.step import DROPPED, Answer, End, Output, Step
 from scheduler_svc.engine import Engine, WorkersLostError
 from scheduler_svc.rpc.servicer import SchedulerServicer
+from shared.paging import Paging
 from shared.pb import scheduler_pb2 as pb
 from tests.oracle import EMPTY, completion, extend, sample
 from tests.simulation.cluster.network import Call, DiedError
@@ -167,7 +168,7 @@ class _Scheduler(Scheduler):
     def __init__(self, host: Host, process: Process) -> None:
         shape = host.shape
         speculation = SimulatedSpeculation(shape.drafting, host.world.rng, self._next_tokens)
-        blocks = BlockManager(shape.num_blocks, shape.block_size)
+        blocks = BlockManager(shape.num_blocks, Paging(shape.block_size))
         super().__init__(shape.limits, blocks, speculation)
         self._host = host
         self._process = process

@@ -168,5 +168,5 @@ def test_an_installed_library_can_be_used(name: str, load: Callable[[], bool]) -
     if name == "fa3" and torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("it is for Hopper GPUs")
     settings = worker_settings(Path(), attention=name)
-    shape = AttentionShape(1, *QWEN_0_6B, torch.bfloat16, DEVICE)
+    shape = AttentionShape((None,), *QWEN_0_6B, torch.bfloat16, DEVICE)
     assert GpuPlatform(settings).attention_backend(settings, shape).name == name

@@ -30,14 +30,13 @@ def choose(
     window: int | None = None,
 ) -> tuple[str, int]:
     shape = AttentionShape(
-        1,
+        (None, window),
         4,
         2,
         head_dim,
         torch.bfloat16,
         torch.device("cpu"),
         kv_dtype,
-        windows=frozenset({None, window}),
     )
     backend = choose_backend(name, shape, block_size, capability, num_sms=4)
     return backend.name, backend.block_size

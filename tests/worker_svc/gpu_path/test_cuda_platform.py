@@ -285,7 +285,7 @@ def test_dtypes(cuda: FakeCuda) -> None:
 def test_attention(cuda: FakeCuda) -> None:
     from worker_svc.attention.base import AttentionShape
 
-    shape = AttentionShape(1, 4, 2, 128, torch.bfloat16, torch.device("cpu"))
+    shape = AttentionShape((None,), 4, 2, 128, torch.bfloat16, torch.device("cpu"))
     backend = make_platform().attention_backend(WorkerSettings(block_size=32), shape)
     assert (backend.name, backend.block_size) == ("triton", 32)
     with pytest.raises(StartError, match="attention: torch runs on a CPU"):

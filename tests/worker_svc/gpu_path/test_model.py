@@ -73,7 +73,7 @@ def logits_of_steps(path: Path, **overrides: Any) -> list[torch.Tensor]:
     """[rows, vocab] float32 of each of `STEPS`."""
     settings = {"max_num_seqs": len(LENGTHS), "max_num_batched_tokens": 2048, **overrides}
     size = settings.get("block_size", 64)  # or larger
-    num_blocks = sum(-(-length // size) for length in LENGTHS)
+    num_blocks = 2 * sum(-(-length // size) for length in LENGTHS)  # in up to two tables
     runner, batch = make_runner(path, captures=False, num_blocks=num_blocks, **settings)
     vocab = runner.info.vocab_size
     texts = prompts(vocab, LENGTHS)
@@ -240,7 +240,7 @@ def test_fa3(
 def test_flash_attn(small_dir: Path, flash_attention_2: list[str], tokens: list[list[int]]) -> None:
     """Without FlashAttention 3, auto takes FlashAttention 2 for prompts."""
     runner, batch = make_runner(small_dir, attention="auto")
-    assert (runner.info.attention_backend, runner.info.block_size) == ("flash_attn", 256)
+    assert (runner.info.attention_backend, runner.info.paging.block_size) == ("flash_attn", 256)
     assert decode(runner, batch) == tokens
     assert flash_attention_2
 

@@ -26,6 +26,7 @@ from tests.worker_svc.random_steps import Mixtures
 from worker_svc.attention.choice import BACKENDS
 from worker_svc.devices.cuda_graph import StepGraphs, graph_sizes
 from worker_svc.errors import SupersededError
+from worker_svc.kv_cache import CacheLayout
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.wire import Int32s
 
@@ -88,20 +89,30 @@ class PlansDecodes:
 
     block_size = 16
 
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self.layout = CacheLayout.of(windows, self.block_size, max_model_len=40)
+
     def plan_column(self, step: StepArrays) -> Int32s:
         return step.query_lens if step.decodes_only else step.query_lens[:0]
 
 
 @cpu_only
 @pytest.mark.parametrize("tokens", [0, 17, 4000])
-def test_every_column_has_room(tokens: int) -> None:
+@pytest.mark.parametrize(("windows", "num_parts"), [((None,), 3), ((None, 32, 32), 4 + 3)])
+def test_every_column_has_room(
+    tokens: int, windows: tuple[int | None, ...], num_parts: int
+) -> None:
+    """In a table with blocks of two parts, 40 tokens take four parts of 16."""
     platform: Any = Uncaptured(worker_settings(Path()))
     largest = GraphSize(1000, NUM_PROMPTS, tokens)
-    backend: Any = PlansDecodes()
-    graphs = StepGraphs(platform, backend, Mock(), largest, 64, None)
+    backend: Any = PlansDecodes(windows)
+    graphs = StepGraphs(platform, backend, Mock(), largest, 40, None)
     assert len(graphs._tensors) == len(graph_sizes(1000)) + (tokens > NUM_PROMPTS)
     for columns in graphs._tensors.values():
-        assert len(columns.block_table) == 1000 * 4
+        num_tables = len({*windows})
+        assert len(columns.block_table) == num_parts * 1000
+        assert len(columns.slot_mapping) == num_tables * len(columns.input_ids)
+        assert len(columns.table_offsets) == num_tables * len(columns.context_lens) + 1
 
 
 @cpu_only

@@ -132,7 +132,7 @@ def test_forward(
             step = make_step(query_lens, context_lens, backend.block_size)
             tensors = on_gpu(host_columns(step, backend.plan_column(step)))
             last_tokens = torch.zeros(8, dtype=torch.int32, device=GPU)
-            metadata = backend.plan(step, tensors, max(context_lens))
+            metadata = [backend.plan(step, tensors, max(context_lens))]
             hidden = model.hidden_states(tensors, last_tokens, backend.allocate(16), metadata)
             logits = model.lm_head(hidden)
             sampler = Sampler(vocab, tp, triton_ops)

@@ -155,7 +155,7 @@ def test_a_shared_prefix_is_part_of_the_history(
     tiny: ModelRunner, batch: Batch, text: list[int], completion: list[int]
 ) -> None:
     """The prefix is another sequence's, whose blocks this one only refers to."""
-    size = batch.limits.block_size
+    size = batch.limits.paging.block_size
     run(tiny, batch, [(1, text[: 2 * size])])
     batch.tables[0], batch.contexts[0] = list(batch.tables[1]), 2 * size
     result = run(tiny, batch, [(0, text[2 * size :])], **heavy(text))

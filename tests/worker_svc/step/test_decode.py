@@ -8,6 +8,7 @@ import pytest
 
 from shared.errors import FailedPreconditionError, InvalidArgumentError
 from shared.graph_sizes import graph_size
+from shared.paging import Paging
 from shared.pb.worker_pb2 import StepRequest
 from tests.worker_svc.harness import f4, i4, limits
 from worker_svc.step.arrays import DRAFTED
@@ -96,7 +97,49 @@ def test_a_malformed_column_is_named(column: str, value: bytes) -> None:
     assert error.value.field in {column} | partners.get(column, set())
 
 
-MAX_BLOCKS = -(-LIMITS.max_model_len // LIMITS.block_size)
+# A block has 8 tokens in the first table, and 4 in the second.
+TWO_TABLES = limits(num_blocks=8, paging=Paging(8, window=6, window_block_size=4))
+
+
+def with_two_tables() -> StepRequest:
+    """The valid step, with blocks 6 and 7 in the first tables and 3 and 5, and 2, in the others."""
+    request = valid()
+    request.slot_mapping = i4([48, 49, 50, 51, 52, 59, 24, 25, 26, 27, 40, 19])
+    request.block_table = i4([6, 7, 3, 5, 2])
+    request.block_table_offsets = i4([0, 1, 2, 4, 5])
+    return request
+
+
+def test_blocks_of_two_tables_become_parts() -> None:
+    request = with_two_tables()
+    request.copies = i4([1, 0])
+    step = decode_step(request, TWO_TABLES, None)
+    assert step.block_table.tolist() == [12, 13, 14, 15, 6, 10, 4]
+    assert step.block_table_offsets.tolist() == [0, 2, 4, 6, 7]
+    assert step.copies.tolist() == [[2, 0], [3, 1]]
+    assert step.num_tables == 2
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("slot_mapping", i4([48, 49, 50, 51, 52, 59])),
+        ("slot_mapping", i4([48, 49, 50, 51, 52, 59, 24, 25, 26, 27, 41, 19])),
+        ("block_table", i4([6, 7, 3, 5, 8])),
+        ("block_table_offsets", i4([0, 1, 2])),
+        ("block_table_offsets", i4([0, 1, 3, 5, 5])),  # a second table without blocks
+    ],
+)
+def test_a_malformed_second_table_is_named(column: str, value: bytes) -> None:
+    request = with_two_tables()
+    setattr(request, column, value)
+    with pytest.raises(InvalidArgumentError) as error:
+        decode_step(request, TWO_TABLES, None)
+    # If its blocks are too few, the offsets may be right.
+    assert error.value.field in {column, column.removesuffix("_offsets")}
+
+
+MAX_BLOCKS = -(-LIMITS.max_model_len // LIMITS.paging.block_size)
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_random_bytes_never_pass_as_something_else(seed: int) -> None:
         except InvalidArgumentError:
             continue
         assert ((step.block_table >= 0) & (step.block_table < LIMITS.num_blocks)).all()
-        assert step.slot_mapping.max() < LIMITS.num_blocks * LIMITS.block_size
+        assert step.slot_mapping.max() < LIMITS.num_blocks * LIMITS.paging.block_size
         assert ((step.copies >= 0) & (step.copies < LIMITS.num_blocks)).all()
         assert step.features
         assert step.prompt_targets

@@ -337,6 +337,7 @@ class Trace:
         norm: QKNorm | None,
         cos_sin: torch.Tensor,
         layer: int,
+        table: int,
         heads: int,
         head_dim: int,
     ) -> torch.Tensor:
@@ -345,20 +346,21 @@ class Trace:
 
         def bind() -> Any:
             return rope_store_args(
-                self.caches[layer], read.address, q.address, heads, norm, cos_sin.data_ptr()
+                self.caches[layer], table, read.address, q.address, heads, norm, cos_sin.data_ptr()
             )
 
         self.add(Phase.ROPE_STORE, bind, read, q)
         return tensor
 
     def attend(
-        self, q: torch.Tensor, layer: int, heads: int, scale: float, window: int
+        self, q: torch.Tensor, layer: int, table: int, heads: int, scale: float, window: int
     ) -> torch.Tensor:
         read = self.rows(q)
         out, tensor = self.new_rows(read.columns)
 
         def bind() -> Any:
-            return AttendArgs(self.caches[layer], read.address, out.address, heads, scale, window)
+            memory = self.caches[layer], table, read.address, out.address
+            return AttendArgs(*memory, heads, scale, window)
 
         self.add(Phase.ATTEND, bind, read, out)
         return tensor

@@ -67,7 +67,7 @@ Op = structure("Op", ("phase", INT), ("args", POINTER))
 Times = structure("Times", ("work wait", DOUBLE))
 Step = structure(
     "Step",
-    ("tokens sequences", INT),
+    ("tokens sequences tables", INT),
     ("input_ids last_tokens positions slots query_starts context_lens", POINTER),
     ("block_table table_offsets temperatures uniforms", POINTER),
 )
@@ -158,6 +158,7 @@ MaximaArgs = structure(
 RopeStoreArgs = structure(
     "RopeStoreArgs",
     ("cache", Cache),
+    ("table", INT),
     ("qkv q", POINTER),
     ("heads", INT),
     ("q_weight k_weight", POINTER),
@@ -167,7 +168,8 @@ RopeStoreArgs = structure(
 )
 AttendArgs = structure(
     "AttendArgs",
-    ("cache", Cache), ("q out", POINTER), ("heads", INT), ("scale", DOUBLE), ("window", INT),
+    ("cache", Cache), ("table", INT), ("q out", POINTER), ("heads", INT), ("scale", DOUBLE),
+    ("window", INT),
 )  # fmt: skip
 
 
@@ -202,9 +204,15 @@ def vector(tensor: torch.Tensor | None) -> Any:
 
 
 def rope_store_args(
-    cache: Any, qkv: int | None, q: int | None, heads: int, norm: QKNorm | None, cos_sin: int
+    cache: Any,
+    table: int,
+    qkv: int | None,
+    q: int | None,
+    heads: int,
+    norm: QKNorm | None,
+    cos_sin: int,
 ) -> Any:
-    args = RopeStoreArgs(cache, qkv, q, heads, None, None, 0, 0.0, cos_sin)
+    args = RopeStoreArgs(cache, table, qkv, q, heads, None, None, 0, 0.0, cos_sin)
     if norm:
         q_weight, k_weight, args.eps = norm
         args.q_weight, args.k_weight = q_weight.data_ptr(), k_weight.data_ptr()
@@ -224,6 +232,7 @@ def fill_step(step: Any, tensors: StepTensors, last_tokens: torch.Tensor | None)
     step.input_ids = tensors.input_ids.data_ptr()
     step.last_tokens = last_tokens.data_ptr() if last_tokens is not None else None
     step.positions = tensors.positions.data_ptr()
+    step.tables = len(tensors.slot_mapping) // max(step.tokens, 1)
     step.slots = tensors.slot_mapping.data_ptr()
     step.query_starts = tensors.query_starts.data_ptr()
     step.context_lens = tensors.context_lens.data_ptr()

@@ -22,6 +22,7 @@ from worker_svc.kernels.cpu.program import (
 )
 from worker_svc.kernels.cpu.rows import Rows, allocate
 from worker_svc.kernels.cpu.structs import Op, fill_step
+from worker_svc.kv_cache import CacheLayout
 from worker_svc.step.tensors import StepTensors
 
 MAX_TOKENS = 256  # that run through all phases at once, so that their rows stay in the CPU's cache
@@ -115,16 +116,18 @@ def part_of_step(tensors: StepTensors, begin: int, end: int) -> tuple[int, StepT
     sequences = slice(first, last)
     context_lens = tensors.context_lens[sequences].clone()
     context_lens[-1] -= starts[last] - end
+    slots = tensors.slot_mapping.view(-1, len(tensors.input_ids))
+    offsets = tensors.table_offsets[:-1].view(len(slots), -1)
     return first, replace(
         tensors,
         uniforms=tensors.uniforms[sequences],
         temperatures=tensors.temperatures[sequences],
         input_ids=tensors.input_ids[begin:end],
         positions=tensors.positions[begin:end],
-        slot_mapping=tensors.slot_mapping[begin:end],
+        slot_mapping=slots[:, begin:end].contiguous().view(-1),
         query_starts=starts[first : last + 1].clamp(begin, end) - begin,
         context_lens=context_lens,
-        table_offsets=tensors.table_offsets[first : last + 1],
+        table_offsets=offsets[:, sequences].contiguous().view(-1),
     )
 
 
@@ -140,12 +143,12 @@ class TracedModel:
         self,
         hidden_states: Callable[..., torch.Tensor],
         tp: TensorParallel,
-        num_layers: int,
+        layout: CacheLayout,
         cache_of: Callable[[torch.Tensor], Any],
     ) -> None:
         self._hidden_states = hidden_states
         self._tp = tp
-        self._num_layers = num_layers
+        self._layout = layout
         self._cache_of = cache_of
         self._programs: dict[bool, Program] = {}  # by `every_token`
 
@@ -166,13 +169,16 @@ class TracedModel:
         shapes = {each.name: 0 for each in fields(StepTensors)}
         shapes |= {"input_ids": TOKENS, "context_lens": SEQUENCES, "query_starts": SEQUENCES + 1}
         columns = {name: torch.empty(n, device="meta") for name, n in shapes.items()}
-        last_tokens, layers = torch.empty(0, device="meta"), range(self._num_layers)
+        layers = range(len(self._layout.places))
+        step, last_tokens = StepTensors(**columns), torch.empty(0, device="meta")
         with new_trace() as trace:
             if self._tp.size > 1:
                 self._tp.defer = trace.in_place
+            tables = range(len(self._layout.paging.tables))
             try:
-                out = self._hidden_states(  # with numbers of layers in place of their caches
-                    StepTensors(**columns), last_tokens, layers, None, every_token=every_token
+                # With numbers of layers in place of their caches, and of tables in place of plans.
+                out = self._hidden_states(
+                    step, last_tokens, layers, tables, every_token=every_token
                 )
             finally:
                 self._tp.defer = None

@@ -24,6 +24,7 @@ def advance(tensors: StepTensors, block_size: int) -> None:
         tensors.block_table,
         tensors.table_offsets,
         num_seqs,
+        TABLES=len(tensors.slot_mapping) // num_seqs,
         BLOCK_SIZE=block_size,
         ROWS=ROWS,
     )
@@ -49,6 +50,7 @@ def _advance_kernel(
     block_table: tl.tensor,
     table_offsets: tl.tensor,
     num_seqs: tl.tensor,
+    TABLES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
@@ -57,12 +59,15 @@ def _advance_kernel(
     inside = row < num_seqs
     position = tl.load(context_lens + row, mask=inside, other=0)  # of the next token
     real = position > 0  # other rows are padding
-    first_block = tl.load(table_offsets + row, mask=real, other=0)
-    block = tl.load(block_table + first_block + position // BLOCK_SIZE, mask=real, other=0)
+    for table in tl.static_range(TABLES):
+        place = table * num_seqs + row
+        first_block = tl.load(table_offsets + place, mask=real, other=0)
+        block = tl.load(block_table + first_block + position // BLOCK_SIZE, mask=real, other=0)
+        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        tl.store(slot_mapping + place, slot, mask=real)
     seed = tl.load(seeds + row, mask=real, other=0).to(tl.uint64, bitcast=True)
     mixed = _splitmix64(_splitmix64(seed) + (position + 1).to(tl.uint64))
     tl.store(input_ids + row, -1 - row, mask=real)
     tl.store(positions + row, position, mask=real)
-    tl.store(slot_mapping + row, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=real)
     tl.store(context_lens + row, position + 1, mask=real)
     tl.store(uniforms + row, (mixed >> 11).to(tl.float64) * 2.0**-53, mask=real)

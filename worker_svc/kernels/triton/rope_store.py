@@ -66,7 +66,7 @@ def rope_store(
     return q
 
 
-@kernel()
+@kernel(do_not_specialize_on_alignment=["slot_mapping"])  # of a second table
 def _rope_store_kernel(
     qkv: tl.tensor,
     qkv_stride: tl.tensor,

@@ -111,7 +111,7 @@ class Layer:
         self.table = torch.randperm(sum(blocks), generator=random).numpy()
         int8 = self.dtype == torch.int8
         shape = AttentionShape(
-            1,
+            (None,),
             self.heads,
             self.kv_heads,
             self.head_dim,

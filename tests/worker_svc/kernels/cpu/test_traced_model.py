@@ -57,27 +57,31 @@ class Pair:
     model: Decoder
     backend: CpuBackend
     traced: TracedModel
-    batch: Batch = field(default_factory=lambda: Batch(limits(num_blocks=NUM_BLOCKS)))
+    batch: Batch = field(init=False)
     last_tokens: torch.Tensor = field(default_factory=lambda: torch.tensor([7, 9]).int())
 
     def __post_init__(self) -> None:
+        self.batch = Batch(limits(num_blocks=NUM_BLOCKS, paging=self.backend.layout.paging))
         self.use_caches(self.backend.allocate(NUM_BLOCKS))
 
-    def use_caches(self, caches: list[torch.Tensor]) -> None:
-        for cache in caches:
-            cache.zero_()
-        self.caches, self.eager_caches = caches, [cache.clone() for cache in caches]
+    def use_caches(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.zero_()
+        self.tensors, self.eager_tensors = tensors, [tensor.clone() for tensor in tensors]
+        both = self.tensors, self.eager_tensors
+        self.caches, self.eager_caches = map(self.backend.layout.layers_of, both)
 
     def check(self, step: StepArrays, *, every_token: bool = False) -> torch.Tensor:
         """Both ways lead to the same bits."""
         tensors = upload_step(step, self.backend.plan_column(step), CPU)
         given: Any = tensors, self.last_tokens
+        plans = [tensors.of_table(n) for n in range(len(self.backend.layout.paging.tables))]
         expected = self.model.hidden_states(
-            *given, self.eager_caches, tensors, every_token=every_token
+            *given, self.eager_caches, plans, every_token=every_token
         )
-        out = self.traced(*given, self.caches, tensors, every_token=every_token)
+        out = self.traced(*given, self.caches, None, every_token=every_token)
         assert torch.equal(out, expected)
-        assert all(map(torch.equal, self.caches, self.eager_caches))
+        assert all(map(torch.equal, self.tensors, self.eager_tensors))
         return out.clone()
 
     def check_some_steps(self) -> None:
@@ -93,8 +97,7 @@ class Pair:
 def load(path: Path, quantization: str, dtype: torch.dtype, tp: TensorParallel) -> Pair:
     model = load_rank(path, tp, quantization=quantization, dtype=str(dtype)[6:], block_size=16)
     backend: Any = model.backend
-    num_layers, run_layers = model.config.num_layers, model.decoder.hidden_states
-    traced = TracedModel(run_layers, tp, num_layers, backend.cache_of)
+    traced = TracedModel(model.decoder.hidden_states, tp, backend.layout, backend.cache_of)
     return Pair(model.decoder, backend, traced)
 
 

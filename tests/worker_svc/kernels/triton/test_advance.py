@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shared.graph_sizes import GraphSize
+from shared.paging import Paging
 from tests.worker_svc.device import DEVICE, ON_GPU, by_device
 from tests.worker_svc.harness import Batch, limits
 from tests.worker_svc.platforms import GpuPlatform
@@ -28,9 +29,12 @@ def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "ROWS", 4)
 
 
-def make_run(rows: int, block_size: int) -> list[StepArrays]:
+def make_run(rows: int, block_size: int, num_tables: int) -> list[StepArrays]:
     rng = np.random.default_rng(rows)
-    batch = Batch(limits(num_blocks=4096, block_size=block_size, max_num_seqs=rows))
+    paging = Paging(block_size)
+    if num_tables > 1:
+        paging = Paging(2 * block_size, window=block_size, window_block_size=block_size)
+    batch = Batch(limits(num_blocks=4096, paging=paging, max_num_seqs=rows))
     batch.contexts = dict(enumerate(rng.integers(1, 3 * block_size, rows).tolist()))
     request = batch.request(
         [(seq, [int(token)]) for seq, token in enumerate(rng.integers(0, 301, rows))],
@@ -48,15 +52,16 @@ def columns(step: StepArrays, rows: int) -> StepTensors:
     return upload_step(wide, wide.query_lens[:0], DEVICE)
 
 
+@pytest.mark.parametrize("num_tables", [1, 2])
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("block_size", [1, 16, 100])
 @pytest.mark.parametrize("rows", by_device(cpu=[1, 4, 9], gpu=[1, 128, 300]))
 def test_columns_become_those_of_the_next_step(
-    platform: type[Platform], block_size: int, rows: int
+    platform: type[Platform], block_size: int, rows: int, num_tables: int
 ) -> None:
     """All of them, bit for bit; rows of padding stay as they are."""
     advance: Callable[..., None] = platform.advance
-    first, *others = make_run(rows, block_size)
+    first, *others = make_run(rows, block_size, num_tables)
     found = columns(first, rows + 2)
     for step in others:
         advance(object(), found, block_size)
@@ -69,4 +74,5 @@ def test_columns_become_those_of_the_next_step(
         assert torch.equal(getattr(found, name)[rows:], getattr(padding, name)[rows:])
 
 
-ADVANCED = ("input_ids", "positions", "slot_mapping", "context_lens", "uniforms")
+# In these, the padding's entries stay.
+ADVANCED = ("input_ids", "positions", "context_lens", "uniforms")

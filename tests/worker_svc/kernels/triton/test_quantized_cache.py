@@ -25,7 +25,7 @@ SHAPES = by_device(
 
 def cache_of(kind: str, heads: Heads, block_size: int, blocks: int) -> torch.Tensor:
     """A cache as the backend allocates it, all of it NaN as far as 8 bits allow."""
-    shape = AttentionShape(1, *heads, torch.bfloat16, DEVICE, kind)  # type: ignore[arg-type]
+    shape = AttentionShape((None,), *heads, torch.bfloat16, DEVICE, kind)  # type: ignore[arg-type]
     (cache,) = TritonBackend(shape, block_size, num_sms=1).allocate(blocks)
     assert cache.dtype == KINDS[kind]
     assert cache.nbytes == shape.cache_bytes_per_token * blocks * block_size

@@ -61,7 +61,7 @@ class Tile {
         const int64_t tokens = step.query_starts[sequence + 1] - start;
         const int64_t before = step.context_lens[sequence] - tokens;
         const auto blocks_of = [&](int64_t sequence) {
-            return step.block_table + step.table_offsets[sequence];
+            return step.blocks_in(args.table, sequence);
         };
         const int32_t* blocks = blocks_of(sequence);
         const auto place = [&](int64_t row) {

@@ -8,6 +8,7 @@ namespace nano {
 
 struct AttendArgs {
     Cache cache;
+    int64_t table;   // the number of the layer's block table
     const float* q;  // [T, heads, head_dim]
     float* out;      // [T, heads, head_dim]
     int64_t heads;

@@ -22,7 +22,7 @@ class Heads {
         if (head < args_.heads)
             return rotate(x, args_.q_weight, rotation,
                           args_.q + (token * args_.heads + head) * dim_);
-        const int64_t place = step_.slots[token], kv_head = head - args_.heads;
+        const int64_t place = step_.slots_in(args_.table)[token], kv_head = head - args_.heads;
         if (place < 0) return;
         const int64_t block = place / cache_.block_size, slot = place % cache_.block_size;
         rotate(x, args_.k_weight, rotation, numbers_.data());

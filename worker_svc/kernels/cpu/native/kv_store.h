@@ -51,6 +51,7 @@ inline void each_run(const Cache& cache, const int32_t* blocks, int64_t first, i
 
 struct RopeStoreArgs {
     Cache cache;
+    int64_t table;         // the number of the layer's block table
     const float* qkv;      // [T, heads + 2 · kv_heads, head_dim]
     float* q;              // [T, heads, head_dim]
     int64_t heads;
