@@ -42,7 +42,7 @@ class Cache:
             self._running.append(seq)
 
     def matched_blocks(self, prompt: list[int], salt: str) -> int:
-        return len(self.blocks._match_prefix(sequence(prompt, salt)))
+        return self.blocks._match_prefix(sequence(prompt, salt)) // BLOCK_SIZE
 
 
 def random_prompt(rng: random.Random) -> tuple[list[int], str]:

@@ -61,7 +61,7 @@ def make_runners(directory: Path) -> list[ModelRunner]:
     runners = []
     for platform in (PaddedPlatform, CpuPlatform):
         settings = worker_settings(
-            directory, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE, kv_blocks=1
+            directory, max_num_seqs=MAX_NUM_SEQS, block_size=BLOCK_SIZE, kv_blocks=2
         )
         runner = ModelRunner(settings, platform(settings))
         runner.configure(1, NUM_BLOCKS, graph_tokens=GRAPH_TOKENS)

@@ -60,7 +60,7 @@ def make_runner(
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": 16,
         "enforce_eager": not captures,
-        "kv_blocks": 1,  # others use the GPU's memory at the same time
+        "kv_blocks": 2,  # others use the GPU's memory at the same time
     }
     settings = worker_settings(path, **{**values, **overrides})
     runner = ModelRunner(settings, platform(settings))

@@ -161,7 +161,7 @@ def test_forward(
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_features(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Samples with all of them, and scores a prompt."""
-    prompts, decodes = warm_up_steps(5, 2000, False, MAX_MODEL_LEN, 64, VOCAB_SIZE)
+    prompts, decodes = warm_up_steps(5, 2000, False, MAX_MODEL_LEN, 64, 1, VOCAB_SIZE)
     assert prompts.prompt_targets
     assert decodes.features
     with recorded(monkeypatch) as launches:
