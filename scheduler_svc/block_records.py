@@ -21,8 +21,8 @@ from struct import Struct
 import structlog
 import xxhash
 
-from scheduler_svc.core.block_manager import BlockManager, Naming
-from scheduler_svc.core.cache_listener import CacheListener, StoredBlock
+from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.cache_listener import CacheListener, Naming, StoredBlock
 from shared.paging import Paging
 from shared.process.kept import KeptObject, kept_file, may_have_damaged
 

@@ -28,33 +28,20 @@ holds it, until the step that copies is answered. A lost step's copies are made 
 from __future__ import annotations
 
 import hashlib
-import secrets
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import chain
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import xxhash
 
-from scheduler_svc.core.cache_listener import CacheListener, StoredBlock
+from scheduler_svc.core.cache_listener import CacheListener, Naming, StoredBlock
 from scheduler_svc.core.sequence import Sequence
 from shared.paging import Paging, TableKind
 
 _NAME_BYTES = 16
-
-
-class Naming(NamedTuple):
-    """The numbers on which the names of blocks depend, besides tokens and salts."""
-
-    seed: int  # of names without a salt, 64 bits
-    key: bytes  # of names with a salt
-
-    @classmethod
-    def new(cls) -> Naming:
-        return cls(secrets.randbits(64), secrets.token_bytes(32))
 
 
 class BlockManager:
@@ -256,9 +243,12 @@ class BlockManager:
             self._extend_hashes(seq, number, full)
             for i in range(blocks.num_published // kind.block_size, full):
                 name, block = blocks.names[number][i], blocks.tables[number][i]
-                if name not in self._block_of:  # else another sequence computed the same prefix
-                    self._block_of[name] = block
-                    self._name_of[block] = name
+                old = self._block_of.get(name, -1)
+                if old < 0 or not self._ref_counts[old]:  # else others use it
+                    if old >= 0:  # computed again, because the prefix had gaps: the newer one stays
+                        del self._cached[old]
+                        self._forget(old)
+                        self._free.append(old)
                     self._store(seq, number, i, block)
         blocks.num_published = computed - computed % self.paging.part_size
         first, table = kinds[-1].first_needed(computed), blocks.tables[-1]
@@ -326,14 +316,17 @@ class BlockManager:
             block = self._free.popleft()
         else:
             block, _ = self._cached.popitem(last=False)
-            name = self._name_of.pop(block)
-            content = self._contents.pop(name)
-            del self._block_of[name]
+            self._forget(block)
             self.num_evictions += 1
-            for listener in self.listeners:
-                listener.removed(block, content)
         self._ref_counts[block] = 1
         return block
+
+    def _forget(self, block: int) -> None:
+        name = self._name_of.pop(block)
+        content = self._contents.pop(name)
+        del self._block_of[name]
+        for listener in self.listeners:
+            listener.removed(block, content)
 
     def _release(self, block: int) -> None:
         self._ref_counts[block] -= 1
@@ -346,11 +339,12 @@ class BlockManager:
                 self._release(self._copies.pop(block))
 
     def _store(self, seq: Sequence, number: int, i: int, block: int) -> None:
-        """Records the contents of block `i` of a table of the sequence, which is published."""
+        """Publishes block `i` of a table of the sequence, and records its contents."""
         names, tokens = seq.blocks.names[number], b"" if number else self._tokens(seq, number, i)
         parent = names[i - 1] if i else None
         stored = StoredBlock(names[i], parent, tokens, seq.request.cache_salt)
         self._contents[stored.name] = stored
+        self._block_of[stored.name], self._name_of[block] = block, stored.name
         for listener in self.listeners:
             listener.stored(block, stored)
 

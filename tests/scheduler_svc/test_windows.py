@@ -99,6 +99,18 @@ def test_a_prefix_is_found_by_its_last_window(paging: Paging, found: int) -> Non
     assert cached(scheduler, 4, [1] * 50) == 0
 
 
+def test_a_prefix_with_gaps_is_published_again() -> None:
+    """Its old blocks, whose turn to be evicted comes first, do not keep the new ones nameless."""
+    scheduler = make_scheduler(40, paging=TWO, max_model_len=128)
+    assert cached(scheduler, 1, [1] * 99) == 0
+    num_empty = scheduler.blocks.num_free_blocks - scheduler.blocks.num_cached_blocks
+    for block in [scheduler.blocks._take() for _ in range(num_empty)]:
+        scheduler.blocks._release(block)
+    assert cached(scheduler, 2, [2] * 99) == 0  # evicts some blocks of the first prompt
+    assert cached(scheduler, 3, [1] * 99) == 0
+    assert cached(scheduler, 4, [1] * 99) == 80
+
+
 def test_prompts_that_all_wait_for_a_block_do_not_wait_for_ever() -> None:
     scheduler = make_scheduler(6, paging=ALL, max_model_len=20)
     seqs = [make(number, [number] * 19, max_tokens=1) for number in range(3)]
