@@ -100,15 +100,30 @@ def test_a_prefix_is_found_by_its_last_window(paging: Paging, found: int) -> Non
 
 
 def test_a_prefix_with_gaps_is_published_again() -> None:
-    """Its old blocks, whose turn to be evicted comes first, do not keep the new ones nameless."""
-    scheduler = make_scheduler(40, paging=TWO, max_model_len=128)
-    assert cached(scheduler, 1, [1] * 99) == 0
-    num_empty = scheduler.blocks.num_free_blocks - scheduler.blocks.num_cached_blocks
-    for block in [scheduler.blocks._take() for _ in range(num_empty)]:
-        scheduler.blocks._release(block)
-    assert cached(scheduler, 2, [2] * 99) == 0  # evicts some blocks of the first prompt
-    assert cached(scheduler, 3, [1] * 99) == 0
-    assert cached(scheduler, 4, [1] * 99) == 80
+    """Old blocks, which are evicted first, do not keep the new ones nameless."""
+    blocks = BlockManager(70, TWO)
+
+    def compute() -> tuple[Sequence, int]:
+        seq = Sequence((0, 1), [1] * 81, SamplingParams(max_tokens=1))
+        assert blocks.allocate_prompt(seq)
+        num_cached = seq.num_computed_tokens
+        blocks.reserve(seq, 81 - num_cached)
+        seq.begin_at(81)
+        blocks.advance(seq)
+        return seq, num_cached
+
+    first, _ = compute()
+    blocks.free(first)
+    gap = blocks._block_of[first.blocks.names[1][18]]
+    del blocks._cached[gap]
+    blocks._forget(gap)
+    blocks._free.append(gap)
+    second, num_cached = compute()
+    assert num_cached < 80
+    while blocks.num_free_blocks:
+        blocks._take()
+    blocks.free(second)
+    assert compute()[1] == 80
 
 
 def test_prompts_that_all_wait_for_a_block_do_not_wait_for_ever() -> None:
