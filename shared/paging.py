@@ -58,6 +58,13 @@ class Paging:
             return (TableKind(self.block_size, self.window),)
         return TableKind(self.block_size, 0), TableKind(self.window_block_size, self.window)
 
+    @cached_property
+    def keeping(self) -> tuple[TableKind, ...]:
+        """The tables of a sequence whose sampling reads its token ids. The first table leads to
+        these, too, so that its blocks are kept."""
+        first, *others = self.tables
+        return first._replace(window=0), *others
+
     @property
     def slots_per_block(self) -> int:
         """The number of slots of a block. In a table with smaller blocks, not all are used."""
@@ -78,16 +85,9 @@ class Paging:
         return self.num_parts if kind.block_size > self.part_size else 1
 
     def num_needed(self, num_tokens: int) -> int:
-        """The number of blocks with which any sequence of so many tokens can be served. With a
-        single table, there are sequences that keep all their blocks."""
-        if not self.window_block_size:
-            return -(-num_tokens // self.block_size)
-        return self.blocks_for(num_tokens)
+        """The number of blocks with which any sequence of so many tokens can be served."""
+        return sum(kind.blocks_for(num_tokens) for kind in self.keeping)
 
     def longest(self, num_blocks: int, limit: int) -> int:
         """The maximum of tokens, up to `limit`, of any sequence that so many blocks can serve."""
         return bisect_right(range(limit + 1), num_blocks, key=self.num_needed) - 1
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """The number of blocks that a sequence of so many tokens needs at least."""
-        return sum(table.blocks_for(num_tokens) for table in self.tables)

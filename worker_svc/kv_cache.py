@@ -27,10 +27,10 @@ class LayerPlace(NamedTuple):
 class CacheLayout:
     """How layers share a cache of blocks.
 
-    The cache is some tensors, each with `num_parts` parts of every block. A part holds tokens of
-    one layer. In the table with the larger blocks, a layer uses all parts of its tensor. In the
-    other table, `num_parts` layers share a tensor and use a part each. With one table, each layer
-    has a tensor, and blocks are not divided.
+    The cache is some tensors, each with `paging.num_parts` parts of every block. A part holds
+    tokens of one layer. In the table with the larger blocks, a layer uses all parts of its tensor.
+    In the other table, as many layers as there are parts share a tensor and use a part each. With
+    one table, each layer has a tensor, and blocks are not divided.
 
     In Gemma 3 4B, 5 layers see all tokens and 29 the last ones. So there are 5 tensors, and a block
     has 6 parts: the tokens of 6 parts in the 5 layers, or those of a part in the 29 layers. This is
@@ -39,7 +39,6 @@ class CacheLayout:
 
     paging: Paging
     num_tensors: int
-    num_parts: int
     places: Sequence[LayerPlace]  # by layer
 
     @staticmethod
@@ -51,7 +50,7 @@ class CacheLayout:
         window = max((each for each in windows if each and each < max_model_len), default=0)
         if not all(counts):
             places = [LayerPlace(0, number, 0) for number in range(len(windows))]
-            return CacheLayout(Paging(part_size, window), len(places), 1, places)
+            return CacheLayout(Paging(part_size, window), len(places), places)
         num_tensors = min(counts)
         num_parts = -(-max(counts) // num_tensors)
         large = counts.index(num_tensors)  # the table with the larger blocks
@@ -61,7 +60,7 @@ class CacheLayout:
         for is_short in short:
             part, tensor = divmod(next(numbers[is_short]), num_tensors)
             places.append(LayerPlace(int(is_short), tensor, part))
-        return CacheLayout(Paging(sizes[0], window, sizes[1]), num_tensors, num_parts, places)
+        return CacheLayout(Paging(sizes[0], window, sizes[1]), num_tensors, places)
 
     def layers_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The caches of the layers, indexed by the first parts of their blocks."""

@@ -290,7 +290,7 @@ class ModelRunner:
         self._model.allocate(num_blocks, new)
         if self._draft:
             self._draft.allocate(num_blocks)
-        num_parts = num_blocks * self._backend.layout.num_parts
+        num_parts = num_blocks * self._backend.layout.paging.num_parts
         self._tokens = TokenCache.allocate(num_parts, size, self._platform.device, new)
         self._allocated_blocks = num_blocks
 

@@ -62,8 +62,6 @@ class BlockManager:
     ) -> None:
         self.num_blocks = num_blocks
         self.paging = paging
-        # Those of sequences that read the tokens to which the first table leads.
-        self._keeping = paging.tables[0]._replace(window=0), *paging.tables[1:]
         self.num_evictions = 0  # of cached blocks, to make room for new content
         self.listeners: list[CacheListener] = []
         self._seed, key = naming or Naming.new()
@@ -291,10 +289,8 @@ class BlockManager:
         assert self._contents.keys() == self._block_of.keys(), "contents"
 
     def _kinds_of(self, seq: Sequence) -> tuple[TableKind, ...]:
-        """The kinds of the sequence's tables. The first table also leads to its token ids. If its
-        sampling reads these, they stay."""
         keeps = seq.features and seq.params.reads_tokens
-        return self._keeping if keeps else self.paging.tables
+        return self.paging.keeping if keeps else self.paging.tables
 
     def _begin(self, seq: Sequence, num_tokens: int, published: int) -> None:
         """Notes that a sequence which got its blocks begins after `num_tokens` tokens, of which

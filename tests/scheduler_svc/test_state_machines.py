@@ -238,14 +238,14 @@ class WindowMachine(BlockManagerMachine):
 
 
 class TwoTablesMachine(BlockManagerMachine):
-    """Some layers have a window, and those that have none are fewer."""
+    """Fewer layers see all tokens than have a window."""
 
     NUM_BLOCKS = 11
     PAGING = Paging(4, window=3, window_block_size=2)
 
 
 class FewWindowsMachine(BlockManagerMachine):
-    """Some layers have a window, and they are fewer than the others."""
+    """Fewer layers have a window than see all tokens."""
 
     NUM_BLOCKS = 11
     PAGING = Paging(2, window=3, window_block_size=4)

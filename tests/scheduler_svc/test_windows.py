@@ -32,7 +32,7 @@ def test_a_sequence_holds_the_blocks_of_a_window(
     paging: Paging, num_tokens: int, num_blocks: int
 ) -> None:
     """It gets as many as it needs, and gives back those that no later token sees."""
-    assert paging.blocks_for(num_tokens) == num_blocks
+    assert sum(kind.blocks_for(num_tokens) for kind in paging.tables) == num_blocks
     blocks = BlockManager(num_blocks, paging)
     seq = Sequence((0, 1), range(num_tokens), SamplingParams(max_tokens=1))
     assert blocks.allocate_prompt(seq)

@@ -68,10 +68,10 @@ def test_layers_share_no_memory(
     layout = CacheLayout.of(windows, 16, max_model_len=1000)
     assert (layout.paging, layout.num_tensors) == (paging, num_tensors)
     for number, (block_size, _) in enumerate(paging.tables):
-        tensors = [torch.zeros(2, 4 * layout.num_parts) for _ in range(num_tensors)]
+        tensors = [torch.zeros(2, 4 * paging.num_parts) for _ in range(num_tensors)]
         for cache, place in zip(layout.layers_of(tensors), layout.places, strict=True):
             if place.table == number:
-                first = 2 * layout.num_parts  # of block 2
+                first = 2 * paging.num_parts  # of block 2
                 cache[:, first : first + block_size // 16] += 1
         used = torch.stack(tensors).view(num_tensors, 2, 4, -1)
         assert used.max() == 1

@@ -43,7 +43,7 @@ def oracle_logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def last_logits(path: Path, oracle: Any, length: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a prompt's last token, by a runner of the model in `path` and by transformers."""
+    """Logits of a prompt's last token: of a runner of the model in `path`, and of transformers."""
     runner, batch = make_runner(path)
     (tokens,) = prompts(301, [length])
     (logits,) = runner.logits(batch.step([(0, tokens)]))

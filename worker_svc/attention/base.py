@@ -71,14 +71,14 @@ class AttentionBackend(ABC, Generic[Metadata]):
 
     def allocate(self, num_blocks: int, new: NewTensor | None = None) -> list[torch.Tensor]:
         """Allocates the tensors of a cache of `num_blocks` blocks, by `new` if it is given."""
-        shape, dtype = self.cache_shape(num_blocks * self.layout.num_parts)
+        shape, dtype = self.cache_shape(num_blocks * self.layout.paging.num_parts)
         return [(new or self._new)(shape, dtype) for _ in range(self.layout.num_tensors)]
 
     @property
     def block_bytes(self) -> int:
         """The size of a block."""
         layout = self.layout
-        num_tokens = layout.num_tensors * layout.num_parts * self.block_size
+        num_tokens = layout.num_tensors * layout.paging.slots_per_block
         return num_tokens * self.shape.cache_bytes_per_token
 
     @abstractmethod

@@ -94,7 +94,7 @@ def generate(
 
 
 def heavy(text: Sequence[int], rows: int = 1) -> dict[str, Any]:
-    """What `generate` asks for in rows whose prompt is `text`."""
+    """The features that `generate` asks for in rows whose prompt is `text`."""
     features = dict.fromkeys(range(rows), replace(HEAVY, prompt_len=len(text)))
     return {"temperatures": [0.8] * rows, "seeds": [7] * rows, "features": features}
 
