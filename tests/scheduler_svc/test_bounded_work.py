@@ -79,7 +79,8 @@ def test_beams_of_any_length_take_the_same_work(monkeypatch: pytest.MonkeyPatch)
     gathered = []
     real = beam_search._token_ids
     monkeypatch.setattr(beam_search, "_token_ids", lambda path: gathered.append(1) or real(path))
-    search = BeamSearch(4, 1.0, {0, 1}, max_tokens=2000)
+    params = SamplingParams(2000, beam_width=4, stop_token_ids=frozenset({0, 1}))
+    search = BeamSearch(params)
     found = (list(range(2, 16)), [-1.0] * 14)
     while chosen := search.advance([found] * len(search._live)):
         assert len(chosen) == 4

@@ -7,25 +7,23 @@ same hypotheses in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.sampling import num_continuations
+from scheduler_svc.core.sampling import SamplingParams, num_continuations
 
 # Tokens that may follow a live beam: ids int[k] and log-probabilities float32[k], descending.
 Candidates = tuple[npt.ArrayLike, npt.ArrayLike]
 
 
 class Hypothesis(NamedTuple):
-    """A finished completion. `end_token` is its last token, or None at the maximum length."""
+    """A finished completion."""
 
     token_ids: tuple[int, ...]
     score: float  # sum of log-probabilities / length ** length_penalty
-    end_token: int | None
 
 
 class Continuation(NamedTuple):
@@ -45,47 +43,25 @@ class _Beam(NamedTuple):
     score: np.float32  # sum of log-probabilities
 
 
-class _Found(NamedTuple):
-    """A hypothesis whose tokens are not gathered yet."""
-
-    path: _Path
-    score: float
-    end_token: int | None
-
-
 class BeamSearch:
     """Searches for the best completions of one prompt. The prompt is the first live beam.
 
-    Args:
-        width: the number of live beams, and of hypotheses at the end.
-        length_penalty: above 0 it favours long completions, below 0 short ones.
-        end_token_ids: all tokens that end a completion; they count as a part of it.
-        max_tokens, min_tokens: of a completion; before `min_tokens` no end token is chosen.
+    There are `beam_width` live beams, and hypotheses at the end. An end token counts as a part of
+    its completion. A `length_penalty` above 0 favours long completions, one below 0 short ones.
     """
 
-    def __init__(
-        self,
-        width: int,
-        length_penalty: float,
-        end_token_ids: Iterable[int],
-        max_tokens: int,
-        min_tokens: int = 0,
-    ) -> None:
-        self.width = width
-        self.length_penalty = length_penalty
-        self.end_token_ids = frozenset(end_token_ids)
-        self.max_tokens = max_tokens
-        self.min_tokens = min_tokens
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
         self.num_tokens = 0  # of each live beam
-        self._found: list[_Found] = []  # best first
+        self._found: list[tuple[float, _Path]] = []  # scores and tokens of hypotheses, best first
         self._live = [_Beam(None, np.float32(0))]
-        self._num_kept = num_continuations(width, len(self.end_token_ids))
-        self._ends = np.array(sorted(self.end_token_ids), np.int64)
+        self._ends = np.array(sorted(params.end_token_ids), np.int64)
+        self._num_kept = num_continuations(params.beam_width, len(self._ends))
 
     @property
     def hypotheses(self) -> list[Hypothesis]:
         """The best completions, best first; final once there is no live beam."""
-        return [Hypothesis(_token_ids(path), score, end) for path, score, end in self._found]
+        return [Hypothesis(_token_ids(path), score) for score, path in self._found]
 
     def advance(self, candidates: Seq[Candidates]) -> list[Continuation]:
         """Chooses the next live beams, best first; none if the search has ended.
@@ -94,19 +70,18 @@ class BeamSearch:
             candidates: one entry per live beam, in order.
         """
         self.num_tokens += 1
-        at_limit = self.num_tokens == self.max_tokens
+        at_limit = self.num_tokens == self._params.max_tokens
+        width, end_token_ids = self._params.beam_width, self._params.end_token_ids
         live: list[tuple[Continuation, _Beam]] = []
         for rank, (parent, token, score) in enumerate(self._best(candidates)):
             path = (self._live[parent].path, token)
-            ends = token in self.end_token_ids
-            if not (ends or at_limit):
-                if len(live) < self.width:
+            if not (token in end_token_ids or at_limit):
+                if len(live) < width:
                     live.append((Continuation(parent, token), _Beam(path, score)))
-            elif rank < self.width:  # later ranks only replace beams that end
-                found = _Found(path, self._penalized(score), token if ends else None)
-                self._found.append(found)
-        self._found.sort(key=lambda h: -h.score)  # stable: the first found leads among equals
-        del self._found[self.width :]
+            elif rank < width:  # later ranks only replace beams that end
+                self._found.append((self._penalized(score), path))
+        self._found.sort(key=lambda each: -each[0])  # stable: the first found leads among equals
+        del self._found[width:]
         if live and not self._may_improve(live[0][1].score):
             live = []
         self._live = [beam for _, beam in live]
@@ -122,7 +97,7 @@ class BeamSearch:
         ]
         token, score = np.concatenate(tokens), np.concatenate(scores)
         parent = np.repeat(np.arange(len(tokens)), [len(ids) for ids in tokens])
-        if self.num_tokens <= self.min_tokens:  # counts the token being chosen
+        if self.num_tokens <= self._params.min_tokens:  # counts the token being chosen
             allowed = ~np.isin(token, self._ends)
             parent, token, score = parent[allowed], token[allowed], score[allowed]
         order = np.lexsort((token, parent, -score))[: self._num_kept]
@@ -131,12 +106,12 @@ class BeamSearch:
     def _may_improve(self, best: np.float32) -> bool:
         """Whether the best live beam would rank among the hypotheses if it ended now. The scores
         that it might still reach are ignored, which is the heuristic of `early_stopping=False`."""
-        if len(self._found) < self.width:
+        if len(self._found) < self._params.beam_width:
             return True
-        return self._penalized(best) > self._found[-1].score
+        return self._penalized(best) > self._found[-1][0]
 
     def _penalized(self, score: np.float32) -> float:
-        return float(score / np.float32(float(self.num_tokens) ** self.length_penalty))
+        return float(score / np.float32(float(self.num_tokens) ** self._params.length_penalty))
 
 
 def _token_ids(path: _Path | None) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.forks.beam_search import BeamSearch, Hypothesis
+from scheduler_svc.core.forks.beam_search import BeamSearch
 from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey
 from scheduler_svc.core.step import End, Logprobs, Output
 
@@ -31,22 +31,15 @@ class BeamGroup:
     """The live beams of one request. `first` is the prompt; its number is the lowest."""
 
     def __init__(self, first: Sequence) -> None:
-        params = first.params
         self._first = first
-        self._search = BeamSearch(
-            params.beam_width,
-            params.length_penalty,
-            params.end_token_ids,
-            params.max_tokens,
-            params.min_tokens,
-        )
+        self._search = BeamSearch(first.params)
         self._candidates: dict[Sequence, Logprobs] = {}
         self.live = [first]
 
     def keys(self) -> list[SequenceKey]:
         """The keys that live beams may ever have, which are also the keys of the completions."""
         connection, number = self._first.key
-        return [SequenceKey(connection, number + i) for i in range(self._search.width)]
+        return [SequenceKey(connection, number + i) for i in range(self._first.params.beam_width)]
 
     def add_candidates(self, seq: Sequence, found: Logprobs) -> bool:
         """Adds the tokens that may follow a live beam: the sampled token, which is ignored, then
@@ -84,12 +77,13 @@ class BeamGroup:
         """The outputs of the completions, best first: each completion's tokens, then its end."""
         outputs: list[Output] = []
         found = self._search.hypotheses
-        for key, hypothesis in zip(self.keys(), found, strict=False):
+        for key, (token_ids, score) in zip(self.keys(), found, strict=False):
             seq = self._sequence(key)
-            tokens = enumerate(hypothesis.token_ids)
-            outputs += [Output(seq, token, offset) for offset, token in tokens]
-            end = End(self._cause(hypothesis), score=hypothesis.score)
-            outputs.append(Output(seq, end=end))
+            seq.tokens.extend(token_ids)
+            cause = seq.finish_cause()
+            assert cause is not None
+            outputs += [Output(seq, token, offset) for offset, token in enumerate(token_ids)]
+            outputs.append(Output(seq, end=End(cause, score=score)))
         # A small vocabulary may yield fewer completions than the request asked for.
         return outputs + self.ends(End(FinishCause.LENGTH))[len(found) :]
 
@@ -115,9 +109,3 @@ class BeamGroup:
         )
         seq.started = first.started
         return seq
-
-    def _cause(self, hypothesis: Hypothesis) -> FinishCause:
-        if hypothesis.end_token is None:
-            return FinishCause.LENGTH
-        is_eos = hypothesis.end_token in self._first.params.eos_token_ids
-        return FinishCause.EOS if is_eos else FinishCause.STOP_TOKEN

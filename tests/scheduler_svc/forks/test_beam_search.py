@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.generation import GenerationMode
 
 from scheduler_svc.core.forks.beam_search import BeamSearch, Candidates, _token_ids
-from scheduler_svc.core.sampling import num_continuations
+from scheduler_svc.core.sampling import SamplingParams
 
 VOCAB_SIZE = 40
 PROMPT = [3, 1, 4]
@@ -52,9 +53,13 @@ def live_beams(search: BeamSearch) -> list[tuple[int, ...]]:
     return [_token_ids(beam.path) for beam in search._live]
 
 
+def beam_search(width: int, max_tokens: int, *ends: int, **others: Any) -> BeamSearch:
+    stops = frozenset(ends)
+    return BeamSearch(SamplingParams(max_tokens, beam_width=width, stop_token_ids=stops, **others))
+
+
 def candidates(model: Qwen3ForCausalLM, search: BeamSearch) -> list[Candidates]:
-    num_ends = len(search.end_token_ids)
-    count = num_continuations(search.width, num_ends) + num_ends
+    count = search._params.num_logprobs or 0
     best = log_probs(model, live_beams(search)).topk(min(count, VOCAB_SIZE))
     return list(zip(best.indices.numpy(), best.values.numpy(), strict=True))
 
@@ -63,16 +68,16 @@ def expected(
     model: Qwen3ForCausalLM, search: BeamSearch
 ) -> tuple[list[tuple[int, ...]], list[float]]:
     """The completions that transformers finds, without padding, and their scores."""
-    ends = sorted(search.end_token_ids)
+    params = search._params
     found = model.generate(
         torch.tensor([PROMPT]),
         attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
-        num_beams=search.width,
-        num_return_sequences=search.width,
-        length_penalty=search.length_penalty,
-        max_new_tokens=search.max_tokens,
-        min_new_tokens=search.min_tokens or None,
-        eos_token_id=ends or None,
+        num_beams=params.beam_width,
+        num_return_sequences=params.beam_width,
+        length_penalty=params.length_penalty,
+        max_new_tokens=params.max_tokens,
+        min_new_tokens=params.min_tokens or None,
+        eos_token_id=sorted(params.end_token_ids) or None,
         pad_token_id=VOCAB_SIZE,  # never sampled
         early_stopping=False,
         do_sample=False,
@@ -98,15 +103,13 @@ def test_the_hypotheses_are_those_of_transformers(
     rng = random.Random(f"{seed}/{length_penalty}")
     model, width = random_model(seed), 1 + seed % 5
     end_token_ids = rng.choice([(), (7,), (7, 21)])
-    min_tokens = rng.choice([0, 0, 3])
-    search = BeamSearch(width, length_penalty, end_token_ids, 8, min_tokens)
+    others = {"length_penalty": length_penalty, "min_tokens": rng.choice([0, 0, 3])}
+    search = beam_search(width, 8, *end_token_ids, **others)
     while continuations := search.advance(candidates(model, search)):
         assert len(continuations) == width
     completions, scores = expected(model, search)
     assert [h.token_ids for h in search.hypotheses] == completions
     assert [h.score for h in search.hypotheses] == pytest.approx(scores, abs=1e-4)
-    for token_ids, _, end in search.hypotheses:
-        assert end == (token_ids[-1] if token_ids[-1] in end_token_ids else None)
 
 
 def step(*beams: dict[int, float]) -> list[Candidates]:
@@ -114,7 +117,7 @@ def step(*beams: dict[int, float]) -> list[Candidates]:
 
 
 def test_live_beams_name_their_parents_best_first() -> None:
-    search = BeamSearch(2, 1.0, {0}, 10)
+    search = beam_search(2, 10, 0)
     assert search.advance(step({5: -0.5, 6: -1.0, 0: -2.0})) == [(0, 5), (0, 6)]
     assert live_beams(search) == [(5,), (6,)]
     assert search.advance(step({1: -3.0, 2: -4.0}, {3: -0.1, 4: -3.0})) == [(1, 3), (0, 1)]
@@ -123,23 +126,22 @@ def test_live_beams_name_their_parents_best_first() -> None:
 
 
 def test_equals_go_by_beam_and_then_by_token() -> None:
-    search = BeamSearch(2, 1.0, (), 10)
+    search = beam_search(2, 10)
     assert search.advance(step({9: -1.0, 4: -1.0, 7: -1.0})) == [(0, 4), (0, 7)]
     assert search.advance(step({8: -1.0, 3: -1.0}, {1: -1.0})) == [(0, 3), (0, 8)]
 
 
 def test_no_end_token_before_min_tokens() -> None:
-    search = BeamSearch(1, 1.0, {0, 1}, 10, min_tokens=1)
+    search = beam_search(1, 10, 0, 1, min_tokens=1)
     assert search.advance(step({0: -0.1, 1: -0.2, 5: -3.0})) == [(0, 5)]
     assert search.advance(step({0: -0.1, 5: -3.0, 6: -4.0})) == []
-    assert [(h.token_ids, h.end_token) for h in search.hypotheses] == [((5, 0), 0)]
+    assert [h.token_ids for h in search.hypotheses] == [(5, 0)]
     assert search.hypotheses[0].score == pytest.approx(-3.1 / 2)
     assert live_beams(search) == []
 
 
 def test_a_vocabulary_smaller_than_the_beam_is_searched_whole() -> None:
-    search = BeamSearch(4, 0.0, (), 2)
+    search = beam_search(4, 2, length_penalty=0.0)
     assert search.advance(step({0: -0.5, 1: -1.0})) == [(0, 0), (0, 1)]
     assert search.advance(step({0: -0.5, 1: -1.0}, {0: -0.6, 1: -1.1})) == []
     assert [h.token_ids for h in search.hypotheses] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [h.end_token for h in search.hypotheses] == [None] * 4

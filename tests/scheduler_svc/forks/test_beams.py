@@ -98,10 +98,7 @@ class Rig:
 
 def search(prompt: list[int], params: SamplingParams) -> list[tuple[list[int], FinishCause]]:
     """The completions that the bare search finds, without a scheduler."""
-    ends = params.eos_token_ids | params.stop_token_ids
-    beams = BeamSearch(
-        params.beam_width, params.length_penalty, ends, params.max_tokens, params.min_tokens
-    )
+    beams = BeamSearch(params)
     k = params.num_logprobs or 0
     while beams._live:
         live = [_token_ids(beam.path) for beam in beams._live]
@@ -110,11 +107,11 @@ def search(prompt: list[int], params: SamplingParams) -> list[tuple[list[int], F
     return [
         (
             list(h.token_ids),
-            FinishCause.LENGTH
-            if h.end_token is None
-            else FinishCause.EOS
-            if h.end_token in params.eos_token_ids
-            else FinishCause.STOP_TOKEN,
+            FinishCause.EOS
+            if h.token_ids[-1] in params.eos_token_ids
+            else FinishCause.STOP_TOKEN
+            if h.token_ids[-1] in params.stop_token_ids
+            else FinishCause.LENGTH,
         )
         for h in beams.hypotheses
     ]
