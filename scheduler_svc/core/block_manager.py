@@ -81,8 +81,7 @@ class BlockManager:
         self._free = deque(range(self.num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._block_of: dict[bytes, int] = {}  # name -> block, for published blocks
-        self._name_of: dict[int, bytes] = {}
-        self._contents: dict[bytes, StoredBlock] = {}  # by name
+        self._contents: dict[int, StoredBlock] = {}  # by published block
         self._copies: dict[int, int] = {}  # to block -> from block; both in use
         self._copying: dict[int, int] = {}  # those of the steps in flight
         # The free blocks needed by each waiting sequence that found too few.
@@ -95,18 +94,17 @@ class BlockManager:
         order in which their last blocks were published.
         """
         for block, stored in published:
-            self._block_of[stored.name], self._name_of[block] = block, stored.name
-            self._contents[stored.name] = stored
+            self._block_of[stored.name], self._contents[block] = block, stored
         kept: dict[int, None] = {}  # in reverse order of eviction
         for _, stored in reversed(published):
             prefix: list[int] = []
             name: bytes | None = stored.name
-            while name in self._contents and (block := self._block_of[name]) not in kept:
+            while name in self._block_of and (block := self._block_of[name]) not in kept:
                 prefix.append(block)
-                name = self._contents[name].parent
+                name = self._contents[block].parent
             kept |= dict.fromkeys(reversed(prefix))
         self._cached.update(dict.fromkeys(reversed(kept)))
-        self._free = deque(block for block in self._free if block not in self._name_of)
+        self._free = deque(block for block in self._free if block not in self._contents)
 
     def stored_blocks(self) -> list[StoredBlock]:
         """The published blocks of first tables. A block comes after the block before it, unless
@@ -283,10 +281,9 @@ class BlockManager:
         free = [*self._free, *self._cached]
         assert len(set(free)) == len(free), "a block is free twice"
         assert set(free) == {b for b in range(self.num_blocks) if references[b] == 0}, "free blocks"
-        assert all(b in self._name_of for b in self._cached), "a cached block without a name"
-        assert not any(b in self._name_of for b in self._free), "a named block among the empty"
-        assert {n: b for b, n in self._name_of.items()} == self._block_of, "names"
-        assert self._contents.keys() == self._block_of.keys(), "contents"
+        assert all(b in self._contents for b in self._cached), "a cached block without a name"
+        assert not any(b in self._contents for b in self._free), "a named block among the empty"
+        assert {n: b for b, (n, *_) in self._contents.items()} == self._block_of, "names"
 
     def _kinds_of(self, seq: Sequence) -> tuple[TableKind, ...]:
         keeps = seq.features and seq.params.reads_tokens
@@ -318,16 +315,15 @@ class BlockManager:
         return block
 
     def _forget(self, block: int) -> None:
-        name = self._name_of.pop(block)
-        content = self._contents.pop(name)
-        del self._block_of[name]
+        content = self._contents.pop(block)
+        del self._block_of[content.name]
         for listener in self.listeners:
             listener.removed(block, content)
 
     def _release(self, block: int) -> None:
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
-            if block in self._name_of:
+            if block in self._contents:
                 self._cached[block] = None
             else:
                 self._free.append(block)
@@ -339,8 +335,7 @@ class BlockManager:
         names, tokens = seq.blocks.names[number], b"" if number else self._tokens(seq, number, i)
         parent = names[i - 1] if i else None
         stored = StoredBlock(names[i], parent, tokens, seq.request.cache_salt)
-        self._contents[stored.name] = stored
-        self._block_of[stored.name], self._name_of[block] = block, stored.name
+        self._block_of[stored.name], self._contents[block] = block, stored
         for listener in self.listeners:
             listener.stored(block, stored)
 

@@ -223,10 +223,10 @@ class SuccessionMachine(BlockManagerMachine):
         found.check_integrity([])
         assert found.stored_blocks() == self.blocks.stored_blocks()
         assert found._block_of == self.blocks._block_of
-        order, contents = [*found._cached], found._contents
+        order = [*found._cached]
         for place, block in enumerate(order):
-            parent = contents[found._name_of[block]].parent
-            if parent in contents:
+            parent = found._contents[block].parent
+            if parent in found._block_of:
                 assert order.index(found._block_of[parent]) > place, "evicted before its end"
 
 

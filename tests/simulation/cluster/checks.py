@@ -240,7 +240,7 @@ def check_index(index: PrefixIndex, number: int, blocks: BlockManager) -> int:
     names = index._names.get(number, {})
     orphans = set(index._orphans[number]._parents) if number in index._orphans else set()
     assert names.keys().isdisjoint(orphans), "a block is named, and an orphan"
-    held = blocks._contents
+    held = {each.name: each for each in blocks._contents.values()}
     assert names.keys() | orphans == held.keys(), (
         f"knows {len(names)} + {len(orphans)} of {len(held)} blocks of engine {number}"
     )

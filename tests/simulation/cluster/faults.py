@@ -174,8 +174,7 @@ KINDS = tuple(_WORK)
 
 
 def _evict_first_blocks(blocks: BlockManager) -> None:
-    names = [name for name, each in blocks._contents.items() if each.parent is None]
-    first = [blocks._block_of[name] for name in names]
+    first = [block for block, each in blocks._contents.items() if each.parent is None]
     cached = [block for block in first if block in blocks._cached]
     for block in cached:
         blocks._cached.move_to_end(block, last=False)
