@@ -25,10 +25,6 @@ class SequenceFeatures:
     # The tokens that may come next, and those after each drafted token: uint32[ceil(vocab / 32)].
     masks: Seq[bytes] = ()
 
-    @property
-    def prompt_is_scored(self) -> bool:
-        return self.num_scored >= self.num_to_score
-
 
 def features_of(params: SamplingParams, num_prompt_tokens: int) -> SequenceFeatures | None:
     """The features of a new sequence, or None if its rows will never need any."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
 
 from scheduler_svc.core.block_manager import BlockManager
 from scheduler_svc.core.forks.beams import Advance
@@ -23,8 +22,6 @@ from scheduler_svc.core.forks.forks import Forks
 from scheduler_svc.core.heap import Heap
 from scheduler_svc.core.sequence import Sequence, SequenceKey, Started, Status
 from scheduler_svc.core.waiting_queue import WaitingQueue
-
-_rank_of = attrgetter("rank")
 
 
 @dataclass
@@ -60,10 +57,6 @@ class OpenSequences:
         self._deadlines: Heap[float, Sequence] = Heap()
         # Ended sequences by the last step in flight that still writes their blocks.
         self._fenced: dict[int, list[Sequence]] = {}
-
-    def is_in_use(self, key: SequenceKey) -> bool:
-        """Whether a sequence has this key or may get it."""
-        return key in self.by_key or self.forks.may_claim(key)
 
     def expired(self, now: float) -> Sequence | None:
         """A sequence whose deadline has passed at `now`, or None."""
@@ -121,17 +114,6 @@ class OpenSequences:
         self._blocks.free(seq)
         self._queue_again(seq)
         self.stats.preemptions += 1
-
-    def preempt_last(self) -> Sequence:
-        """Preempts the running sequence of the lowest priority and latest arrival."""
-        seq = max(self.running, key=_rank_of)
-        self.preempt(seq)
-        return seq
-
-    def stop_beams(self) -> None:
-        """Preempts beams that would hold blocks while they wait for a beam in the queue."""
-        for seq in self.forks.beams_to_stop():
-            self.preempt(seq)
 
     def restrict(self, only: Seq[Sequence] | None) -> None:
         """Lets only the sequences in `only` run from now on; None lets all run. Preempts all
@@ -212,7 +194,7 @@ class OpenSequences:
 
     def _queue_again(self, seq: Sequence) -> None:
         seq.reset()
-        if self.forks.has_candidates(seq):
+        if seq.paused and seq in self.forks.beams:  # nothing to compute until its search advances
             seq.status = Status.FOLLOWING
         else:
             self.waiting.push(seq)

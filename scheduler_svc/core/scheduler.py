@@ -27,7 +27,7 @@ from scheduler_svc.core.waiting_queue import WaitingQueue
 
 _SHORT_PART = 0.5  # of the prompts' budget in a step, for prompts that fit into this part
 
-_usage_of = attrgetter("seq.usage")
+_rank_of, _usage_of = attrgetter("rank"), attrgetter("seq.usage")
 
 
 class Scheduler:
@@ -82,12 +82,10 @@ class Scheduler:
         """Queues a sequence, or returns its end if it cannot be accepted. The other n - 1
         completions of its prompt are accepted or rejected with it. Their numbers and seeds follow
         its own."""
-        end = self.refusal(seq, n)
-        if end is None and (cause := seq.finish_cause()):  # resubmitted with all its tokens
-            end = End(cause)
-        if end is not None:
-            seq.status = Status.FINISHED
+        if end := self.refusal(seq, n):
             return end
+        if cause := seq.finish_cause():  # it was resubmitted with all its tokens
+            return End(cause)
         request = seq.request
         if not request.resubmitted:
             self._budgets.charge(request.client, INPUT, seq.num_tokens, request.arrival)
@@ -99,9 +97,9 @@ class Scheduler:
         connection, number = seq.key
         if end := refusal(seq, n, self.limits, self._waiting, self._budgets):
             return end
-        for i in range(max(n, seq.params.beam_width)):
-            if self._open.is_in_use(SequenceKey(connection, number + i)):
-                return End(FinishCause.INVALID, "request: its number is in use")
+        keys = [SequenceKey(connection, number + i) for i in range(max(n, seq.params.beam_width))]
+        if any(key in self._sequences or key in self._forks.beam_keys for key in keys):
+            return End(FinishCause.INVALID, "request: its number is in use")
         return None
 
     def followers(self, seq: Sequence) -> list[Sequence]:
@@ -142,7 +140,8 @@ class Scheduler:
         in_flight = sequences.last_answered < sequences.last_step
         if self._last_drafted > sequences.last_answered:
             return None
-        sequences.stop_beams()
+        for beam in self._forks.beams_to_stop():
+            sequences.preempt(beam)
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for seq in self._running:
@@ -161,7 +160,8 @@ class Scheduler:
         if in_flight and speculation and speculation.waits(decodes, room):
             return None
         while self.blocks.missing(full) > self.blocks.num_free_blocks:
-            preempted = sequences.preempt_last()
+            preempted = max(self._running, key=_rank_of)
+            sequences.preempt(preempted)
             for queue in (decodes, prompts, full):
                 if preempted in queue:
                     queue.remove(preempted)

@@ -224,9 +224,10 @@ class Sequence:
         their logits nor their hidden states are needed."""
         if self.params.pooling is Pooling.MEAN:
             return 0
-        if self.features is None or self.features.prompt_is_scored:
+        features = self.features
+        if features is None or features.num_scored >= features.num_to_score:
             return len(self.tokens) - 1
-        return self.features.num_scored
+        return features.num_scored
 
     def finish_cause(self) -> FinishCause | None:
         """The reason why the last token ends the sequence, or None if the sequence continues."""

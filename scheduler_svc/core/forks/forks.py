@@ -30,22 +30,18 @@ class Forks:
         # For each of n completions whose prompt is not computed yet: all n, the leader first.
         self._completions: dict[Sequence, list[Sequence]] = {}
         self._beams: dict[Sequence, BeamGroup] = {}  # live ones
-        self._beam_keys: set[SequenceKey] = set()  # that live beams have or may get
+        self.beam_keys: set[SequenceKey] = set()  # that live beams have or may get
 
     @property
     def beams(self) -> Collection[Sequence]:
         """The live beams. Tokens sampled for them are ignored: their search chooses others."""
         return self._beams
 
-    def may_claim(self, key: SequenceKey) -> bool:
-        """Whether a beam has this key or may get it."""
-        return key in self._beam_keys
-
     def add(self, seq: Sequence, n: int) -> list[Sequence]:
         """Adds a new sequence, and returns its n - 1 new followers."""
         if seq.params.beam_width:
             group = self._beams[seq] = BeamGroup(seq)
-            self._beam_keys.update(group.keys())
+            self.beam_keys.update(group.keys())
         followers = [_sibling(seq, i) for i in range(1, n)]
         if followers:
             completions = [seq, *followers]
@@ -94,10 +90,6 @@ class Forks:
                     advances.append(advance)
         return advances
 
-    def has_candidates(self, seq: Sequence) -> bool:
-        """Whether this is a beam that has nothing to compute until its search advances."""
-        return seq.paused and seq in self._beams
-
     def beams_to_stop(self) -> list[Sequence]:
         """The running beams that have their candidates while another beam of their search waits in
         the queue."""
@@ -114,7 +106,7 @@ class Forks:
         there is one; the caller must queue it."""
         group = self._beams.pop(seq, None)
         if group and not any(beam in self._beams for beam in group.live):
-            self._beam_keys.difference_update(group.keys())
+            self.beam_keys.difference_update(group.keys())
         completions = self._completions.pop(seq, [])
         has_led = bool(completions) and completions[0] is seq
         if completions:
@@ -141,7 +133,7 @@ class Forks:
         assert not any(seq.blocks.tables for seq in (*followers, *stopped)), "holds blocks idly"
         assert all(seq.status is not Status.FINISHED for seq in self._beams), "an ended beam"
         keys = {*chain(*(group.keys() for group in self._beams.values()))}
-        assert self._beam_keys == keys, "beams"
+        assert self.beam_keys == keys, "beams"
         assert len(followers) + len(stopped) == num_waiting_here, "in no queue, or in two"
 
 
