@@ -47,7 +47,6 @@ class OpenSequences:
     def __init__(self, blocks: BlockManager, waiting: WaitingQueue, max_num_seqs: int) -> None:
         self.waiting = waiting
         self.running: dict[Sequence, None] = {}  # in order of admission
-        self.num_featured = 0  # running sequences whose rows may need feature columns
         self.forks = Forks()
         self.stats = Stats()
         self.by_key: dict[SequenceKey, Sequence] = {}
@@ -110,7 +109,7 @@ class OpenSequences:
 
     def preempt(self, seq: Sequence) -> None:
         """Sends a running sequence back to wait."""
-        self._leave(seq)
+        del self.running[seq]
         self._blocks.free(seq)
         self._queue_again(seq)
         self.stats.preemptions += 1
@@ -139,7 +138,6 @@ class OpenSequences:
             self._queue_again(seq)
         self.stats.preemptions += len(self.running)
         self.running.clear()
-        self.num_featured = 0
         self._fenced.clear()
         self.last_answered = self.last_step
         self._blocks.reset()
@@ -149,7 +147,7 @@ class OpenSequences:
         if seq.status is Status.WAITING:
             self.waiting.remove(seq)
         elif seq.status is Status.RUNNING:
-            self._leave(seq)
+            del self.running[seq]
             if seq.last_step > self.last_answered:
                 self._fenced.setdefault(seq.last_step, []).append(seq)
             else:
@@ -179,8 +177,6 @@ class OpenSequences:
         clients = ((seq.request.client, seq.key.connection) for seq in open_sequences)
         self.waiting.usages.check_integrity(clients)
         assert all(s.status is Status.RUNNING for s in self.running), "status of the running"
-        featured = sum(s.features is not None for s in self.running)
-        assert featured == self.num_featured, "rows with features"
         waiting = [s for s in self.by_key.values() if s in self.waiting]
         assert len(waiting) == len(self.waiting), "an ended sequence waits"
         assert all(s.status is Status.WAITING and not s.blocks.tables for s in waiting), "waiting"
@@ -208,9 +204,3 @@ class OpenSequences:
             self.stats.cached_prompt_tokens += num_cached
         seq.status = Status.RUNNING
         self.running[seq] = None
-        self.num_featured += seq.features is not None
-
-    def _leave(self, seq: Sequence) -> None:
-        """Stops running a sequence."""
-        del self.running[seq]
-        self.num_featured -= seq.features is not None

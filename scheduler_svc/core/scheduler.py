@@ -219,7 +219,7 @@ class Scheduler:
             self._charge(step, outputs)
         sequences.free_fenced(step.number)
         self.stats.sampled_tokens += len(outputs)
-        if sequences.num_featured:
+        if step.has_features:
             for output in outputs:
                 if output.seq.params.stepwise:
                     output.seq.paused = True
@@ -296,7 +296,7 @@ class Scheduler:
         stats.step_sequences += len(rows) - num_drafts
         stats.step_tokens += num_tokens
         stats.draft_tokens += num_drafts
-        copies, has_features = self.blocks.take_copies(), self._open.num_featured > 0
+        copies, has_features = self.blocks.take_copies(), any(row.seq.features for row in rows)
         return Step(number, rows, copies, has_features, num_decodes, num_drafts, num_tokens)
 
     def _apply_rows(self, step: Step, answer: Answer) -> list[Output]:
