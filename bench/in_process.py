@@ -152,7 +152,7 @@ class InProcessEngine:
         for output in outputs:
             if output.token is not None:
                 self._traces[output.seq.key.number].arrivals.append((now, 1))
-            if output.finished is not None:
+            if output.end is not None:
                 self._unfinished -= 1
         if not self._unfinished:
             self._done.set()

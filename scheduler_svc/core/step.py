@@ -111,11 +111,6 @@ class Output:
     prompt_logprobs: Logprobs | None = None
     embedding: npt.NDArray[np.float32] | None = None  # or a score [1]; with the first token
 
-    @property
-    def finished(self) -> FinishCause | None:
-        """Why the sequence ended, if it did."""
-        return None if self.end is None else self.end.cause
-
 
 def add_embeddings(step: Step, answer: Answer, outputs: list[Output]) -> None:
     """Adds an answer's hidden states to those of their prompts, and gives the outputs, which have

@@ -73,7 +73,7 @@ class Frontends:
         for output in outputs:
             attempt = self.attempt_of(output.seq)
             if attempt.twin:
-                assert output.finished in _TWINS_END, "two requests with one number"
+                assert output.end.cause in _TWINS_END, "two requests with one number"
                 continue
             self._check(attempt, output)
             connection = self._connections[attempt.client.request.frontend]
@@ -100,9 +100,9 @@ class Frontends:
             expected = request.tokens[attempt.num_tokens : attempt.num_tokens + 1]
             assert [output.token] == expected, f"{name}: token {output.token}, not {expected}"
             attempt.num_tokens += 1
-        attempt.ended = output.finished is not None
-        if output.finished is not None:
-            self._check_end(attempt, output.finished)
+        attempt.ended = output.end is not None
+        if output.end:
+            self._check_end(attempt, output.end.cause)
         elif attempt.num_tokens == len(request.tokens) > 0 and output.token is not None:
             raise AssertionError(f"{name}: continues after its last token")
 
@@ -137,12 +137,12 @@ class Frontends:
             if output.token is not None:
                 assert output.offset == len(client.delivered), "tokens lost or repeated"
                 client.delivered.append(output.token)
-                if len(client.delivered) == client.request.abort_after and not output.finished:
+                if len(client.delivered) == client.request.abort_after and not output.end:
                     self._abort(client)
-            if output.finished is FinishCause.QUEUE_FULL:
+            if output.end and output.end.cause is FinishCause.QUEUE_FULL:
                 self._loop.call_later(_RETRY_S, self._retry, client, client.current)
-            elif output.finished is not None:
-                self._end(client, output.finished.name)
+            elif output.end:
+                self._end(client, output.end.cause.name)
 
     def _submit_group(self, client: Client) -> None:
         """Submits all completions of a prompt together, unless some have ended in the meantime."""

@@ -92,7 +92,7 @@ class Rig:
             if output.token is not None:
                 assert output.offset == len(tokens)
                 tokens.append(output.token)
-            found[output.seq.key.number] = tokens, output.finished
+            found[output.seq.key.number] = tokens, output.end and output.end.cause
         return found
 
 

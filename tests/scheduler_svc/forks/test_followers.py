@@ -126,7 +126,7 @@ def test_a_prompt_that_fails_for_good_ends_those_that_follow_too() -> None:
     scheduler.add(make(1, [1, 2, 3]), n=3)
     step = planned(scheduler)
     outputs = scheduler.fail(step.rows[0].seq, "internal error")
-    assert {(o.seq.key.number, o.finished) for o in outputs} == {
+    assert {(o.seq.key.number, o.end.cause) for o in outputs} == {
         (n, FinishCause.INTERNAL) for n in (1, 2, 3)
     }
     assert not scheduler.open_sequences()

@@ -159,7 +159,7 @@ class Rig:
         return [o.token for o in self.outputs if o.seq.key.number == number and o.token is not None]
 
     def end(self, number: int) -> Output | None:
-        return next((o for o in self.outputs if o.seq.key.number == number and o.finished), None)
+        return next((o for o in self.outputs if o.seq.key.number == number and o.end), None)
 
     async def until(self, condition: Callable[[], object]) -> None:
         while not condition():

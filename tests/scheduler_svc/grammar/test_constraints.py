@@ -85,7 +85,7 @@ async def test_a_complete_grammar_ends_the_completion(
         assert rig.tokens(1) == [*expected(1, 3), *ends]
         end = rig.end(1)
         assert end is not None
-        assert end.finished is FinishCause.EOS
+        assert end.end.cause is FinishCause.EOS
 
 
 async def test_other_sequences_continue_while_a_mask_is_computed() -> None:
@@ -218,7 +218,7 @@ async def test_an_engine_without_grammars_rejects_them() -> None:
     outputs: list[Output] = []
     engine = Engine(make_scheduler(16), Worker(16, ()), outputs.extend)
     engine.submit(odd(1))
-    assert [output.finished for output in outputs] == [FinishCause.INVALID]
+    assert [output.end.cause for output in outputs] == [FinishCause.INVALID]
 
 
 @pytest.mark.parametrize(("generated", "left_out"), [(0, [7, END]), (1, [7, END]), (2, [])])
