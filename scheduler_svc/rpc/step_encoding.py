@@ -84,17 +84,13 @@ def read_answer(request: worker_pb2.StepRequest, response: worker_pb2.StepRespon
     if len(token_ids) != len(request.samples):
         raise MalformedAnswerError(f"{len(token_ids)} tokens for {len(request.samples)} rows")
     draft_ids: list[int] = np.frombuffer(response.draft_ids, "<i4").tolist()
-    if len(draft_ids) != (expected := _num_drafted(request)):
+    expected = np.count_nonzero(np.frombuffer(request.input_ids, "<i4") == DRAFTED)
+    if len(draft_ids) != expected:
         raise MalformedAnswerError(f"{len(draft_ids)} drafted tokens, expected {expected}")
     pooled = read_hidden_states(request, response) if request.HasField("pooling") else {}
     if not (request.HasField("features") or request.HasField("prompt_logprobs")):
         return Answer(token_ids, draft_ids=draft_ids, hidden_states=pooled)
     return Answer(token_ids, *read_logprobs(request, response), draft_ids, pooled)
-
-
-def _num_drafted(request: worker_pb2.StepRequest) -> int:
-    """The number of tokens that the workers' draft model guesses."""
-    return int(np.count_nonzero(np.frombuffer(request.input_ids, "<i4") == DRAFTED))
 
 
 def _offsets(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -38,9 +38,16 @@ def encode_features(request: worker_pb2.StepRequest, rows: list[Row]) -> None:
     sampling = {i: asking[i] for i, biases in banned.items() if biases or _has_features(asking[i])}
     if sampling:
         request.features.CopyFrom(_features(sampling, banned))
-    scored = {i: row for i, row in asking.items() if _targets(row)}
-    if scored:
-        request.prompt_logprobs.CopyFrom(_prompt_logprobs(scored))
+    if targets := {i: found for i, row in asking.items() if (found := _targets(row))}:
+        ks = [rows[i].seq.params.prompt_logprobs or 0 for i in targets]
+        request.prompt_logprobs.CopyFrom(
+            worker_pb2.PromptLogprobs(
+                rows=_column("i", targets),
+                num_logprobs=_column("i", ks),
+                target_offsets=_column("i", [*accumulate(map(len, targets.values()), initial=0)]),
+                targets=b"".join(targets.values()),
+            )
+        )
     if pooled := {i: row for i, row in asking.items() if _is_pooled(row)}:
         params = [row.seq.params for row in pooled.values()]
         yes_ids = [each.yes_id if each.pooling is Pooling.SCORE else -1 for each in params]
@@ -185,16 +192,6 @@ def _targets(row: Row) -> array[int]:
     if end <= features.num_scored:
         return array("i")
     return row.seq.tokens[row.start + 1 : end + 1]
-
-
-def _prompt_logprobs(rows: dict[int, Row]) -> worker_pb2.PromptLogprobs:
-    targets = [_targets(row) for row in rows.values()]
-    return worker_pb2.PromptLogprobs(
-        rows=_column("i", rows),
-        num_logprobs=_column("i", [row.seq.params.prompt_logprobs or 0 for row in rows.values()]),
-        target_offsets=_column("i", [*accumulate(map(len, targets), initial=0)]),
-        targets=b"".join(each.tobytes() for each in targets),
-    )
 
 
 def _column(code: str, values: Collection[float]) -> bytes:
