@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from struct import Struct
 
 import structlog
@@ -86,7 +86,7 @@ class BlockRecords(CacheListener):
         self._kept.clear()
         try:
             os.ftruncate(self._file, cache.num_blocks * _record_bytes(cache.paging))
-            self._write(_Header(cache, found.naming if found else Naming.new(), 0))
+            self._write(cache, found.naming if found else Naming.new())
         except OSError as error:  # a limit on the size of files
             log.warning("names of blocks do not outlive this process", reason=str(error))
 
@@ -121,7 +121,7 @@ class BlockRecords(CacheListener):
 
     def cleared(self) -> None:
         if header := self._header():
-            self._write(header)
+            self._write(header.cache, header.naming)
 
     def _read(self, header: _Header | None) -> list[tuple[int, StoredBlock]]:
         """Returns the recorded blocks in the order in which they were published."""
@@ -152,13 +152,11 @@ class BlockRecords(CacheListener):
         cache = {**found["cache"], "paging": Paging(**found["cache"]["paging"])}
         return _Header(RecordedCache(**cache), naming, found["generation"])
 
-    def _write(self, header: _Header) -> None:
-        """Writes the header with a new generation."""
+    def _write(self, cache: RecordedCache, naming: Naming) -> None:
+        """Writes a header with a new generation."""
         self._generation = secrets.randbits(64)
-        header = replace(header, generation=self._generation)
-        seed, key = header.naming
-        fields = {**asdict(header), "naming": [seed, key.hex()]}
-        self._kept.write(fields)
+        shown = [naming.seed, naming.key.hex()]
+        self._kept.write({"cache": asdict(cache), "naming": shown, "generation": self._generation})
 
 
 def _record_bytes(paging: Paging) -> int:
