@@ -88,10 +88,6 @@ class Executor(Protocol):
         """
 
 
-async def _tell_nobody(_: bool) -> None:
-    pass
-
-
 class Engine:
     """Owns the scheduler. Call its methods only from the event loop that runs `run`.
 
@@ -110,7 +106,7 @@ class Engine:
         *,
         sync: bool = False,
         grammars: Grammars | None = None,
-        on_serving: Callable[[bool], Awaitable[None]] = _tell_nobody,
+        on_serving: Callable[[bool], Awaitable[None]] | None = None,
         metrics: EngineMetrics | None = None,
         traces: StepTraces | None = None,
     ) -> None:
@@ -350,8 +346,8 @@ class Engine:
         await self._serve(not group)
 
     async def _serve(self, serving: bool) -> None:
-        if serving != self._serving:
-            self._serving = serving
+        changed, self._serving = serving != self._serving, serving
+        if changed and self._on_serving:
             await self._on_serving(serving)
 
     def _watch(self) -> None:
