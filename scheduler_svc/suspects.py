@@ -35,16 +35,6 @@ class _Record:
     losses_alone: int = 0
     goal: int = 0  # the candidate makes progress when it has this many tokens
 
-    def lost(self, goal: int, *, alone: bool) -> None:
-        """Counts a loss; `alone`: no other candidate can be the reason."""
-        self.losses += 1
-        self.losses_alone += alone
-        self.goal = max(self.goal, goal)
-
-    @property
-    def is_suspect(self) -> bool:
-        return self.losses >= _MIN_LOSSES_OF_SUSPECTS
-
     @property
     def is_guilty(self) -> bool:
         return self.losses >= MIN_LOSSES and self.losses_alone >= MIN_LOSSES_ALONE
@@ -80,7 +70,9 @@ class Suspects(Generic[Candidate]):
         """
         for each, end in in_flight.items():
             record = self._records.setdefault(each, _Record())
-            record.lost(end, alone=len(in_flight) == 1)
+            record.losses += 1
+            record.losses_alone += len(in_flight) == 1
+            record.goal = max(record.goal, end)
         culprit = next((each for each in in_flight if self._records[each].is_guilty), None)
         if culprit is not None:
             del self._records[culprit]
@@ -102,17 +94,14 @@ class Suspects(Generic[Candidate]):
             self._regroup()
 
     def _regroup(self) -> None:
-        records = self._records.items()
-        self._groups = _next_groups({each: r.losses for each, r in records if r.is_suspect})
+        """Chooses the groups of suspects to try next, one after the other.
 
-
-def _next_groups(losses: Mapping[Candidate, int]) -> list[list[Candidate]]:
-    """The groups of suspects to try next, one after the other, given the losses of all suspects.
-
-    The suspects with the most losses were in the group that was tried last. Each half of that group
-    is a new group. So at most half of them are in the next loss and then have the most losses.
-    """
-    most = max(losses.values(), default=0)
-    last_tried = [candidate for candidate, count in losses.items() if count == most]
-    middle = len(last_tried) // 2
-    return [group for group in (last_tried[:middle], last_tried[middle:]) if group]
+        The suspects with the most losses were in the group that was tried last. Each half of that
+        group is a new group. So at most half of them are in the next loss and then have the most
+        losses.
+        """
+        losses = {each: record.losses for each, record in self._records.items()}
+        most = max([_MIN_LOSSES_OF_SUSPECTS, *losses.values()])
+        last_tried = [each for each, count in losses.items() if count == most]
+        middle = len(last_tried) // 2
+        self._groups = [group for group in (last_tried[:middle], last_tried[middle:]) if group]
