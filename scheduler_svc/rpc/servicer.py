@@ -41,10 +41,9 @@ class SchedulerServicer(SchedulerServiceServicer):
     """Serves `scheduler.proto` for one engine."""
 
     def __init__(self) -> None:
-        self._engine: Engine | None = None
+        self._engine: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
         self._failed = False
         self._info = scheduler_pb2.EngineInfo()
-        self._ready = asyncio.Event()
         self._state = scheduler_pb2.EngineState(serving=True)
         self._connections: dict[int, FrontendConnection] = {}
         self._accepting = asyncio.Lock()  # held while a frontend is connected alone
@@ -54,8 +53,8 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     def start(self, engine: Engine, info: scheduler_pb2.EngineInfo) -> None:
         """Answers frontends, whose streams wait for this call."""
-        self._engine, self._info = engine, info
-        self._ready.set()
+        self._info = info
+        self._engine.set_result(engine)
 
     def fail(self) -> None:
         """Makes streams end as if the process had died. It does end, because its engine failed."""
@@ -89,7 +88,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         request_iterator: AsyncIterator[scheduler_pb2.FrontendMessage],
         context: Context,
     ) -> None:
-        engine = await self._started_engine()
+        engine = await asyncio.shield(self._engine)
         async with self._accepting:
             connection = self._accept()
         await self._serve(connection, request_iterator, context, engine)
@@ -99,7 +98,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         request_iterator: AsyncIterator[scheduler_pb2.FrontendMessage],
         context: Context,
     ) -> None:
-        engine = await self._started_engine()
+        engine = await asyncio.shield(self._engine)
         async with self._accepting:
             log.warning("ending all connections: a frontend must be alone to try a request")
             others = [*self._connections.values()]
@@ -172,7 +171,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     async def GetLoad(
         self, request: scheduler_pb2.GetLoadRequest, context: object
     ) -> scheduler_pb2.GetLoadResponse:
-        return self._load(await self._started_engine())
+        return self._load(await asyncio.shield(self._engine))
 
     def _load(self, engine: Engine) -> scheduler_pb2.GetLoadResponse:
         scheduler, blocks, now = engine.scheduler, engine.scheduler.blocks, engine.clock()
@@ -199,7 +198,7 @@ class SchedulerServicer(SchedulerServiceServicer):
         request: scheduler_pb2.WatchBlocksRequest,
         context: aio.ServicerContext[scheduler_pb2.WatchBlocksRequest, scheduler_pb2.BlockEvents],
     ) -> None:
-        engine = await self._started_engine()
+        engine = await asyncio.shield(self._engine)
         blocks = engine.scheduler.blocks
 
         async def send(messages: Iterator[scheduler_pb2.BlockEvents]) -> None:
@@ -223,8 +222,3 @@ class SchedulerServicer(SchedulerServiceServicer):
         if self._state.draining:
             raise StreamEndedError("this scheduler is stopping")
         raise DataLossError("too many events were not read: watch again")
-
-    async def _started_engine(self) -> Engine:
-        await self._ready.wait()
-        assert self._engine is not None
-        return self._engine
