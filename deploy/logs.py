@@ -25,9 +25,14 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 
 def last_event(log: Path) -> str:
-    """Returns the latest event of a process, as text."""
-    lines = last_lines(log, 1)
-    return _describe(lines[0]) if lines else ""
+    """Returns the latest event of a process, as text; empty if there is none."""
+    line = "".join(last_lines(log, 1))
+    entry = _parse(line)
+    if "event" not in entry:
+        return line.strip()
+    hidden = ("event", "level", "timestamp", "service", "rank", "exception")
+    fields = [f"{key}={value}" for key, value in entry.items() if key not in hidden]
+    return " ".join([str(entry["event"]), *fields])
 
 
 def refusal(log: Path) -> str | None:
@@ -54,19 +59,6 @@ def follow(directory: Path, service: str | None) -> NoReturn:
     if not logs:
         raise LaunchError(f"no logs of {service or 'any service'} in {directory}")
     os.execvp("tail", ["tail", "-n", "50", "-F", *map(str, logs)])
-
-
-def _describe(line: str) -> str:
-    entry = _parse(line)
-    if "event" not in entry:
-        return line.strip()
-    shown = [str(entry["event"])]
-    shown += [
-        f"{key}={value}"
-        for key, value in entry.items()
-        if key not in ("event", "level", "timestamp", "service", "rank", "exception")
-    ]
-    return " ".join(shown)
 
 
 def _parse(line: str) -> dict[str, object]:
