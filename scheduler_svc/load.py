@@ -54,13 +54,15 @@ class Load:
         return token_s and token_s + decodes_s / scheduler.limits.max_num_prefill_tokens
 
     def queue_s(self, now: float) -> float:
-        """The seconds that a sequence arriving now would wait for room."""
-        if not self._is_full:
+        """The seconds that a sequence arriving now would wait for another sequence to end."""
+        scheduler, blocks = self._scheduler, self._scheduler.blocks
+        is_short = scheduler.num_waiting > 0 and blocks.num_free_blocks < blocks.num_blocks // 16
+        if scheduler.num_running < scheduler.limits.max_num_seqs and not is_short:
             return 0.0
         rate = self.admissions_per_s(now)
         if not rate:
             return _UNKNOWN_RETRY_S
-        return min((self._scheduler.num_waiting + 1) / rate, _MAX_RETRY_S)
+        return min((scheduler.num_waiting + 1) / rate, _MAX_RETRY_S)
 
     def retry_after_s(self, now: float) -> float:
         """The seconds that a rejected request should wait. By then, at the current rate, a tenth of
@@ -69,13 +71,6 @@ class Load:
         if not rate:
             return _UNKNOWN_RETRY_S
         return min(max(self._scheduler.num_waiting / 10 / rate, _MIN_RETRY_S), _MAX_RETRY_S)
-
-    @property
-    def _is_full(self) -> bool:
-        """Whether a sequence arriving now would wait for another sequence to end."""
-        scheduler, blocks = self._scheduler, self._scheduler.blocks
-        is_short = scheduler.num_waiting > 0 and blocks.num_free_blocks < blocks.num_blocks // 16
-        return scheduler.num_running >= scheduler.limits.max_num_seqs or is_short
 
     def _decay(self, now: float) -> float:
         return math.exp((self._last - now) / _WINDOW_S)
