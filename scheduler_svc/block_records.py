@@ -45,10 +45,6 @@ class RecordedCache:
     paging: Paging
     model_fingerprint: str
 
-    def is_of(self, ids: Sequence[str], paging: Paging, model_fingerprint: str) -> bool:
-        """Whether ranks that report this have the cache."""
-        return self == RecordedCache(ids, self.num_blocks, paging, model_fingerprint)
-
 
 @dataclass(frozen=True)
 class _Header:

@@ -247,7 +247,8 @@ class WorkerClient:
         group = agree(infos)
         ids = [info.cache_id for info in infos]
         cache = self._records.cache if keep and all(ids) else None
-        if cache and not cache.is_of(ids, group.paging, group.model_fingerprint):
+        found = ids, group.paging, group.model_fingerprint
+        if cache and found != (cache.ids, cache.paging, cache.model_fingerprint):
             cache = None
         num_blocks, num_tokens = settings.kv_blocks, settings.max_num_batched_tokens
         if num_blocks == "auto":
