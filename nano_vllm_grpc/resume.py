@@ -41,7 +41,6 @@ class ResumableRequest:
         if not sampling.HasField("seed") and not sampling.beam_width:
             sampling.seed = secrets.randbits(64)
         self.whole = Call(message)  # the first to make
-        self._message = message
         self._count = sampling.beam_width or sampling.n or 1
         self._tokens = {0: list(message.resume_token_ids)}  # by index
         self._ended: set[int] = set()
@@ -70,7 +69,7 @@ class ResumableRequest:
         if self._begun_at is None:
             return [call]
         self._resumed = True
-        if self._message.sampling.beam_width:
+        if self.whole.message.sampling.beam_width:
             return [call] if len(self._ended) < self._count else []
         indices = range(self._count) if call.index is None else (call.index,)
         return [self._alone(index) for index in indices if index not in self._ended]
@@ -78,7 +77,7 @@ class ResumableRequest:
     def _alone(self, index: int) -> Call:
         """The call that continues completion number `index` after its received tokens."""
         message = pb.GenerateRequest()
-        message.CopyFrom(self._message)
+        message.CopyFrom(self.whole.message)
         sampling = message.sampling
         sampling.seed = (sampling.seed + index) % 2**64
         sampling.ClearField("n")

@@ -49,8 +49,7 @@ def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
     Raises:
         FileError: a file cannot be read, or is invalid.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    load_files("TLS", context, tls.cert, tls.key, tls.ca)
+    load_files("TLS", ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), tls.cert, tls.key, tls.ca)
     return grpc.ssl_channel_credentials(
         root_certificates=read_file(tls.ca) if tls.ca else None,
         private_key=read_file(tls.key) if tls.key else None,
