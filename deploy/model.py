@@ -94,8 +94,8 @@ _PACKAGED = {
     ),
 }
 # The files that the services read; none of them is ever unpickled.
-_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt")
-_OTHER_FILES = ("consolidated*",)  # Mistral's own copy of all weights
+_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt"]
+_OTHER_FILES = ["consolidated*"]  # Mistral's own copy of all weights
 
 
 def resolve_model(model: str) -> Path:
@@ -296,9 +296,8 @@ def _snapshot(hub_id: str, revision: str) -> Path:
     # Imported here: the import is slow, and a local directory does not need it.
     from huggingface_hub import snapshot_download
 
-    allowed, ignored = list(_FILES), list(_OTHER_FILES)
     found = snapshot_download(
-        hub_id, revision=revision, allow_patterns=allowed, ignore_patterns=ignored
+        hub_id, revision=revision, allow_patterns=_FILES, ignore_patterns=_OTHER_FILES
     )
     return Path(found)
 

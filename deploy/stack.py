@@ -26,7 +26,7 @@ MODULES = {
     "frontend": "frontend",
     "dashboard": "deploy.dashboard",
 }
-_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def _explained(path: Path) -> Iterator[None]:
 def dialled_address(host: str, port: int) -> str:
     """Returns the address at which a client on this host reaches a server on `host` and `port`."""
     host = host.strip("[]")
-    return f"{bracket_host(_ANY_HOST.get(host, host))}:{port}"
+    return f"{bracket_host(ANY_HOST.get(host, host))}:{port}"
 
 
 def http_url(host: str, port: int, *, secure: bool) -> str:

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.plan import Environment, StackSettings, published_http_port
-from deploy.stack import Process, bracket_host, dialled_address
+from deploy.stack import ANY_HOST, Process, bracket_host, dialled_address
 from shared.config import PREFIX
 
 _SERVICE_CPUS = 0.25  # of each scheduler and frontend
-_ANY_HOST = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class RayStack:
         if process.service != "frontend":
             return f"{bracket_host(node)}:{port}"
         host = self.settings.host.strip("[]")
-        return dialled_address(node if host in _ANY_HOST else host, self.settings.port)
+        return dialled_address(node if host in ANY_HOST else host, self.settings.port)
 
     def environment_of(
         self, process: Process, own: Endpoint, peers: Mapping[str, Endpoint], schedulers: Path
