@@ -17,10 +17,13 @@ import torch
 
 from shared.graph_sizes import graph_size
 from tests.worker_svc.harness import Batch, batch_for, save_model, worker_settings
+from tests.worker_svc.kernels.cpu.eager_ops import eager
 from worker_svc.devices.cpu import CpuPlatform
+from worker_svc.distributed import TensorParallel
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.decode import MAX_RUN, StepLimits, decode_run
+from worker_svc.step.tensors import StepTensors
 
 MODEL: dict[str, Any] = {
     "vocab_size": 150,
@@ -46,9 +49,16 @@ class PaddedPlatform(CpuPlatform):
     captures = True
 
     def prepare(
-        self, hidden_states: Callable[..., torch.Tensor], *_: object
+        self, hidden_states: Callable[..., torch.Tensor], backend: Any, tp: TensorParallel
     ) -> Callable[..., torch.Tensor]:
-        return hidden_states
+        def run(
+            tensors: StepTensors, last_tokens: torch.Tensor, caches: Any, plans: Any, **named: bool
+        ) -> torch.Tensor:
+            layers, tables = range(len(caches)), range(len(plans))
+            with eager(tensors, last_tokens, map(backend.cache_of, caches), tp):
+                return hidden_states(tensors, last_tokens, layers, tables, **named)
+
+        return run
 
     def capture(self, run: Callable[[], None], *_: object) -> Callable[[], None]:
         run()

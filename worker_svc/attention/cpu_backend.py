@@ -9,8 +9,8 @@ import torch
 
 from worker_svc.attention.base import AttentionBackend, AttentionShape, QKNorm
 from worker_svc.errors import StartError
-from worker_svc.kernels.cpu.program import run_phase, tracing
-from worker_svc.kernels.cpu.structs import LANES, AttendArgs, Cache, Phase, rope_store_args, step_of
+from worker_svc.kernels.cpu.program import current_trace
+from worker_svc.kernels.cpu.structs import LANES, Cache
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors
 
@@ -20,8 +20,10 @@ _NO_WINDOW = 1 << 40  # longer than any sequence
 
 
 class CpuBackend(AttentionBackend[StepTensors]):
-    """Attention on a CPU. The cache layout is [2, blocks, kv_heads, size], see
-    `native/kv_store.h`.
+    """Attention on a CPU, which is traced: with the number of a layer in place of its cache, and
+    that of a block table in place of its plan.
+
+    The cache layout is [2, blocks, kv_heads, size], see `native/kv_store.h`.
 
     Raises:
         StartError: the cache cannot have this dtype or blocks of this size.
@@ -81,22 +83,10 @@ class CpuBackend(AttentionBackend[StepTensors]):
         metadata: Any,
     ) -> torch.Tensor:
         heads, head_dim = self.shape.num_heads, self.shape.head_dim
-        if trace := tracing():
-            return trace.rope_store(qkv, norm, cos_sin, cache, metadata, heads, head_dim)
-        q = torch.empty(len(qkv), heads * head_dim)
-        args = rope_store_args(
-            self.cache_of(cache), 0, qkv.data_ptr(), q.data_ptr(), heads, norm, cos_sin.data_ptr()
-        )
-        run_phase(Phase.ROPE_STORE, args, step_of(metadata))
-        return q
+        return current_trace().rope_store(qkv, norm, cos_sin, cache, metadata, heads, head_dim)
 
     def attend(
         self, q: torch.Tensor, cache: Any, metadata: Any, window: int | None = None
     ) -> torch.Tensor:
         settings = self.shape.num_heads, self.shape.scale, window or _NO_WINDOW
-        if trace := tracing():
-            return trace.attend(q, cache, metadata, *settings)
-        out = torch.empty(len(q), self.shape.num_heads * self.shape.head_dim)
-        args = AttendArgs(self.cache_of(cache), 0, q.data_ptr(), out.data_ptr(), *settings)
-        run_phase(Phase.ATTEND, args, step_of(metadata))
-        return out
+        return current_trace().attend(q, cache, metadata, *settings)

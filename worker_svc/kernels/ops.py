@@ -85,13 +85,6 @@ class PlainWeight:
         return {"weight": self.weight}
 
 
-def pick_last_rows(x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
-    """`Ops.last_rows`, in torch."""
-    if len(query_starts) - 1 == len(x):
-        return x
-    return x[query_starts[1:] - 1]
-
-
 class Ops(Protocol):
     """The operations besides attention. Two modules of functions implement them: `kernels.cpu.ops`
     in C++ and `kernels.triton.ops` in Triton."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.worker_svc.device import DEVICE, cpu_only, generator
+from tests.worker_svc.kernels.cpu import eager_ops as cpu_ops
 from tests.worker_svc.kernels.triton.precision import poisoned_memory
 from tests.worker_svc.kernels.triton.weights import random_weight
-from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.ops import Experts
 from worker_svc.kernels.triton import ops as triton_ops
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.worker_svc.harness import save_model, worker_settings
+from tests.worker_svc.kernels.cpu.eager_ops import alone
 from tests.worker_svc.quantization import writers
 from tests.worker_svc.quantization.test_checkpoints import load_codes
 from tests.worker_svc.quantization.writers import SHAPE, save_quantized
@@ -178,7 +179,7 @@ def test_ranks_together_multiply_as_one(tmp_path: Path, format: Format, ranks: i
         with WeightReader(tmp_path, torch.float32, CPU) as reader:
             loader = WeightLoader(reader, cpu_ops, Choice(quantize_to=format))
             linear = RowParallelLinear(loader, tp, "x", 384, 24, bias=False)
-        return linear(x.chunk(tp.size, dim=1)[tp.rank])
+        return alone(linear, x.chunk(tp.size, dim=1)[tp.rank].contiguous(), tp=tp)
 
     (one,) = on_ranks(1, multiply)
     # Sums of 384 products, in another order.
@@ -200,9 +201,10 @@ def test_vocabulary_of_ranks(tmp_path: Path, ranks: int) -> None:
         with WeightReader(tmp_path, torch.bfloat16, CPU) as reader:
             loader = WeightLoader(reader, cpu_ops, Choice(quantize_to="int4"))
             table = VocabParallelEmbedding(loader, cpu_ops, tp, vocab, "x", 64)
-        logits = VocabParallelHead(loader.tied_head(table.weight))(table(ids, none))
+        hidden = alone(table, ids, none, tp=tp)
+        logits = VocabParallelHead(loader.tied_head(table.weight))(hidden)
         assert logits.shape == (40, vocab.shard_size)
-        return table(ids, none), logits[:, : vocab.num_tokens]
+        return hidden, logits[:, : vocab.num_tokens]
 
     results = on_ranks(ranks, look_up)
     for hidden, _ in results:

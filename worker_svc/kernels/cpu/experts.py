@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from ctypes import addressof
 from typing import Any
 
 import torch
 
-from worker_svc.kernels.cpu.program import Trace, run_phase
+from worker_svc.kernels.cpu.program import current_trace
 from worker_svc.kernels.cpu.structs import (
     ACTIVATIONS,
     ActivateArgs,
@@ -17,50 +15,23 @@ from worker_svc.kernels.cpu.structs import (
     GatherArgs,
     Phase,
     SortArgs,
-    Step,
 )
 from worker_svc.kernels.cpu.weights import PanelWeight
-from worker_svc.kernels.ops import Activation, Experts
+from worker_svc.kernels.ops import Experts, PackedWeight
 
 
-def mix_each(
+def mix_experts(
     x: torch.Tensor,
     logits: torch.Tensor,
-    gate_up: PanelWeight,
-    down: PanelWeight,
-    experts: Experts,
-    activate: Callable[[torch.Tensor, Activation], torch.Tensor],
-) -> torch.Tensor:
-    """Computes `Ops.mix_experts` expert by expert."""
-    step = Step(tokens=len(x))
-    chosen = torch.empty(len(x), experts.per_token, dtype=torch.int32)
-    factors = torch.empty(len(x), experts.per_token)
-    sizes = addressof(step), experts.count, experts.per_token, experts.normalized
-    places = logits.data_ptr(), chosen.data_ptr(), factors.data_ptr()
-    run_phase(Phase.CHOOSE, ChooseArgs(*sizes, *places), step)
-    outputs = torch.zeros(len(x), experts.per_token, down.out_features)
-    for number, expert in enumerate(experts.of_rank):
-        tokens, nth = (chosen == expert).nonzero(as_tuple=True)
-        if len(tokens):
-            hidden = gate_up.of_group(number).matmul(x[tokens], None)
-            hidden = activate(hidden, experts.activation)
-            outputs[tokens, nth] = down.of_group(number).matmul(hidden, None)
-    out = torch.zeros(len(x), down.out_features)
-    for number in range(experts.per_token):
-        out += factors[:, number, None] * outputs[:, number]
-    return out
-
-
-def trace_mix(
-    trace: Trace,
-    x: torch.Tensor,
-    logits: torch.Tensor,
-    gate_up: PanelWeight,
-    down: PanelWeight,
+    gate_up: PackedWeight,
+    down: PackedWeight,
     experts: Experts,
 ) -> torch.Tensor:
     """Writes down the phases of `Ops.mix_experts`. Rows of all experts of a token lie in the memory
     of one row."""
+    assert isinstance(gate_up, PanelWeight)  # `pack_experts` makes no others
+    assert isinstance(down, PanelWeight)
+    trace = current_trace()
     read, scores, k, own = trace.rows(x), trace.rows(logits), experts.per_token, experts.of_rank
     rows, by_sequence = trace.count(read), read.per_sequence
     starts = torch.zeros(len(own) + 1, dtype=torch.int64)

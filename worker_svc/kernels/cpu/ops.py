@@ -8,32 +8,15 @@ from ctypes import addressof
 import torch
 
 from worker_svc.kernels import cpu_features
-from worker_svc.kernels.cpu.experts import mix_each, trace_mix
-from worker_svc.kernels.cpu.program import run_phase, tracing
+from worker_svc.kernels.cpu.experts import mix_experts
+from worker_svc.kernels.cpu.program import current_trace, tracing
 from worker_svc.kernels.cpu.quantize import quantize
 from worker_svc.kernels.cpu.sampling.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.cpu.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.kernels.cpu.sampling.tokens import apply_masks, penalize, store_tokens
-from worker_svc.kernels.cpu.structs import (
-    ACTIVATIONS,
-    ActivateArgs,
-    EmbedArgs,
-    NormArgs,
-    PartsArgs,
-    Phase,
-    Step,
-    Vector,
-    vector,
-)
+from worker_svc.kernels.cpu.structs import Phase, Vector, vector
 from worker_svc.kernels.cpu.weights import PanelWeight, pack_floats, pack_quantized, stack
-from worker_svc.kernels.ops import (
-    Activation,
-    Exchange,
-    Experts,
-    PackedWeight,
-    PlainWeight,
-    pick_last_rows,
-)
+from worker_svc.kernels.ops import Activation, Exchange, PackedWeight, PlainWeight
 from worker_svc.kv_cache import NewTensor
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
@@ -82,47 +65,21 @@ def embed(
     else:
         assert isinstance(weight, PanelWeight)  # no other weight of a device is looked up
         codes, size = addressof(weight.struct(None, weight.segment)), weight.in_features
-    if trace := tracing():
-        return trace.embed(table, codes, size, start, count, scale)
-    out = torch.empty(len(input_ids), size)
-    step = Step(tokens=len(input_ids))
-    step.input_ids, step.last_tokens = input_ids.data_ptr(), last_tokens.data_ptr()
-    args = EmbedArgs(table, codes, size, start, count, scale, out.data_ptr())
-    run_phase(Phase.EMBED, args, step)
-    return out
+    return current_trace().embed(table, codes, size, start, count, scale)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return _norm(x, None, weight, eps)
+    return current_trace().norm(x, None, weight, eps)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    return _norm(x, residual, weight, eps)
-
-
-def _norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    if trace := tracing():
-        return trace.norm(x, residual, weight, eps)
-    out, step = torch.empty_like(x), Step(tokens=len(x))
-    total = None if residual is None else residual.data_ptr()
-    args = NormArgs(
-        addressof(step), 0, 0, x.shape[1], x.data_ptr(), total, vector(weight), eps, out.data_ptr()
-    )
-    run_phase(Phase.NORM, args, step)
-    return out
+    return current_trace().norm(x, residual, weight, eps)
 
 
 def sum_squares(x: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
-    phase, all_sizes = Phase.SUM_SQUARES, (*sizes, 0, 0)
-    if trace := tracing():
-        return trace.norm_parts(phase, x, None, all_sizes)
-    squares = torch.empty(len(x), 2)
-    _parts(phase, x, squares, all_sizes)
-    return squares
+    return current_trace().norm_parts(Phase.SUM_SQUARES, x, None, (*sizes, 0, 0))
 
 
 def scale_parts(
@@ -133,55 +90,17 @@ def scale_parts(
     total_sizes: tuple[int, int],
     eps: float,
 ) -> torch.Tensor:
-    trace = tracing()
-    run = trace.norm_parts if trace else _parts
-    run(Phase.SCALE_PARTS, x, squares, (*sizes, *total_sizes), weight, eps)
+    all_sizes = *sizes, *total_sizes
+    current_trace().norm_parts(Phase.SCALE_PARTS, x, squares, all_sizes, weight, eps)
     return x
 
 
-def _parts(
-    phase: Phase,
-    x: torch.Tensor,
-    squares: torch.Tensor,
-    sizes: tuple[int, ...],
-    weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    step = Step(tokens=len(x))
-    places = x.data_ptr(), squares.data_ptr()
-    args = PartsArgs(addressof(step), x.shape[1], *sizes, *places, vector(weight), eps)
-    run_phase(phase, args, step)
-
-
 def activate_and_multiply(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    if trace := tracing():
-        return trace.activate(gate_up, activation)
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out, step = torch.empty(rows, size), Step(tokens=rows)
-    settings = size, ACTIVATIONS.index(activation)
-    args = ActivateArgs(addressof(step), *settings, gate_up.data_ptr(), out.data_ptr())
-    run_phase(Phase.ACTIVATE, args, step)
-    return out
-
-
-def mix_experts(
-    x: torch.Tensor,
-    logits: torch.Tensor,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    experts: Experts,
-) -> torch.Tensor:
-    assert isinstance(gate_up, PanelWeight)  # `pack_experts` makes no others
-    assert isinstance(down, PanelWeight)
-    if trace := tracing():
-        return trace_mix(trace, x, logits, gate_up, down, experts)
-    return mix_each(x, logits, gate_up, down, experts, activate_and_multiply)
+    return current_trace().activate(gate_up, activation)
 
 
 def last_rows(x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
-    if trace := tracing():
-        return trace.last_rows(x)
-    return pick_last_rows(x, query_starts)
+    return current_trace().last_rows(x)
 
 
 def table_format(format: Format) -> Format:

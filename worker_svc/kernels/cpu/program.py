@@ -27,17 +27,16 @@ from worker_svc.kernels.cpu.structs import (
     EmbedArgs,
     MaximaArgs,
     NormArgs,
-    Op,
     PackArgs,
     PackTo,
     PartsArgs,
     Phase,
     ProductArgs,
     QKNorm,
+    RopeStoreArgs,
     Step,
     Times,
     Tops,
-    rope_store_args,
     vector,
 )
 from worker_svc.kernels.ops import Activation, Exchange
@@ -67,11 +66,6 @@ def run_timed(ops: Any, step: Any) -> Any:
     return times
 
 
-def run_phase(phase: Phase, args: Any, step: Any) -> None:
-    """Runs one phase alone."""
-    run((Op * 1)(Op(phase, addressof(args))), step)
-
-
 @dataclass(eq=False)
 class TracedPhase:
     """A phase. `bind` makes its arguments, once its memory is known."""
@@ -99,6 +93,12 @@ _active = _Active()
 
 def tracing() -> Trace | None:
     """The trace that the calling thread writes, if it writes one."""
+    return _active.trace
+
+
+def current_trace() -> Trace:
+    """The trace that the calling thread writes. The layers of a model run in no other way."""
+    assert _active.trace is not None
     return _active.trace
 
 
@@ -345,9 +345,13 @@ class Trace:
         q, tensor = self.new_rows(heads * head_dim)
 
         def bind() -> Any:
-            return rope_store_args(
-                self.caches[layer], table, read.address, q.address, heads, norm, cos_sin.data_ptr()
-            )
+            memory = self.caches[layer], table, read.address, q.address
+            args = RopeStoreArgs(*memory, heads, None, None, 0, 0.0, cos_sin.data_ptr())
+            if norm:
+                q_weight, k_weight, args.eps = norm
+                args.q_weight, args.k_weight = q_weight.data_ptr(), k_weight.data_ptr()
+                args.weight_type = q_weight.dtype == torch.bfloat16
+            return args
 
         self.add(Phase.ROPE_STORE, bind, read, q)
         return tensor

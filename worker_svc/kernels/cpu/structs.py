@@ -203,34 +203,11 @@ def vector(tensor: torch.Tensor | None) -> Any:
     return Vector(tensor.data_ptr(), tensor.dtype == torch.bfloat16)
 
 
-def rope_store_args(
-    cache: Any,
-    table: int,
-    qkv: int | None,
-    q: int | None,
-    heads: int,
-    norm: QKNorm | None,
-    cos_sin: int,
-) -> Any:
-    args = RopeStoreArgs(cache, table, qkv, q, heads, None, None, 0, 0.0, cos_sin)
-    if norm:
-        q_weight, k_weight, args.eps = norm
-        args.q_weight, args.k_weight = q_weight.data_ptr(), k_weight.data_ptr()
-        args.weight_type = q_weight.dtype == torch.bfloat16
-    return args
-
-
-def step_of(tensors: StepTensors, last_tokens: torch.Tensor | None = None) -> Any:
-    """The columns of a step, which the caller keeps alive."""
-    step = Step()
-    fill_step(step, tensors, last_tokens)
-    return step
-
-
-def fill_step(step: Any, tensors: StepTensors, last_tokens: torch.Tensor | None) -> None:
+def fill_step(step: Any, tensors: StepTensors, last_tokens: torch.Tensor) -> None:
+    """Sets the columns of a step, which the caller keeps alive."""
     step.tokens, step.sequences = len(tensors.input_ids), len(tensors.context_lens)
     step.input_ids = tensors.input_ids.data_ptr()
-    step.last_tokens = last_tokens.data_ptr() if last_tokens is not None else None
+    step.last_tokens = last_tokens.data_ptr()
     step.positions = tensors.positions.data_ptr()
     step.tables = len(tensors.slot_mapping) // max(step.tokens, 1)
     step.slots = tensors.slot_mapping.data_ptr()

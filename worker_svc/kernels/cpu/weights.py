@@ -13,18 +13,16 @@ import torch.nn.functional as F
 from worker_svc.errors import ModelError
 from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.library import library
-from worker_svc.kernels.cpu.program import run, run_phase, tracing
+from worker_svc.kernels.cpu.program import run, tracing
 from worker_svc.kernels.cpu.structs import (
     LANES,
     Kind,
-    MaximaArgs,
     Op,
     PackArgs,
     Packed,
     Phase,
     ProductArgs,
     Step,
-    Tops,
     Weight,
 )
 from worker_svc.kernels.ops import Exchange
@@ -60,8 +58,7 @@ class PanelWeight:
         self._codes, self._scales, self._zeros = (
             self._state[name] for name in ("codes", "scales", "zeros")
         )
-        self.out_features, self.in_features, *groups = state["shape"].tolist()
-        self._panels = len(self._codes) // (groups[0] if groups else 1)  # of a matrix
+        self.out_features, self.in_features = state["shape"][:2].tolist()
         self.groups = self._scales.shape[1] if len(self._scales) else 1
         self.kind = KINDS[self._codes.dtype]
         self.quantizes = self.kind in _INPUTS
@@ -99,45 +96,22 @@ class PanelWeight:
     ) -> torch.Tensor:
         if trace := tracing():
             return trace.product(self, x, bias, exchange)
+        assert exchange is None  # in layers only, which are traced
         x = x.float().contiguous()
-        rows, (segment, exchange) = len(x), self.split(exchange)
+        rows, segments = len(x), -(-self.in_features // self.segment)
         step = Step(tokens=rows)
         count = addressof(step)  # its first field
-        tops = None
-        if exchange:
-            shared = self.shared_segment(exchange, segment)
-            stride = -(-exchange.columns // shared)
-            magnitudes = torch.empty(rows, stride)
-            args = MaximaArgs(
-                count,
-                self.in_features,
-                x.data_ptr(),
-                magnitudes.data_ptr(),
-                stride,
-                exchange.first,
-                shared,
-            )
-            run_phase(Phase.MAXIMA, args, step)
-            tops = Tops(exchange.maximum(magnitudes).data_ptr(), stride, exchange.first, shared)
-        segments = -(-self.in_features // segment)
         out = torch.empty(rows, self.out_features)
         words = torch.empty(rows, self.stride, dtype=torch.int32)
         sums = torch.empty(rows, segments, dtype=torch.int32)
         scales = torch.empty(rows, segments)
         packed = Packed(words.data_ptr(), sums.data_ptr(), scales.data_ptr(), self.stride)
-        weight = addressof(self.struct(bias, segment))
-        pack = PackArgs(weight, count, x.data_ptr(), addressof(tops) if tops else None, packed)
+        weight = addressof(self.struct(bias, self.segment))
+        pack = PackArgs(weight, count, x.data_ptr(), None, packed)
         product = ProductArgs(weight, count, packed, out.data_ptr())
         ops = (Op * 2)(Op(Phase.PACK, addressof(pack)), Op(Phase.PRODUCT, addressof(product)))
         run(ops, step)
         return out
-
-    def of_group(self, number: int) -> PanelWeight:
-        """Matrix `number` of several."""
-        panels = slice(number * self._panels, (number + 1) * self._panels)
-        names = "codes", "scales", "zeros"
-        state = {name: self._state[name][panels].contiguous() for name in names}
-        return PanelWeight(state | {"shape": self._state["shape"][:2]})
 
     def shared_segment(self, exchange: Exchange, segment: int) -> int:
         """The inputs of all ranks that share a magnitude."""

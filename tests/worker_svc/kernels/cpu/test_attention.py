@@ -1,19 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.worker_svc.kernels.cpu.eager_ops import eager, step_tensors
 from tests.worker_svc.kernels.cpu.test_weights import CPUS, run_as
 from worker_svc.attention.base import AttentionShape, QKNorm
 from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.kernels.cpu_features import has
-from worker_svc.step.tensors import StepTensors
 
 EPS = 1e-6
 # Tokens of the step and of the context: decodes, prompts, parts of prompts, several chunks of keys.
@@ -68,16 +67,6 @@ class Layout:
                 flat = (flat.astype(np.uint32) << 16).view(np.float32)
             numbers.append(flat.astype(np.float64))
         return numbers[0], numbers[1]
-
-
-def step_tensors(**columns: Any) -> StepTensors:
-    """Makes int32 columns from numbers. The columns that are not given are empty."""
-    return StepTensors(
-        **{
-            each.name: torch.from_numpy(np.asarray(columns.get(each.name, ()), np.int32))
-            for each in fields(StepTensors)
-        }
-    )
 
 
 def padded(size: int, multiple: int) -> int:
@@ -147,7 +136,8 @@ class Layer:
     ) -> torch.Tensor:
         norm = None if self.norm is None else QKNorm(*self.weights.to(self.norm), EPS)
         tensors = step_tensors(input_ids=positions, positions=positions, slot_mapping=slots)
-        q = self.backend.rope_store(qkv.flatten(1), norm, self.cos_sin, self.cache, tensors)
+        with eager(tensors, caches=[self.backend.cache_of(self.cache)]):
+            q = self.backend.rope_store(qkv.flatten(1), norm, self.cos_sin, 0, 0)
         return q.view(len(qkv), self.heads, self.head_dim)
 
     def attend(self, q: torch.Tensor, sequences: list[tuple[int, int, int]]) -> torch.Tensor:
@@ -161,7 +151,8 @@ class Layer:
             block_table=np.concatenate(tables),
             table_offsets=np.cumsum([0, *map(len, tables)]),
         )
-        out = self.backend.attend(q.flatten(1), self.cache, tensors, self.window)
+        with eager(tensors, caches=[self.backend.cache_of(self.cache)]):
+            out = self.backend.attend(q.flatten(1), 0, 0, self.window)
         return out.view(len(q), self.heads, self.head_dim)
 
     def expected(self, q: torch.Tensor, n: int) -> torch.Tensor:

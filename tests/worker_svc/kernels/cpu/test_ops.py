@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.worker_svc.activations import ACTIVATIONS
+from tests.worker_svc.kernels.cpu import eager_ops as cpu_ops
 from tests.worker_svc.kernels.triton.precision import poisoned_memory
-from worker_svc.kernels.cpu import ops as cpu_ops
-from worker_svc.kernels.cpu.ops import activate_and_multiply, add_rms_norm, rms_norm
 from worker_svc.kernels.ops import Activation
 from worker_svc.kernels.triton import ops as triton_ops
 
@@ -28,8 +27,8 @@ def test_norms(size: int, tokens: int, dtype: torch.dtype) -> None:
     weight = torch.randn(size, generator=generator).to(dtype)
     total = x + residual
     with poisoned_memory():
-        out = rms_norm(x, weight, EPS)
-        out_of_sum = add_rms_norm(x, residual, weight, EPS)
+        out = cpu_ops.rms_norm(x, weight, EPS)
+        out_of_sum = cpu_ops.add_rms_norm(x, residual, weight, EPS)
     torch.testing.assert_close(out, F.rms_norm(x, (size,), weight.float(), EPS), **BOUNDS)
     assert torch.equal(residual, total)
     torch.testing.assert_close(
@@ -46,7 +45,7 @@ def test_activate_and_multiply(size: int, tokens: int, activation: Activation) -
     gate_up = 5 * torch.randn(tokens, 2 * size, generator=generator)
     gate_up[:1, :4] = torch.tensor([-100.0, -20.0, 0.0, 100.0])
     with poisoned_memory():
-        out = activate_and_multiply(gate_up, activation)
+        out = cpu_ops.activate_and_multiply(gate_up, activation)
     gate, up = gate_up.double().chunk(2, dim=1)
     torch.testing.assert_close(out, (ACTIVATIONS[activation](gate) * up).float(), **BOUNDS)
 

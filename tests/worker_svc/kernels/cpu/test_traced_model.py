@@ -20,6 +20,7 @@ from transformers import (
 
 from tests.worker_svc.families import EXPERTS, GEMMA3, GRANITE
 from tests.worker_svc.harness import Batch, limits, load_rank, save_model
+from tests.worker_svc.kernels.cpu.eager_ops import eager
 from tests.worker_svc.test_model_runner import prompts
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc.attention.cpu_backend import CpuBackend
@@ -57,6 +58,7 @@ class Pair:
     model: Decoder
     backend: CpuBackend
     traced: TracedModel
+    tp: TensorParallel
     batch: Batch = field(init=False)
     last_tokens: torch.Tensor = field(default_factory=lambda: torch.tensor([7, 9]).int())
 
@@ -75,10 +77,10 @@ class Pair:
         """Both ways lead to the same bits."""
         tensors = upload_step(step, self.backend.plan_column(step), CPU)
         given: Any = tensors, self.last_tokens
-        plans = [tensors.of_table(n) for n in range(len(self.backend.layout.paging.tables))]
-        expected = self.model.hidden_states(
-            *given, self.eager_caches, plans, every_token=every_token
-        )
+        layers = range(len(self.eager_caches))
+        tables = range(len(self.backend.layout.paging.tables))
+        with eager(*given, map(self.backend.cache_of, self.eager_caches), self.tp):
+            expected = self.model.hidden_states(*given, layers, tables, every_token=every_token)
         out = self.traced(*given, self.caches, None, every_token=every_token)
         assert torch.equal(out, expected)
         assert all(map(torch.equal, self.tensors, self.eager_tensors))
@@ -98,7 +100,7 @@ def load(path: Path, quantization: str, dtype: torch.dtype, tp: TensorParallel) 
     model = load_rank(path, tp, quantization=quantization, dtype=str(dtype)[6:], block_size=16)
     backend: Any = model.backend
     traced = TracedModel(model.decoder.hidden_states, tp, backend.layout, backend.cache_of)
-    return Pair(model.decoder, backend, traced)
+    return Pair(model.decoder, backend, traced, tp)
 
 
 @pytest.fixture

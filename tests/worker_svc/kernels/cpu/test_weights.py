@@ -9,10 +9,11 @@ from itertools import product
 import pytest
 import torch
 
+from tests.worker_svc.kernels.cpu.eager_ops import alone, embed
 from tests.worker_svc.kernels.triton.weights import random_weight
 from worker_svc.errors import ModelError
 from worker_svc.kernels import cpu_features
-from worker_svc.kernels.cpu.ops import OneDnnWeight, embed, pack, unpack
+from worker_svc.kernels.cpu.ops import OneDnnWeight, pack, unpack
 from worker_svc.kernels.cpu.weights import SEGMENT, PanelWeight, pack_floats, pack_quantized
 from worker_svc.kernels.ops import Exchange, PackedWeight, PlainWeight
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight, quantize_rows
@@ -173,7 +174,8 @@ def test_ranks_share_magnitudes(share: int, fmt: Format) -> None:
         codes = codes[:, : weight.codes.shape[1] // 2].contiguous()
         half = pack_quantized(QuantizedWeight(fmt, codes, weight.scales))
         exchange = Exchange(first, 2 * share, maximum)
-        parts.append(half.matmul(x[:, first : first + share], None, exchange))
+        mine = x[:, first : first + share].contiguous()
+        parts.append(alone(half.matmul, mine, None, exchange))
     whole = pack_quantized(weight).matmul(x, None)
     if (fmt, share) == ("int4", 180):
         codes, scales = quantize_rows(x)

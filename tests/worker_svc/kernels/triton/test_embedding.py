@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device, int32, of_cpu
+from tests.worker_svc.device import DEVICE, TOKENS, WIDTHS, by_device, int32
+from tests.worker_svc.kernels.cpu import eager_ops
 from tests.worker_svc.kernels.triton.precision import DTYPES, assert_rounded_once, poisoned_memory
 from worker_svc.kernels.ops import PlainWeight
 from worker_svc.kernels.triton.embedding import embed
@@ -17,7 +18,8 @@ from worker_svc.weights.quantization.formats import QuantizedWeight
 
 VOCAB = 1001
 
-both = pytest.mark.parametrize("embed", [embed, *of_cpu("cpu.ops", "embed")])
+OF_CPU = by_device(cpu=[eager_ops.embed], gpu=[])
+both = pytest.mark.parametrize("embed", [embed, *OF_CPU])
 
 
 @pytest.mark.parametrize(
@@ -40,7 +42,7 @@ def test_one_rank_has_the_row(
 ) -> None:
     """The parts of all ranks add up to the rows of the whole matrix. Given and sampled ids, first
     those at the ends of parts; rows past the vocabulary are NaN and never read."""
-    if dtype == torch.float16 and embed in of_cpu("cpu.ops", "embed"):
+    if dtype == torch.float16 and embed in OF_CPU:
         dtype = torch.bfloat16  # a CPU does not serve float16
     whole = torch.randn(VOCAB, size, generator=torch.Generator().manual_seed(size)).to(dtype)
     parts = [VocabPartition(VOCAB, rank, ranks) for rank in range(ranks)]
