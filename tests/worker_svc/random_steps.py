@@ -1,7 +1,7 @@
 """Runs random mixtures of decodes, chunks, prompts, drafts and copies, and runs of decodes, padded
 as for CUDA graphs and as they are. Tokens and caches are the same, bit for bit.
 
-    python -m tests.worker_svc.random_steps --steps 10000
+    TRITON_INTERPRET=1 python -m tests.worker_svc.random_steps --steps 10000
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tests.worker_svc.harness import Batch, batch_for, save_model, worker_settin
 from tests.worker_svc.kernels.cpu.eager_ops import eager
 from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.triton.advance import advance
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.decode import MAX_RUN, StepLimits, decode_run
@@ -63,6 +64,9 @@ class PaddedPlatform(CpuPlatform):
     def capture(self, run: Callable[[], None], *_: object) -> Callable[[], None]:
         run()
         return run
+
+    def advance(self, tensors: StepTensors, block_size: int) -> None:
+        advance(tensors, block_size)
 
 
 def make_runners(directory: Path) -> list[ModelRunner]:

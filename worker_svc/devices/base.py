@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -15,7 +14,6 @@ from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.tensors import StepTensors
-from worker_svc.step.uniforms import uniforms
 
 
 class PendingArrays(Protocol):
@@ -91,11 +89,11 @@ class Platform(ABC):
         """Returns memory for `capture`, shared by graphs that never run at the same time."""
         return None
 
-    @abstractmethod
     def capture(
         self, run: Callable[[], None], pool: Any, superseded: Callable[[], bool]
     ) -> Callable[[], None]:
-        """Captures `run` -> a function that repeats it on the tensors that `run` used.
+        """Captures `run` -> a function that repeats it on the tensors that `run` used. Called, as
+        `advance` is, only if `captures`.
 
         Args:
             pool: from `graph_pool`. It cannot be used again once all its graphs are gone.
@@ -106,22 +104,13 @@ class Platform(ABC):
             SupersededError: see `superseded`.
             RuntimeError: `run` cannot be captured. No other capture may follow in this process.
         """
+        raise NotImplementedError
 
     def advance(self, tensors: StepTensors, block_size: int) -> None:
         """Changes the columns of a step of decodes to those of the next step of its run: each
         sequence continues with the token of its row. Rows without a context, which are padding,
-        stay as they are. Here in torch, on a CPU."""
-        rows = torch.nonzero(tensors.context_lens).flatten()
-        position, count = tensors.context_lens[rows], len(tensors.context_lens)
-        for first in range(0, len(tensors.slot_mapping), count):  # of each table
-            table = tensors.table_offsets[first + rows] + position // block_size
-            slots = tensors.block_table[table] * block_size + position % block_size
-            tensors.slot_mapping[first + rows] = slots
-        seeds = tensors.seeds[rows].numpy().view(np.uint64)
-        tensors.input_ids[rows] = -1 - rows.int()
-        tensors.positions[rows] = position
-        tensors.context_lens[rows] = position + 1
-        tensors.uniforms[rows] = torch.from_numpy(uniforms(seeds, position.numpy() + 1))
+        stay as they are."""
+        raise NotImplementedError
 
     @abstractmethod
     def measure_peak_bytes(self, run: Callable[[], object]) -> int:

@@ -110,11 +110,6 @@ class CpuPlatform(Platform):
         torch.set_num_threads(threads)
         set_threads(min(threads, len(os.sched_getaffinity(0))))
 
-    def capture(
-        self, run: Callable[[], None], pool: Any, superseded: Callable[[], bool]
-    ) -> Callable[[], None]:
-        return run
-
     def measure_peak_bytes(self, run: Callable[[], object]) -> int:
         """Calls `run` without measuring anything. Activations are small compared with the memory
         that `CACHE_SHARE` leaves."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 
 import numpy as np
@@ -11,16 +10,11 @@ from shared.graph_sizes import GraphSize
 from shared.paging import Paging
 from tests.worker_svc.device import DEVICE, ON_GPU, by_device
 from tests.worker_svc.harness import Batch, limits
-from tests.worker_svc.platforms import GpuPlatform
-from worker_svc.devices.base import Platform
-from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.kernels.triton import advance as module
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.decode import decode_run
 from worker_svc.step.padding import padded
 from worker_svc.step.tensors import StepTensors, upload_step
-
-PLATFORMS = [GpuPlatform, *([] if ON_GPU else [CpuPlatform])]
 
 
 @pytest.fixture(autouse=True)
@@ -53,18 +47,14 @@ def columns(step: StepArrays, rows: int) -> StepTensors:
 
 
 @pytest.mark.parametrize("num_tables", [1, 2])
-@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("block_size", [1, 16, 100])
 @pytest.mark.parametrize("rows", by_device(cpu=[1, 4, 9], gpu=[1, 128, 300]))
-def test_columns_become_those_of_the_next_step(
-    platform: type[Platform], block_size: int, rows: int, num_tables: int
-) -> None:
+def test_columns_become_those_of_the_next_step(block_size: int, rows: int, num_tables: int) -> None:
     """All of them, bit for bit; rows of padding stay as they are."""
-    advance: Callable[..., None] = platform.advance
     first, *others = make_run(rows, block_size, num_tables)
     found = columns(first, rows + 2)
     for step in others:
-        advance(object(), found, block_size)
+        module.advance(found, block_size)
         expected = columns(step, rows + 2)
         for name in (each.name for each in fields(StepTensors)):
             actual = getattr(found, name)[: rows if name in ADVANCED else None]
