@@ -144,15 +144,15 @@ class Ops(Protocol):
         id − start."""
         ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [T, size] / rms(x) · weight [size]"""
-        ...
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        eps: float,
     ) -> torch.Tensor:
-        """Adds x to residual [T, size] in place -> `rms_norm` of the sum, or without a weight a
-        copy of the sum."""
+        """x [T, size] / rms(x) · weight [size], or without a weight a copy of x. If there is a
+        residual [T, size], x is added to it in place, and the norm is that of the sum."""
         ...
 
     def sum_squares(self, x: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:

@@ -25,11 +25,10 @@ class RMSNorm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x and a residual to add to it, if any, both [T, size] -> (the normalized sum, the sum).
         `residual` is overwritten with the sum."""
-        if residual is not None:
-            return self._ops.add_rms_norm(x, residual, self.weight, self._eps), residual
-        if self.weight is None:
+        if residual is None and self.weight is None:
             return x, x
-        return self._ops.rms_norm(x, self.weight, self._eps), x
+        normalized = self._ops.rms_norm(x, residual, self.weight, self._eps)
+        return normalized, x if residual is None else residual
 
 
 class JointNorm:

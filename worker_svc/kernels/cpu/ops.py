@@ -22,7 +22,6 @@ from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
 __all__ = [
     "activate_and_multiply",
-    "add_rms_norm",
     "apply_masks",
     "chunk_statistics",
     "count_by_key",
@@ -68,12 +67,8 @@ def embed(
     return current_trace().embed(table, codes, size, start, count, scale)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return current_trace().norm(x, None, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
+def rms_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     return current_trace().norm(x, residual, weight, eps)
 

@@ -9,7 +9,7 @@ from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.gated_activation import activate_and_multiply
 from worker_svc.kernels.triton.quantized.experts import mix_experts, pack_experts
 from worker_svc.kernels.triton.quantized.weights import pack_quantized, unpack_quantized
-from worker_svc.kernels.triton.rms_norm import add_rms_norm, rms_norm, scale_parts, sum_squares
+from worker_svc.kernels.triton.rms_norm import rms_norm, scale_parts, sum_squares
 from worker_svc.kernels.triton.row_matmul import RowWeight
 from worker_svc.kernels.triton.sampling.filtering import count_by_key, pick_bins, weigh_by_key
 from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
@@ -21,7 +21,6 @@ from worker_svc.weights.quantization.quantize import quantize
 
 __all__ = [
     "activate_and_multiply",
-    "add_rms_norm",
     "apply_masks",
     "chunk_statistics",
     "count_by_key",

@@ -11,23 +11,11 @@ import triton.language as tl
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [T, size] / rms(x) · weight [size] -> [T, size]; rows of x may be strided."""
-    return _norm(x, None, weight, eps)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float
-) -> torch.Tensor:
-    """residual [T, size] += x [T, size], rounded to residual's dtype -> the norm of the unrounded
-    sum, times weight [size], or without a weight the sum. Rows of x and of residual may be
-    strided."""
-    return _norm(x, residual, weight, eps)
-
-
-def _norm(
+def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
+    """See `kernels.ops.Ops`. The sum is rounded to residual's dtype, but normalized unrounded. Rows
+    of x and of residual may be strided."""
     out = torch.empty_like(x)
     tokens, size = x.shape
     block = next_power_of_2(size)

@@ -24,7 +24,7 @@ from worker_svc.step.tensors import StepTensors
 
 NOTHING = torch.empty(0, dtype=torch.int32)
 OF_LAYERS = {
-    *("embed", "rms_norm", "add_rms_norm", "sum_squares", "scale_parts"),
+    *("embed", "rms_norm", "sum_squares", "scale_parts"),
     *("activate_and_multiply", "mix_experts"),
 }
 

@@ -27,8 +27,8 @@ def test_norms(size: int, tokens: int, dtype: torch.dtype) -> None:
     weight = torch.randn(size, generator=generator).to(dtype)
     total = x + residual
     with poisoned_memory():
-        out = cpu_ops.rms_norm(x, weight, EPS)
-        out_of_sum = cpu_ops.add_rms_norm(x, residual, weight, EPS)
+        out = cpu_ops.rms_norm(x, None, weight, EPS)
+        out_of_sum = cpu_ops.rms_norm(x, residual, weight, EPS)
     torch.testing.assert_close(out, F.rms_norm(x, (size,), weight.float(), EPS), **BOUNDS)
     assert torch.equal(residual, total)
     torch.testing.assert_close(
@@ -76,7 +76,7 @@ def test_norms_of_two_parts(ops: Any, sizes: tuple[int, int], tokens: int) -> No
 def test_a_sum_without_a_norm(ops: Any, tokens: int) -> None:
     x, residual = torch.randn(2, tokens, 24)
     total = x + residual
-    out = ops.add_rms_norm(x, residual, None, 0.0)
+    out = ops.rms_norm(x, residual, None, 0.0)
     assert torch.equal(out, total)
     assert torch.equal(residual, total)
     assert out.data_ptr() != residual.data_ptr()
