@@ -20,31 +20,6 @@ from worker_svc.kernels.ops import Activation, Exchange, PackedWeight, PlainWeig
 from worker_svc.kv_cache import NewTensor
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 
-__all__ = [
-    "activate_and_multiply",
-    "apply_masks",
-    "chunk_statistics",
-    "count_by_key",
-    "embed",
-    "last_rows",
-    "layout",
-    "mix_experts",
-    "pack",
-    "pack_experts",
-    "penalize",
-    "pick_bins",
-    "quantize",
-    "rms_norm",
-    "scale_parts",
-    "select_tokens",
-    "store_tokens",
-    "sum_squares",
-    "table_format",
-    "unpack",
-    "weigh_by_key",
-]
-
-
 # Instruction sets on which a layout or the order of sums depends.
 _SETS = ("avx2", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16")
 layout = "-".join(["panels-2", *filter(cpu_features.has, _SETS)])

@@ -19,31 +19,6 @@ from worker_svc.kernels.triton.thin_matmul import ThinWeight
 from worker_svc.weights.quantization.formats import Format, QuantizedWeight
 from worker_svc.weights.quantization.quantize import quantize
 
-__all__ = [
-    "activate_and_multiply",
-    "apply_masks",
-    "chunk_statistics",
-    "count_by_key",
-    "embed",
-    "last_rows",
-    "layout",
-    "mix_experts",
-    "pack",
-    "pack_experts",
-    "penalize",
-    "pick_bins",
-    "quantize",
-    "rms_norm",
-    "scale_parts",
-    "select_tokens",
-    "store_tokens",
-    "sum_squares",
-    "table_format",
-    "unpack",
-    "weigh_by_key",
-]
-
-
 layout = "triton"
 
 
