@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ class WeightLoader:
         Raises:
             ModelError: a tensor is missing or of another shape, or its format is not served.
         """
-        return self._matrix(parts, in_features, columns, self._layer_format)
+        return self._matrices([parts], in_features, columns, self._layer_format)
 
     def experts(self, experts: Sequence[Sequence[Rows]], in_features: int) -> PackedWeight:
         """Loads a matrix as `matrix` does for each of several experts, for `Ops.mix_experts`.
@@ -94,7 +95,7 @@ class WeightLoader:
         """
         if self._table_format is None and not self._is_quantized(rows.name):
             return self._keep(PlainWeight(self._read_plain([rows], num_rows, columns)))
-        return self._matrix([rows], columns, None, self._table_format, num_rows)
+        return self._matrices([[rows]], columns, None, self._table_format, num_rows)
 
     def head(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
         """Loads a matrix [num_rows, columns] for products. Rows after `rows` are zero.
@@ -102,7 +103,7 @@ class WeightLoader:
         Raises:
             ModelError: as `matrix`.
         """
-        return self._matrix([rows], columns, None, self._table_format, num_rows)
+        return self._matrices([[rows]], columns, None, self._table_format, num_rows)
 
     def differs(self, rows: Rows, table: str) -> bool:
         """Whether the checkpoint has rows for a head that are not those of matrix `table`."""
@@ -176,16 +177,6 @@ class WeightLoader:
         """Whether the checkpoint holds the matrix quantized."""
         checkpoint = self._choice.checkpoint
         return checkpoint is not None and checkpoint.holds(self._reader, name)
-
-    def _matrix(
-        self,
-        parts: Sequence[Rows],
-        in_features: int,
-        columns: range | None,
-        quantize_to: Format | None,
-        num_rows: int = 0,
-    ) -> PackedWeight:
-        return self._matrices([parts], in_features, columns, quantize_to, num_rows)
 
     def _matrices(
         self,
@@ -285,25 +276,13 @@ class KeptLoader(WeightLoader):
         self._states = states
         self._ops = ops
 
-    def matrix(
-        self, parts: Sequence[Rows], in_features: int, columns: range | None = None
-    ) -> PackedWeight:
+    def _next(self, *args: Any, **named: Any) -> PackedWeight:
         return self._ops.unpack(next(self._states))
 
-    def experts(self, experts: Sequence[Sequence[Rows]], in_features: int) -> PackedWeight:
-        return self._ops.unpack(next(self._states))
-
-    def router(self, name: str, experts: int, in_features: int) -> PackedWeight:
-        return self._ops.unpack(next(self._states))
-
-    def table(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
-        return self._ops.unpack(next(self._states))
-
-    def head(self, rows: Rows, num_rows: int, columns: int) -> PackedWeight:
-        return self._ops.unpack(next(self._states))
+    matrix = experts = router = table = head = _next
 
     def tied_head(self, table: PackedWeight) -> PackedWeight:
-        return self._ops.unpack(next(self._states)) if isinstance(table, PlainWeight) else table
+        return self._next() if isinstance(table, PlainWeight) else table
 
     def vector(self, name: str, size: int, start: int | None = None) -> torch.Tensor:
         return next(self._states)[""]
