@@ -346,12 +346,9 @@ class Trace:
 
         def bind() -> Any:
             memory = self.caches[layer], table, read.address, q.address
-            args = RopeStoreArgs(*memory, heads, None, None, 0, 0.0, cos_sin.data_ptr())
-            if norm:
-                q_weight, k_weight, args.eps = norm
-                args.q_weight, args.k_weight = q_weight.data_ptr(), k_weight.data_ptr()
-                args.weight_type = q_weight.dtype == torch.bfloat16
-            return args
+            q_weight, k_weight, eps = norm or (None, None, 0.0)
+            weights = vector(q_weight), vector(k_weight)
+            return RopeStoreArgs(*memory, heads, *weights, eps, cos_sin.data_ptr())
 
         self.add(Phase.ROPE_STORE, bind, read, q)
         return tensor

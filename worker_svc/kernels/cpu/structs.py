@@ -161,8 +161,7 @@ RopeStoreArgs = structure(
     ("table", INT),
     ("qkv q", POINTER),
     ("heads", INT),
-    ("q_weight k_weight", POINTER),
-    ("weight_type", INT),
+    ("q_weight k_weight", Vector),
     ("eps", DOUBLE),
     ("cos_sin", POINTER),
 )

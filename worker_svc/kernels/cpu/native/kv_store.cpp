@@ -33,7 +33,7 @@ class Heads {
 
   private:
     // Sets out [head_dim] to the head x, normalized if there is a weight, and rotated.
-    void rotate(const float* x, const void* weight, const float* rotation, float* out) const {
+    void rotate(const float* x, const Vector& weight, const float* rotation, float* out) const {
         const int64_t half = dim_ / 2;
         F32s squares{};
         for (int64_t i = 0; i < dim_; i += LANES) {
@@ -46,18 +46,13 @@ class Heads {
             F32s a = load_first<F32s>(x + i, count), b = load_first<F32s>(x + half + i, count);
             F32s cos = load_first<F32s>(rotation + i, count);
             F32s sin = load_first<F32s>(rotation + half + i, count);
-            if (weight) {
-                a *= scale * weights(weight, i, count);
-                b *= scale * weights(weight, half + i, count);
+            if (weight.data) {
+                a *= scale * load_first(weight, i, count);
+                b *= scale * load_first(weight, half + i, count);
             }
             store_first(out + i, fma(a, cos, -(b * sin)), count);
             store_first(out + half + i, fma(b, cos, a * sin), count);
         }
-    }
-
-    F32s weights(const void* weight, int64_t i, int64_t count) const {
-        if (args_.weight_type == FLOAT32) return load_first<F32s>((const float*)weight + i, count);
-        return widen(load_first<U16s>((const uint16_t*)weight + i, count));
     }
 
     void store_key(uint8_t* keys, int64_t slot) {

@@ -55,9 +55,8 @@ struct RopeStoreArgs {
     const float* qkv;      // [T, heads + 2 · kv_heads, head_dim]
     float* q;              // [T, heads, head_dim]
     int64_t heads;
-    const void* q_weight;  // [head_dim], or null if queries and keys are not normalized
-    const void* k_weight;
-    int64_t weight_type;   // FLOAT32 or BFLOAT16
+    Vector q_weight;       // [head_dim], or null if queries and keys are not normalized
+    Vector k_weight;
     double eps;
     const float* cos_sin;  // [positions, 2, head_dim / 2]
 };

@@ -12,9 +12,8 @@ void pack_floats(const float* x, int64_t in, uint32_t* words) {
 
 void pack_pairs(const float* x, int64_t in, uint32_t* words) {
     auto* numbers = reinterpret_cast<uint16_t*>(words);
-    int64_t k = 0;
-    for (; k + LANES <= in; k += LANES) store(numbers + k, narrow(load<F32s>(x + k)));
-    for (; k < in; k++) numbers[k] = narrow(x[k]);
+    for (int64_t k = 0; k < in; k += LANES)
+        store_first(numbers + k, narrow(load_first<F32s>(x + k, in - k)), in - k);
     if (in % 2) numbers[in] = 0;
 }
 

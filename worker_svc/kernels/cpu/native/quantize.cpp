@@ -53,10 +53,10 @@ void quantize_symmetrically(const QuantizeArgs& args, int64_t row) {
     auto [high, low] = extremes(x, args.columns);
     float scale = std::max(high, -low) / float(args.top), factor = inverse(scale);
     args.scales[row] = scale;
-    int64_t i = 0;
-    for (; i + LANES <= args.columns; i += LANES)
-        store(codes + i, low_bytes(nearest(load<F32s>(x + i) * factor)));
-    for (; i < args.columns; i++) codes[i] = nearest(splat(x[i] * factor))[0];
+    for (int64_t i = 0; i < args.columns; i += LANES) {
+        const int64_t count = args.columns - i;
+        store_first(codes + i, low_bytes(nearest(load_first<F32s>(x + i, count) * factor)), count);
+    }
 }
 
 // The nearest integers in [−8, 7], ties to even.

@@ -6,16 +6,6 @@
 namespace nano {
 namespace {
 
-inline F32s load_vector(const Vector& vector, int64_t i) {
-    if (vector.is_bfloat16) return widen(load<U16s>((const uint16_t*)vector.data + i));
-    return load<F32s>((const float*)vector.data + i);
-}
-
-inline float number_of(const Vector& vector, int64_t i) {
-    return vector.is_bfloat16 ? widen(((const uint16_t*)vector.data)[i])
-                              : ((const float*)vector.data)[i];
-}
-
 // Has `compute` write a row, and packs it if that is asked for.
 template <class Compute>
 void compute_row(float* out, int64_t row, int64_t size, const PackTo& pack, const Compute& compute) {
@@ -49,10 +39,10 @@ float squares_of(const float* x, int64_t size) {
 void scale_row(const float* x, double mean_square, double eps, const Vector& weight, int64_t first,
                int64_t size, float* out) {
     const float scale = float(1 / std::sqrt(mean_square + eps));
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        store(out + i, load<F32s>(x + i) * scale * load_vector(weight, first + i));
-    for (; i < size; i++) out[i] = x[i] * scale * number_of(weight, first + i);
+    for (int64_t i = 0; i < size; i += LANES) {
+        const F32s some = load_first<F32s>(x + i, size - i) * scale;
+        store_first(out + i, some * load_first(weight, first + i, size - i), size - i);
+    }
 }
 
 inline F32s silu_of(F32s x) { return x / (1.0f + exp(-x)); }
@@ -65,19 +55,15 @@ inline F32s gelu_tanh_of(F32s x) {
 template <class Activate>
 void activate_row(const float* gate, const float* up, int64_t size, float* out,
                   const Activate& activate) {
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        store(out + i, activate(load<F32s>(gate + i)) * load<F32s>(up + i));
-    if (i < size) {
-        F32s last = {};
-        std::memcpy(&last, gate + i, (size - i) * sizeof(float));
-        last = activate(last);
-        for (int lane = 0; i < size; i++, lane++) out[i] = last[lane] * up[i];
+    for (int64_t i = 0; i < size; i += LANES) {
+        const F32s some = activate(load_first<F32s>(gate + i, size - i));
+        store_first(out + i, some * load_first<F32s>(up + i, size - i), size - i);
     }
 }
 
 void copy_row(const Vector& table, int64_t first, int64_t size, float* out) {
-    for (int64_t i = 0; i < size; i++) out[i] = number_of(table, first + i);
+    for (int64_t i = 0; i < size; i += LANES)
+        store_first(out + i, load_first(table, first + i, size - i), size - i);
 }
 
 }  // namespace

@@ -7,11 +7,6 @@
 
 namespace nano {
 
-struct Vector {
-    const void* data;
-    int64_t is_bfloat16;  // else float32
-};
-
 // Where rows are packed for a product, unless `weight` is null.
 struct PackTo {
     const Weight* weight;

@@ -299,17 +299,23 @@ inline F32s exp(F32s x) {
 }
 
 // bfloat16 → float32
-inline float widen(uint16_t x) { return bits<float>(uint32_t(x) << 16); }
 inline F32s widen(U16s x) { return bits<F32s>(convert<uint32_t>(x) << 16); }
 
 // float32 → the nearest bfloat16, ties to even
-inline uint16_t narrow(float x) {
-    uint32_t b = bits<uint32_t>(x);
-    return uint16_t((b + ((b >> 16) & 1) + 0x7fff) >> 16);
-}
 inline U16s narrow(F32s x) {
     U32s b = bits<U32s>(x);
     return low_words(bits<I32s>((b + ((b >> 16) & 1) + 0x7fff) >> 16));
+}
+
+struct Vector {
+    const void* data;
+    int64_t is_bfloat16;  // else float32
+};
+
+// The first `count` numbers from number i on, or as many as 16; the other lanes are 0.
+inline F32s load_first(const Vector& vector, int64_t i, int64_t count) {
+    if (vector.is_bfloat16) return widen(load_first<U16s>((const uint16_t*)vector.data + i, count));
+    return load_first<F32s>((const float*)vector.data + i, count);
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
