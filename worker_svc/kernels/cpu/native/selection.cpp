@@ -8,6 +8,26 @@
 #include "sampling.h"
 
 namespace nano {
+
+struct ChunkStatisticsArgs {
+    const float* logits;  // [sequences, >= chunks · chunk_size]
+    int64_t row_size;     // from the beginning of a row of logits to the next
+    int64_t chunk_size, chunks;
+    int64_t num_tokens;  // columns that count
+    float *maxima, *sums;  // [sequences, chunks]
+};
+
+struct SelectTokensArgs {
+    const float* logits;  // as above
+    int64_t row_size, chunk_size;
+    int64_t chunks;  // in `logits`
+    int64_t num_tokens;
+    const float *maxima, *sums;  // [sequences, all_chunks], of all ranks
+    int64_t all_chunks;
+    int64_t first_chunk;  // the number of this rank's first chunk
+    int32_t* tokens;      // [sequences]
+};
+
 namespace {
 
 // As in kernels/logits.py: beyond a bound the distribution is the one at the bound, but float32
@@ -95,6 +115,8 @@ Choice choose_chunk(const SelectTokensArgs& args, int64_t row, const Weights& we
     });
 }
 
+// Selects a token: in a greedy row the first of the largest logits, else the inverse of the cumulative
+// distribution at the uniform number. The token is −1 if another rank has its chunk.
 int32_t select(const SelectTokensArgs& args, int64_t row, float temperature, double uniform) {
     Weights weights(temperature);
     auto [chunk, fraction] = choose_chunk(args, row, weights, weights.greedy ? 0 : uniform);
@@ -111,8 +133,8 @@ int32_t select(const SelectTokensArgs& args, int64_t row, float temperature, dou
     return chunk * args.chunk_size + token.index;
 }
 
-}  // namespace
-
+// Computes the largest logit m of each chunk and the sum of exp((logit − m) / temperature), which is
+// 0 in a greedy row.
 void chunk_statistics(const ChunkStatisticsArgs& args, const Step& step, Member& member) {
     const int64_t count = step.sequences * args.chunks;
     const int64_t unit = std::max(UNIT_LOGITS / args.chunk_size, int64_t(1));
@@ -131,12 +153,7 @@ void chunk_statistics(const ChunkStatisticsArgs& args, const Step& step, Member&
     });
 }
 
-void select_tokens(const SelectTokensArgs& args, const Step& step, Member& member) {
-    member.each(step.sequences, [&](int64_t row) {
-        args.tokens[row] = select(args, row, step.temperatures[row], step.uniforms[row]);
-    });
-}
-
+}  // namespace
 }  // namespace nano
 
 using namespace nano;
@@ -150,5 +167,9 @@ extern "C" void nano_chunk_statistics(Team* team, int members, const ChunkStatis
 extern "C" void nano_select_tokens(Team* team, int members, const SelectTokensArgs* args,
                                    const Step* step) {
     bool small = step->sequences < PARALLEL_ROWS;
-    team->run(small ? 1 : members, [&](Member& m) { select_tokens(*args, *step, m); });
+    team->run(small ? 1 : members, [&](Member& member) {
+        member.each(step->sequences, [&](int64_t row) {
+            args->tokens[row] = select(*args, row, step->temperatures[row], step->uniforms[row]);
+        });
+    });
 }

@@ -32,7 +32,6 @@ struct ApplyMasksArgs {
 
 namespace {
 
-constexpr int64_t UNIT_TOKENS = 4096;  // that a member stores at once
 // For a single row, waking another thread costs more than it saves.
 constexpr int64_t PARALLEL_ROWS = 2;
 constexpr int32_t DONE = -1;
@@ -102,24 +101,16 @@ void apply_masks(const ApplyMasksArgs& args, Member& member) {
 }
 
 }  // namespace
-
-void store_tokens(const StoreTokensArgs& args, const Step& step, Member& member) {
-    member.each(ceil_div(step.tokens, UNIT_TOKENS), [&](int64_t unit) {
-        const int64_t begin = unit * UNIT_TOKENS;
-        for (int64_t i = begin; i < std::min(begin + UNIT_TOKENS, step.tokens); i++) {
-            int32_t id = step.input_ids[i];
-            if (step.slots[i] >= 0)
-                args.cache[step.slots[i]] = id >= 0 ? id : step.last_tokens[-1 - id];
-        }
-    });
-}
-
 }  // namespace nano
 
 using namespace nano;
 
-extern "C" void nano_store_tokens(Team* team, int, const StoreTokensArgs* args, const Step* step) {
-    team->run(1, [&](Member& member) { store_tokens(*args, *step, member); });
+// Stores the ids of the step's tokens in their slots of cache [slots]. Slot −1 is nowhere.
+extern "C" void nano_store_tokens(Team*, int, int32_t* cache, const Step* step) {
+    for (int64_t i = 0; i < step->tokens; i++) {
+        const int32_t id = step->input_ids[i];
+        if (step->slots[i] >= 0) cache[step->slots[i]] = id >= 0 ? id : step->last_tokens[-1 - id];
+    }
 }
 
 extern "C" void nano_penalize(Team* team, int members, const PenalizeArgs* args) {

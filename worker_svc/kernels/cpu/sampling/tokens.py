@@ -18,7 +18,6 @@ from worker_svc.kernels.cpu.structs import (
     structure,
 )
 
-_StoreTokensArgs = structure("StoreTokensArgs", ("cache", POINTER))
 _PenalizeArgs = structure(
     "PenalizeArgs",
     ("logits", POINTER),
@@ -50,7 +49,7 @@ def store_tokens(
         last_tokens=int32s(last_tokens),
         slots=int32s(slot_mapping),
     )
-    library().nano_store_tokens(*team(), byref(_StoreTokensArgs(int32s(cache))), byref(step))
+    library().nano_store_tokens(*team(), POINTER(int32s(cache)), byref(step))
 
 
 def penalize(
