@@ -16,7 +16,7 @@ from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend
 from worker_svc.errors import is_device_lost
 from worker_svc.kernels.triton.paged_attention import attention_reference
-from worker_svc.step.arrays import StepArrays, made_up_step
+from worker_svc.step.arrays import made_up_step
 from worker_svc.step.tensors import upload_step
 
 CONTEXTS = (3, 2)  # cached tokens of the two test sequences, one block each
@@ -52,7 +52,9 @@ def find_obstacle(backend: PagedBackend[Any]) -> str:
 
 def _error(backend: PagedBackend[Any], window: int | None) -> float:
     shape, size = backend.shape, backend.block_size
-    step = _step(size)
+    contexts = np.array(CONTEXTS, np.int32)
+    table = np.arange(len(CONTEXTS), 0, -1, dtype=np.int32)  # not in order, and not from the first
+    step = made_up_step(np.full_like(contexts, 2), contexts, size, table)
     tensors = upload_step(step, backend.plan_column(step), shape.device)
     generator = torch.Generator(shape.device).manual_seed(0)
 
@@ -75,10 +77,3 @@ def _error(backend: PagedBackend[Any], window: int | None) -> float:
         window,
     )
     return float((out.float() - exact).abs().max() / exact.abs().max())
-
-
-def _step(block_size: int) -> StepArrays:
-    contexts = np.array(CONTEXTS, np.int32)
-    rows = len(contexts)
-    table = np.arange(rows, 0, -1, dtype=np.int32)  # not in order, and not from the first
-    return made_up_step(np.full(rows, 2, np.int32), contexts, block_size, table)

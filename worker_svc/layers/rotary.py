@@ -56,7 +56,8 @@ def rotary_table(
         rope = replace(rope, frequency_factors=rope.long_factor if is_long else rope.short_factor)
     size = rope.rotated_size(head_dim)
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-    inv_freq, factor = _SCALINGS[rope.rope_type](rope, rope.theta**exponents)
+    scaling, _ = ROPE_TYPES[rope.rope_type]
+    inv_freq, factor = scaling(rope, rope.theta**exponents)
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), inv_freq)
     table[:, :, : size // 2] = torch.stack((angles.cos(), angles.sin()), dim=1) * factor
     return table
@@ -134,20 +135,13 @@ def _longrope(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor
 
 
 # Powers of theta [head_dim / 2] -> the inverse frequencies, and a factor on cosines and sines.
-_SCALINGS: dict[str, Callable[[RopeConfig, torch.Tensor], tuple[torch.Tensor, float]]] = {
-    "default": _default,
-    "linear": _linear,
-    "yarn": _yarn,
-    "llama3": _llama3,
-    "factors": _factors,
-    "longrope": _longrope,
-}
-# The fields that config.json must have.
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "factors": ("frequency_factors",),
-    "longrope": ("short_factor", "long_factor"),
+Scaling = Callable[[RopeConfig, torch.Tensor], tuple[torch.Tensor, float]]
+# The scalings, and the fields that config.json must have for each.
+ROPE_TYPES: dict[str, tuple[Scaling, tuple[str, ...]]] = {
+    "default": (_default, ()),
+    "linear": (_linear, ("factor",)),
+    "yarn": (_yarn, ("factor",)),
+    "llama3": (_llama3, ("factor", "low_freq_factor", "high_freq_factor")),
+    "factors": (_factors, ("frequency_factors",)),
+    "longrope": (_longrope, ("short_factor", "long_factor")),
 }

@@ -301,7 +301,7 @@ def _rope(parameters: dict[str, Any]) -> RopeConfig:
     if rope_type not in ROPE_TYPES:
         served = ", ".join(ROPE_TYPES)
         raise ModelError(f"rope_type: {rope_type} is not implemented; implemented are {served}")
-    for name in ROPE_TYPES[rope_type]:
+    for name in ROPE_TYPES[rope_type][1]:
         if name not in parameters:
             raise ModelError(f"{name}: missing; rope_type {rope_type} needs it")
     theta = {"theta": parameters["rope_theta"]}
