@@ -3,9 +3,9 @@ tensors for them. All fields have 8 bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import Structure, c_double, c_int64, c_void_p
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,20 +172,17 @@ AttendArgs = structure(
 )  # fmt: skip
 
 
-def _pointer_to(dtype: torch.dtype) -> Callable[[torch.Tensor], int]:
-    def pointer(tensor: torch.Tensor) -> int:
-        assert tensor.dtype == dtype
-        assert tensor.is_contiguous()
-        return tensor.data_ptr()
-
-    return pointer
+def _address(dtype: torch.dtype, tensor: torch.Tensor) -> int:
+    assert tensor.dtype == dtype
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
 
 
 # Each takes a contiguous tensor and returns the address of its first number.
-int32s = _pointer_to(torch.int32)
-int64s = _pointer_to(torch.int64)
-float32s = _pointer_to(torch.float32)
-float64s = _pointer_to(torch.float64)
+int32s = partial(_address, torch.int32)
+int64s = partial(_address, torch.int64)
+float32s = partial(_address, torch.float32)
+float64s = partial(_address, torch.float64)
 
 
 def rows_of(tensor: torch.Tensor) -> tuple[int, int]:
