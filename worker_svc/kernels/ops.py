@@ -285,38 +285,28 @@ class Ops(Protocol):
         of `penalize`."""
         ...
 
-    def count_by_key(
+    def weigh_by_key(
         self,
         logits: torch.Tensor,
         rows: torch.Tensor,
         num_tokens: int,
+        maxima: torch.Tensor | None,
+        scales: torch.Tensor | None,
         low: torch.Tensor,
         shifts: torch.Tensor,
         bins: torch.Tensor,
     ) -> None:
         """Adds a histogram of the logits' keys to bins [G, BINS] int64.
 
-        Row g counts the first num_tokens logits [F, shard] float32 of row rows[g], int32 [G]. A key
-        counts in bin (key − low[g]) >> shifts[g]. Keys and BINS are those of `kernels.logits`. low,
+        Row g weighs the first num_tokens logits [F, shard] float32 of row rows[g], int32 [G]. A key
+        is in bin (key − low[g]) >> shifts[g]. Keys and BINS are those of `kernels.logits`. low,
         which holds keys, and shifts are int64 [G]. Logits of −inf or NaN, keys below low and rows
-        of negative shift count in no bin.
-        """
-        ...
+        of negative shift are in no bin.
 
-    def weigh_by_key(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        num_tokens: int,
-        maxima: torch.Tensor,
-        scales: torch.Tensor,
-        low: torch.Tensor,
-        shifts: torch.Tensor,
-        bins: torch.Tensor,
-    ) -> None:
-        """Like `count_by_key`, but a logit counts ⌊2⁴⁰ · exp((logit − maxima[g]) · scales[g])⌋ in
-        every column. The sum of such integers does not depend on their order. maxima and scales are
-        float32 [G]."""
+        A logit weighs 1 or, if there are maxima and scales float32 [G],
+        ⌊2⁴⁰ · exp((logit − maxima[g]) · scales[g])⌋ in every column. The sum of such integers does
+        not depend on their order.
+        """
         ...
 
     def pick_bins(

@@ -60,7 +60,7 @@ def keep_likely(
     maxima, thresholds = _maxima_and_floors(logits, vocab, top_k, tp, ops)
     if top_k:
         rows, ks = top_k.rows, top_k.values.long()
-        count = partial(ops.count_by_key, logits, rows, vocab.num_tokens)
+        count = partial(ops.weigh_by_key, logits, rows, vocab.num_tokens, None, None)
         thresholds[rows] = _search(count, lambda total: ks, thresholds[rows], maxima[rows], tp, ops)
     if top_p:
         rows, parts = top_p.rows, top_p.values.double()
@@ -115,7 +115,7 @@ def _search(
     floors [G].
 
     Args:
-        add_to_bins: `Ops.count_by_key` or `Ops.weigh_by_key`, called with low, shifts and bins.
+        add_to_bins: `Ops.weigh_by_key`, called with low, shifts and bins.
         targets_of: the weight [G] int64 at or above floors -> the weight that is enough.
     """
     low = keys_of(floors)

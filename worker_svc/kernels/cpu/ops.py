@@ -11,7 +11,7 @@ from worker_svc.kernels import cpu_features
 from worker_svc.kernels.cpu.experts import mix_experts
 from worker_svc.kernels.cpu.program import current_trace, tracing
 from worker_svc.kernels.cpu.quantize import quantize
-from worker_svc.kernels.cpu.sampling.filtering import count_by_key, pick_bins, weigh_by_key
+from worker_svc.kernels.cpu.sampling.filtering import pick_bins, weigh_by_key
 from worker_svc.kernels.cpu.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.kernels.cpu.sampling.tokens import apply_masks, penalize, store_tokens
 from worker_svc.kernels.cpu.structs import Phase, Vector, vector

@@ -11,7 +11,7 @@ from worker_svc.kernels.triton.quantized.experts import mix_experts, pack_expert
 from worker_svc.kernels.triton.quantized.weights import pack_quantized, unpack_quantized
 from worker_svc.kernels.triton.rms_norm import rms_norm, scale_parts, sum_squares
 from worker_svc.kernels.triton.row_matmul import RowWeight
-from worker_svc.kernels.triton.sampling.filtering import count_by_key, pick_bins, weigh_by_key
+from worker_svc.kernels.triton.sampling.filtering import pick_bins, weigh_by_key
 from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.kernels.triton.sampling.token_history import penalize, store_tokens
 from worker_svc.kernels.triton.sampling.token_masks import apply_masks

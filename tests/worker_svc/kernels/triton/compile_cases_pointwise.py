@@ -17,7 +17,7 @@ from worker_svc.kernels.triton.gated_activation import activate_and_multiply
 from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
 from worker_svc.kernels.triton.rms_norm import rms_norm
 from worker_svc.kernels.triton.rope_store import rope_store
-from worker_svc.kernels.triton.sampling.filtering import count_by_key, pick_bins, weigh_by_key
+from worker_svc.kernels.triton.sampling.filtering import pick_bins, weigh_by_key
 from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
 from worker_svc.kernels.triton.sampling.token_history import penalize, store_tokens
 from worker_svc.kernels.triton.sampling.token_masks import apply_masks
@@ -115,7 +115,7 @@ def feature_launches(ranks: int) -> Iterator[tuple[str, Callable[[], object]]]:
         masks = torch.zeros(TOKENS * 7 + n, dtype=torch.int32)[n:].view(TOKENS, 7)
         yield "apply_masks", partial(apply_masks, logits, *part, ints, masks)
         search = (longs, longs, bins)
-        yield "count_by_key", partial(count_by_key, logits, ints, part[1], *search)
+        yield "count_by_key", partial(weigh_by_key, logits, ints, part[1], None, None, *search)
         weights = (ints, part[1], floats, floats)
         yield "weigh_by_key", partial(weigh_by_key, logits, *weights, *search)
         yield "pick_bins", partial(pick_bins, bins, longs, longs, longs, longs)

@@ -105,7 +105,8 @@ def test_counts(vocab: int, ops: ModuleType) -> None:
     for low, shifts in ranges(logits):
         expected = 7 + add_up(logits[ROWS, :vocab], ones, low, shifts)
         seven = torch.full((4, BINS), 7, dtype=torch.int64)
-        assert torch.equal(run(ops.count_by_key, logits, ROWS, vocab, low, shifts, seven), expected)
+        given = logits, ROWS, vocab, None, None, low, shifts, seven
+        assert torch.equal(run(ops.weigh_by_key, *given), expected)
 
 
 @both
@@ -186,6 +187,6 @@ def test_picked_bins(pick: Callable[..., None]) -> None:
 def test_a_rank_without_tokens_launches_nothing() -> None:
     logits, rows, keys = torch.zeros(2, 40), torch.arange(2).int(), torch.zeros(2).long()
     bins = torch.zeros(2, BINS, dtype=torch.int64)
-    filtering.count_by_key(logits, rows, 0, keys, keys, bins)
+    filtering.weigh_by_key(logits, rows, 0, None, None, keys, keys, bins)
     filtering.weigh_by_key(logits, rows, 0, logits, logits, keys, keys, bins)
     assert not bins.any()

@@ -17,7 +17,7 @@ struct HistogramArgs {
     int64_t num_tokens;
     int64_t num_rows;
     const int32_t* rows;
-    const float *maxima, *scales;  // not used by `count_by_key`
+    const float *maxima, *scales;  // or null: each logit weighs 1
     const int64_t *low, *shifts;
     int64_t* bins;
 };
@@ -129,12 +129,6 @@ void add_histograms(const HistogramArgs& args, const Add& add, Member& member) {
     });
 }
 
-template <class Add>
-void run(Team* team, int members, const HistogramArgs& args, const Add& add) {
-    bool small = args.num_rows * args.num_tokens < PARALLEL_LOGITS;
-    team->run(small ? 1 : members, [&](Member& member) { add_histograms(args, add, member); });
-}
-
 void pick_bin(const int64_t* bins, int64_t target, int64_t& low, int64_t& shift, int64_t& above) {
     int64_t number = BINS - 1;
     for (; number > 0 && above + bins[number] < target; number--) above += bins[number];
@@ -148,12 +142,10 @@ void pick_bin(const int64_t* bins, int64_t target, int64_t& low, int64_t& shift,
 
 using namespace nano;
 
-extern "C" void nano_count_by_key(Team* team, int members, const HistogramArgs* args) {
-    run(team, members, *args, count);
-}
-
 extern "C" void nano_weigh_by_key(Team* team, int members, const HistogramArgs* args) {
-    run(team, members, *args, weigh);
+    bool small = args->num_rows * args->num_tokens < PARALLEL_LOGITS;
+    const auto add = args->maxima ? weigh : count;
+    team->run(small ? 1 : members, [&](Member& member) { add_histograms(*args, add, member); });
 }
 
 extern "C" void nano_pick_bins(Team*, int, const PickBinsArgs* args) {

@@ -29,32 +29,12 @@ _PickBinsArgs = structure(
 )
 
 
-def count_by_key(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    num_tokens: int,
-    low: torch.Tensor,
-    shifts: torch.Tensor,
-    bins: torch.Tensor,
-) -> None:
-    arguments = _HistogramArgs(
-        *rows_of(logits),
-        num_tokens,
-        len(rows),
-        int32s(rows),
-        low=int64s(low),
-        shifts=int64s(shifts),
-        bins=int64s(bins),
-    )
-    library().nano_count_by_key(*team(), byref(arguments))
-
-
 def weigh_by_key(
     logits: torch.Tensor,
     rows: torch.Tensor,
     num_tokens: int,
-    maxima: torch.Tensor,
-    scales: torch.Tensor,
+    maxima: torch.Tensor | None,
+    scales: torch.Tensor | None,
     low: torch.Tensor,
     shifts: torch.Tensor,
     bins: torch.Tensor,
@@ -64,11 +44,9 @@ def weigh_by_key(
         num_tokens,
         len(rows),
         int32s(rows),
-        float32s(maxima),
-        float32s(scales),
-        int64s(low),
-        int64s(shifts),
-        int64s(bins),
+        None if maxima is None else float32s(maxima),
+        None if scales is None else float32s(scales),
+        *map(int64s, (low, shifts, bins)),
     )
     library().nano_weigh_by_key(*team(), byref(arguments))
 

@@ -27,42 +27,28 @@ NUM_WARPS = 4
 UNALIGNED = ["rows", "low", "shifts"]
 
 
-def count_by_key(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    num_tokens: int,
-    low: torch.Tensor,
-    shifts: torch.Tensor,
-    bins: torch.Tensor,
-) -> None:
-    """See `kernels.ops.Ops`; rows of logits may be strided."""
-    _add_to_bins(logits, rows, num_tokens, None, None, low, shifts, bins)
-
-
 def weigh_by_key(
     logits: torch.Tensor,
     rows: torch.Tensor,
     num_tokens: int,
-    maxima: torch.Tensor,
-    scales: torch.Tensor,
+    maxima: torch.Tensor | None,
+    scales: torch.Tensor | None,
     low: torch.Tensor,
     shifts: torch.Tensor,
     bins: torch.Tensor,
 ) -> None:
     """See `kernels.ops.Ops`; rows of logits may be strided."""
-    _add_to_bins(logits, rows, num_tokens, maxima, scales, low, shifts, bins)
-
-
-def _add_to_bins(
-    logits: torch.Tensor, rows: torch.Tensor, num_tokens: int, *arguments: torch.Tensor | None
-) -> None:
     if num_tokens:  # a rank may have none
-        _add_to_bins_kernel[(triton.cdiv(num_tokens, TILE), len(rows))](
+        _weigh_by_key_kernel[(triton.cdiv(num_tokens, TILE), len(rows))](
             logits,
             logits.stride(0),
             rows,
             num_tokens,
-            *arguments,
+            maxima,
+            scales,
+            low,
+            shifts,
+            bins,
             TILE=TILE,
             num_warps=NUM_WARPS,
         )
@@ -83,7 +69,7 @@ def pick_bins(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=[*UNALIGNED, "maxima", "scales"],
 )
-def _add_to_bins_kernel(
+def _weigh_by_key_kernel(
     logits: tl.tensor,
     logits_stride: tl.tensor,
     rows: tl.tensor,
