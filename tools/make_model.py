@@ -6,6 +6,9 @@
 
 The tokenizer is the demo model's. If the vocabulary is larger, the weights make ids that the
 tokenizer does not know unlikely, so that even random weights write text.
+
+Weights of 4 bits are also packed for this machine, as the first start of a worker packs them. The
+first start then only reads them.
 """
 
 import argparse
@@ -25,7 +28,14 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
+from shared.config import load_settings
 from tools.model_shapes import BASE_CONFIG, SHAPES
+from worker_svc.devices.choice import choose_platform
+from worker_svc.distributed import TensorParallel
+from worker_svc.errors import StartError
+from worker_svc.kv_cache import choose_max_model_len
+from worker_svc.rank_models.rank_model import RankModel
+from worker_svc.settings import WorkerSettings
 
 DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -273,6 +283,17 @@ def make_model(
     return out
 
 
+def pack(model_dir: Path) -> None:
+    """Packs the weights into the user's cache, where a worker with default settings finds them.
+
+    Raises:
+        StartError: the model cannot be served here, for example because memory is short.
+    """
+    settings = load_settings(WorkerSettings, ["--model", str(model_dir)])
+    model = RankModel(settings, choose_platform(settings), TensorParallel())
+    model.load(choose_max_model_len(settings, model.config.max_model_len))
+
+
 def _write_tokenizer(out: Path, vocab_size: int) -> None:
     """Copies the demo model's tokenizer and its generation defaults, without end tokens that are
     not in the vocabulary."""
@@ -325,6 +346,11 @@ def main() -> None:
         quantization=args.quantization,
     )
     print(f"wrote {args.shape} to {args.out}")
+    if args.quantization != "none":
+        try:
+            pack(args.out)
+        except StartError as error:
+            print(f"not packed, so the first start packs the weights: {error}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.worker_svc.test_model_runner import make_runner
@@ -157,6 +158,18 @@ def test_a_worker_reads_int4_weights(
             assert values.mean().item() == pytest.approx(0, abs=0.003)
             assert values.std().item() == pytest.approx(0.02, rel=0.1)
     make_runner(tmp_path)  # reads all tensors
+
+
+def test_the_first_start_of_an_int4_model_reads_packed_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    command = ["make_model", "--shape", "tiny", "--out", str(tmp_path), "--quantization", "int4"]
+    monkeypatch.setattr("sys.argv", command)
+    main()
+    with capture_logs() as logs:
+        make_runner(tmp_path)
+    assert "packed weights are read" in [each["event"] for each in logs]
 
 
 def test_weights_differ_from_each_other_and_norms_from_one(tmp_path: Path) -> None:
