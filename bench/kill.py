@@ -1,4 +1,5 @@
-"""`python -m bench --mode kill`: kills processes of this server and of others while clients stream.
+"""`python -m bench --mode kill`: kills processes of this server and of others while clients stream,
+and restarts this server's.
 
 See docs/results/faults.md.
 """
@@ -6,9 +7,7 @@ See docs/results/faults.md.
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -169,8 +168,8 @@ def killing(
     min_tokens: int = _MIN_TOKENS,
     delay_s: float = 0.0,
 ) -> Iterator[tuple[list[Stream], float]]:
-    """Kills a process of a kind while all requests stream. Yields the streams and the time of the
-    kill, and returns when they have ended.
+    """Causes a fault of a kind while all requests stream. Yields the streams and the time of the
+    fault, and returns when they have ended.
 
     Args:
         min_tokens: that each stream receives before the kill.
@@ -190,11 +189,11 @@ def killing(
             return min(len(each.token_ids) for each in streams) >= min_tokens
 
         _wait_for(are_decoding, "the first tokens")
-        pid = server.pids[kind]()
+        cause = server.faults[kind]()
         time.sleep(delay_s)
         are_decoding()
         killed = time.perf_counter()
-        os.kill(pid, signal.SIGKILL)
+        cause()
         yield streams, killed
 
 
@@ -268,6 +267,7 @@ def parse_args(args: list[str]) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=20, help="of each kind; %(default)s")
     parser.add_argument("--tokens", type=int, default=256, help="of each stream; %(default)s")
     parser.add_argument("--tp", type=int, default=1, help="ranks of this server; %(default)s")
+    parser.add_argument("--spares", type=int, choices=(0, 1), default=0, help="SPARES; %(default)s")
     options = parser.parse_args(args)
     check_minimum(parser, options, 1, ("kills", "tokens", "tp"))
     return options
@@ -296,7 +296,7 @@ def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str,
             for kind, found in run(entry, model, options, result):
                 pause = max(found.pause_s, default=float("nan"))
                 said = f"pause {pause:.2f} s, {found.streams_ended} streams ended"
-                console.print(f"{entry.name}, {kind} killed: {said}", markup=False)
+                console.print(f"{entry.name}, {kind}: {said}", markup=False)
                 yield content
         except (BenchError, LLMError) as error:
             result["error"] = str(error)
@@ -320,16 +320,16 @@ def run(
     shape = Shape(STREAMS, PROMPT_TOKENS, PROMPT_TOKENS, options.tokens, options.tokens)
     requests, rng = text_workload(shape, text), random.Random(0)
     with (
-        start_nano(entry, model, options.tp)
+        start_nano(entry, model, options.tp, {"spares": options.spares})
         if entry.peer == "nano"
         else start_peer(entry, converted(entry, model))
     ) as server:
         expected = undisturbed(server, requests)
         again = undisturbed(server, requests)
         result |= {**server.facts, "undisturbed_lost_doubled_changed": compare(again, expected)}
-        kinds = [kind for kind in server.pids if kind in (options.kinds or server.pids)]
+        kinds = [kind for kind in server.faults if kind in (options.kinds or server.faults)]
         if not kinds:
-            raise BenchError(f"--kinds: {entry.name} has {', '.join(server.pids)}")
+            raise BenchError(f"--kinds: {entry.name} has {', '.join(server.faults)}")
         kills: dict[str, list[Kill]] = {kind: [] for kind in kinds}
         for _ in range(options.kills):
             for kind, found in kills.items():

@@ -1,8 +1,12 @@
-"""The servers whose processes are killed."""
+"""The servers whose processes are killed or restarted."""
 
 from __future__ import annotations
 
 import http.client
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -32,13 +36,21 @@ LIMIT_S = 600.0
 _HEALTH_LIMIT_S = 1.0
 _POLL_S = 0.1
 _SLOTS = 8
+# `make restart`, which finds a stack by its port, for a stack in any directory.
+_RESTART = """
+import sys
+from pathlib import Path
+from deploy.native.restart import restart
+sys.exit(restart(Path(sys.argv[1]), sys.argv[2]))
+"""
 
 
 @dataclass(frozen=True)
 class Server:
     """A server that runs."""
 
-    pids: Mapping[str, Callable[[], int]]  # by kind of process
+    # By kind: prepares a fault -> a function that causes it.
+    faults: Mapping[str, Callable[[], Callable[[], object]]]
     health: Callable[[], str]
     is_whole: Callable[[], bool]  # whether every process runs and serves
     # Yields the token ids of a greedy completion that ignores ends; raises one of FAILURES.
@@ -53,6 +65,7 @@ def start_nano(
     """Starts a private stack. Its client is the library, which resumes streams."""
     variables = {**nano.variables(entry), "tp": tp, **(more_variables or {})}
     with PrivateStack(model, **variables) as private, LLM(private.address) as llm:
+        restarts: list[subprocess.Popen[bytes]] = []
         marks = (each.environ().get(MARKER) for each in psutil.Process().children(recursive=True))
         stack = Stack.load(Path(next(filter(None, marks))))
 
@@ -65,6 +78,16 @@ def start_nano(
         def parent(name: str) -> int:
             return int(psutil.Process(fork(name)).ppid())
 
+        def restarting(service: str) -> Callable[[], object]:
+            command = [sys.executable, "-c", _RESTART, str(stack.directory), service]
+            return lambda: restarts.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+
+        def is_whole() -> bool:
+            if any(each.poll() for each in restarts):
+                raise BenchError("a restart failed")
+            done = all(each.poll() == 0 for each in restarts)
+            return done and all(each.health == SERVING for each in stack_status(stack))
+
         def stream(request: WorkloadRequest) -> Iterator[Sequence[int]]:
             params = replace(PLAIN, temperature=0, max_tokens=request.output_len, ignore_eos=True)
             for chunk in llm.stream(request.prompt, params, timeout_s=LIMIT_S):
@@ -72,12 +95,13 @@ def start_nano(
 
         workers = {f"worker {i}" if tp > 1 else "worker": f"worker-{i}" for i in range(tp)}
         forks = {**workers, "scheduler": "scheduler-0", "frontend": "frontend-0"}
-        parents = {"worker parent": "worker-0", "scheduler parent": "scheduler-0"}
+        services = "worker", "scheduler", "frontend"
         yield Server(
-            {kind: partial(fork, name) for kind, name in forks.items()}
-            | {kind: partial(parent, name) for kind, name in parents.items()},
+            {kind: _killing(partial(fork, name)) for kind, name in forks.items()}
+            | {f"{each} parent": _killing(partial(parent, f"{each}-0")) for each in services}
+            | {f"{each} restart": partial(restarting, each) for each in services},
             partial(check_health, private.address, _HEALTH_LIMIT_S),
-            lambda: all(each.health == SERVING for each in stack_status(stack)),
+            is_whole,
             stream,
             {"settings": variables},
         )
@@ -117,13 +141,18 @@ def start_peer(entry: Entry, model: Path) -> Iterator[Server]:
             children = psutil.Process(main()).children(recursive=True)
             return next(each.pid for each in children if server.engine in " ".join(each.cmdline()))
 
+        pids = {"server": main, **({"engine": engine} if server.engine else {})}
         yield Server(
-            {"server": main, **({"engine": engine} if server.engine else {})},
+            {kind: _killing(pid) for kind, pid in pids.items()},
             partial(_health, server),
             lambda: _health(server) == SERVING,
             lambda request: server.token_ids(request, LIMIT_S),
             {"command": server.command, "versions": versions, "settings": server.variables},
         )
+
+
+def _killing(pid: Callable[[], int]) -> Callable[[], Callable[[], object]]:
+    return lambda: partial(os.kill, pid(), signal.SIGKILL)
 
 
 def _health(server: HttpServer) -> str:

@@ -137,6 +137,5 @@ def test_nothing_is_lost_when_this_server_is_killed(
         assert kind["streams_ended"] == kind["tokens_lost"] == kind["tokens_doubled"] == 0
         assert 0 < kind["pause_s"]["median"] <= kind["pause_s"]["max"]
         assert kind["first_token_s"]["max"] > 0
-        assert kind["not_serving_s"]["max"] + kind["unreachable_s"]["max"] > 0
     assert entry["settings"]["dtype"] == "bfloat16"
     assert "nano-bf16, scheduler killed: pause" in capsys.readouterr().out
