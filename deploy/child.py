@@ -13,12 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
 import structlog
 
 from deploy.errors import LaunchError
+from deploy.native.ending import own_processes
 from deploy.stack import open_file
 from shared.backoff import Backoff
 from shared.process.fork import CANNOT_START
+from shared.process.successor import PREDECESSOR
 
 log = structlog.get_logger(__name__)
 
@@ -42,13 +45,16 @@ class Child:
         self.due = 0.0  # earliest time of the next start, by the monotonic clock
         self._popen: subprocess.Popen[bytes] | None = None  # None also for an adopted process
         self._started = 0.0
+        self._ended = 0  # the id of a process whose successor has not been looked for
+        self._created = 0.0  # when the process was started, by psutil's clock
         self._backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
 
     def adopt(self, pid: int) -> None:
         """Takes over a process that this one has not started."""
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            self._created = psutil.Process(pid).create_time()
             self.pidfd = os.pidfd_open(pid)
-            self.pid, self.starts, self._started = pid, 1, time.monotonic()
+            self.pid, self.starts, self._started = pid, self.starts + 1, time.monotonic()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Starts the process, or notes why that fails."""
@@ -66,6 +72,7 @@ class Child:
                 )
             self.pid = self._popen.pid
             self.pidfd = os.pidfd_open(self.pid)
+            self._created = psutil.Process(self.pid).create_time()
             log.info("process started", process=self.name, pid=self.pid)
         except OSError as error:  # no memory, no descriptors
             self.failure = str(error)
@@ -91,10 +98,16 @@ class Child:
         if not poll.poll(timeout_s * 1000):
             return
         os.close(self.pidfd)
-        self.exit_status = self._popen.wait() if self._popen else None
+        self.exit_status = self._popen.wait() if self._popen else _exit_status(self.pid)
         log.info("process ended", process=self.name, pid=self.pid, exit_status=self.exit_status)
-        self.pid, self.pidfd, self._popen = 0, -1, None
+        self._ended, self.pid, self.pidfd, self._popen = self.pid, 0, -1, None
         self._plan_next()
+
+    def follow(self) -> None:
+        """Adopts the successor of the process, if that has just ended and has left one."""
+        ended, self._ended = self._ended, 0
+        if ended and (successor := _successor_of(ended, self._created)):
+            self.adopt(successor)
 
     def stop(self, grace_s: float) -> None:
         """Asks the process to end, and kills it if it takes longer than `grace_s` seconds."""
@@ -108,6 +121,32 @@ class Child:
         if lasted:
             self._backoff.reset()
         self.due = time.monotonic() + (0.0 if lasted else self._backoff.next_s())
+
+
+def _successor_of(pid: int, created: float) -> int:
+    """Finds the successor (`shared.process.successor`) of a process of this user that has ended
+    -> its process id; 0: there is none.
+
+    Args:
+        created: when the process was started, by psutil's clock. Older processes are successors of
+            another one that had the same id.
+    """
+    found = {}  # with forks of the successor, which have its environment
+    for process in own_processes():
+        with suppress(psutil.Error, OSError):
+            if process.environ().get(PREDECESSOR, "").split()[1:2] == [str(pid)]:
+                found[process.pid] = process.ppid(), process.create_time()
+    for each, (parent, began) in found.items():
+        if parent not in found and began >= created:
+            return each
+    return 0
+
+
+def _exit_status(pid: int) -> int | None:
+    """The exit status of an adopted process that has ended; None if it was no child of this one."""
+    with suppress(ChildProcessError):
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return None
 
 
 def open_log(path: Path) -> BinaryIO:

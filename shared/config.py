@@ -54,6 +54,12 @@ class ServiceSettings(SecuritySettings):
     hang_timeout_s: float = Field(
         3.0, gt=0, description="seconds without a sign of life after which a process is replaced"
     )
+    spares: int = Field(
+        0,
+        ge=0,
+        le=1,
+        description="successors that wait beside each parent process and serve when it dies",
+    )
     exit_with_parent: bool = Field(False, description="end with the parent process")
     max_message_bytes: int = Field(4 << 20, gt=0, description="maximum size of a message, in bytes")
     metrics_address: str = Field(

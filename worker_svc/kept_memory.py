@@ -100,7 +100,7 @@ class WeightMemory:
     def drop_unusable(self) -> None:
         """Replaces a sealed file without an index, which can neither be used nor emptied. Call it
         while there is no fork."""
-        if self._is_sealed and self._index.read() is None:
+        if self._is_sealed and self._found() is None:
             os.close(self._file)
             self._file = kept_file("weights", self._version)
 
@@ -110,8 +110,18 @@ class WeightMemory:
 
     def notes(self, key: str) -> Any:
         """The notes that `seal` was given with this key, or None."""
-        found = self._index.read()
+        found = self._found()
         return found["notes"] if found and found["key"] == key else None
+
+    def _found(self) -> Any:
+        """The index, or None if there is none or it describes a file that has replaced this one: a
+        predecessor and its successor share the index."""
+        found = self._index.read()
+        return found if found and found["file"] == self._number else None
+
+    @property
+    def _number(self) -> int:
+        return os.fstat(self._file).st_ino
 
     def states(self) -> Iterator[State]:
         """Yields what was added before `seal`, in order, from read-only memory."""
@@ -184,7 +194,8 @@ class WeightMemory:
         for address, place, size in self._chunks:
             _map_at(address, size, mmap.PROT_READ, mmap.MAP_PRIVATE, self._file, place)
         if self._states is not None:
-            self._index.write({"key": key, "notes": notes, "states": self._states})
+            index = {"file": self._number, "key": key, "notes": notes, "states": self._states}
+            self._index.write(index)
 
     def reset(self) -> None:
         """Empties the memory.

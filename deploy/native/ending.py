@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -45,6 +46,18 @@ def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
+
+
+def own_processes() -> Iterator[psutil.Process]:
+    """Yields the living processes of this user, whatever started them."""
+    # psutil remembers the processes of the last call, even if a pid was reused since.
+    psutil.process_iter.cache_clear()
+    for process in psutil.process_iter():
+        # Real, effective and saved: a program that another user starts may have this effective
+        # user.
+        with suppress(psutil.Error):
+            if {*process.uids()} == {os.geteuid()} and is_alive(process):
+                yield process
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -20,7 +20,14 @@ import psutil
 from deploy.child import open_log
 from deploy.engines import list_engines
 from deploy.errors import LaunchError, SupervisorGoneError
-from deploy.native.ending import KILL_AFTER_S, end_in_order, is_alive, send, wait_ended
+from deploy.native.ending import (
+    KILL_AFTER_S,
+    end_in_order,
+    is_alive,
+    own_processes,
+    send,
+    wait_ended,
+)
 from deploy.native.environment import (
     ENVIRONMENT_FILE,
     kept_environment,
@@ -221,9 +228,10 @@ def stop_processes(stack: Stack, names: Collection[str]) -> None:
     """Stops these processes, clients before the servers they call; returns once they have ended.
     The supervisor does not restart them until `start_processes`."""
     _set_stopped(stack, stopped_processes(stack.directory) | set(names))
-    parents = parent_processes(stack.directory).items()
-    chosen = {name: parent for name, parent in parents if name in names}
-    end_in_order(chosen, stop_timeout_s(stack))
+    while chosen := {  # again, because a killed process may have left a successor
+        name: parent for name, parent in parent_processes(stack.directory).items() if name in names
+    }:
+        end_in_order(chosen, stop_timeout_s(stack))
     # A process whose end the supervisor sees only after `start_processes` would seem to have failed
     # and start after a pause.
     while _has_running(find_supervisor(stack.directory), names):
@@ -297,17 +305,11 @@ def stack_members(directory: Path) -> list[psutil.Process]:
     user is none of them, whatever its environment says."""
     marker = str(directory.absolute())
     members = []
-    # psutil remembers the processes of the last call, even if a pid was reused since.
-    psutil.process_iter.cache_clear()
-    for process in psutil.process_iter():
-        try:
-            # Real, effective and saved: a program that another user starts may have this effective
-            # user. If the process still runs, all answers were its own.
-            own = {*process.uids()} == {os.geteuid()}
-            if own and process.environ().get(MARKER) == marker and process.is_running():
+    for process in own_processes():
+        with suppress(psutil.Error, OSError):  # it has ended, or is a zombie
+            # If the process still runs, all answers were its own.
+            if process.environ().get(MARKER) == marker and process.is_running():
                 members.append(process)
-        except (psutil.Error, OSError):  # it has ended, is a zombie, or is another user's
-            continue
     return members
 
 

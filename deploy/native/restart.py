@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from deploy.engines import (
 from deploy.errors import LaunchError, StartError, SupervisorGoneError
 from deploy.first_tokens import completion
 from deploy.model import check_weights, resolve_model
-from deploy.native.ending import KILL_AFTER_S, end_in_order
+from deploy.native.ending import is_alive, send
 from deploy.native.guards import uninterrupted
 from deploy.native.processes import (
     parent_processes,
@@ -37,10 +37,11 @@ from deploy.native.scale import apply, changing
 from deploy.native.startup import Report, wait_until_serving
 from deploy.native.supervisor import command
 from deploy.ports import reserve_ports
-from deploy.stack import ENGINE_SERVICES, Process, Stack, first_token
+from deploy.stack import ENGINE_SERVICES, SERVICES, Process, Stack, first_token
 from frontend.text.model_files import ModelFilesError, read_model_facts
 from shared.process.parent_process import RESTART
-from shared.process.parent_state import read_parent_state
+from shared.process.parent_state import ParentState, read_parent_state
+from shared.process.successor import START_S
 
 _POLL_S = 0.02
 
@@ -177,7 +178,7 @@ def _restart(stack: Stack, processes: Sequence[Process], report: Report) -> None
             ports = stack.port, stack.http_port
             held.enter_context(reserve_ports(stack.host, *ports, alone=False))
         with uninterrupted():
-            if others := {each.name for each in processes} - _restart_in_place(stack, processes):
+            if others := {each.name for each in processes} - _hand_over(stack, processes):
                 stop_processes(stack, others)
                 start_processes(stack, others)
         wait_until_serving(stack, report)
@@ -187,37 +188,54 @@ def _restart(stack: Stack, processes: Sequence[Process], report: Report) -> None
         wait_until_serving(stack, report)
 
 
-def _restart_in_place(stack: Stack, processes: Sequence[Process]) -> set[str]:
-    """Makes processes start their programs again, which keeps the memory that outlives their forks.
-    Returns once they have begun to.
+def _hand_over(stack: Stack, processes: Sequence[Process]) -> set[str]:
+    """Lets successors replace parent processes, clients before the servers they call. They keep
+    the memory that outlives forks. Returns once all have begun to serve.
 
     Returns:
-        The names of the processes that do. Those with another command line, or without a fork, are
-        left alone.
+        The names of the processes that were replaced. Those with another command line, or without a
+        fork, are left alone.
+
+    Raises:
+        LaunchError: a successor cannot start, so the old process continues to serve.
     """
-    parents, forks = parent_processes(stack.directory), {}
-    for process in processes:
-        with suppress(KeyError, psutil.Error):
-            parent = parents[process.name]
-            state = read_parent_state(parent.pid)
-            if state and state.pid and parent.cmdline()[1:] == command(stack, process)[1:]:
-                forks[process.name] = psutil.Process(state.pid)
+    parents = parent_processes(stack.directory)
+    replaced: set[str] = set()
+    for service in reversed(SERVICES):
+        handing: dict[str, tuple[psutil.Process, ParentState]] = {}
+        for process in processes:
+            with suppress(KeyError, psutil.Error):
+                parent = parents[process.name]
+                state = read_parent_state(parent.pid)
+                same = parent.cmdline()[1:] == command(stack, process)[1:]
+                if process.service == service and state and state.pid and same:
+                    parent.send_signal(RESTART)
+                    handing[process.name] = parent, state
+        replaced |= handing.keys()
+        _wait_until_replaced(stack, handing)
+    return replaced
 
-    def begins(name: str) -> bool:
-        state = read_parent_state(parents[name].pid)
-        return state is None or state.pid != forks[name].pid
 
-    end_in_order(
-        forks, stop_timeout_s(stack), terminate=lambda name: parents[name].send_signal(RESTART)
-    )
-    deadline = time.monotonic() + KILL_AFTER_S
-    while waiting := [name for name in forks if not begins(name)]:
-        if time.monotonic() > deadline:  # the supervisor starts it
-            for name in waiting:
-                with suppress(psutil.NoSuchProcess):
-                    parents[name].kill()
+def _wait_until_replaced(
+    stack: Stack, handing: Mapping[str, tuple[psutil.Process, ParentState]]
+) -> None:
+    """Waits until these parent processes, by name and with their states before, have ended."""
+    deadline = time.monotonic() + START_S + stop_timeout_s(stack)
+    said: set[str] = set()
+    while alive := {name: each for name, each in handing.items() if is_alive(each[0])}:
+        for name, (parent, before) in alive.items():
+            state = read_parent_state(parent.pid) or before
+            if state.num_refused != before.num_refused:
+                raise LaunchError(
+                    f"{name}: the new program cannot start ({state.remark}; see "
+                    f"{stack.log(name)}); the old one continues to serve"
+                )
+            if state.remark not in ("", before.remark) and name not in said:
+                print(f"{name}: {state.remark}")
+                said.add(name)
+            if time.monotonic() > deadline:
+                send(parent.kill)  # its successor, or the supervisor, notices
         time.sleep(_POLL_S)
-    return set(forks)
 
 
 def _answers(stack: Stack) -> bool:

@@ -40,7 +40,7 @@ from deploy.native.processes import (
 )
 from deploy.stack import MODULES, Process, Stack
 from shared.config import ServiceSettings, settings_or_exit
-from shared.process.death_signal import end_with_parent
+from shared.process.death_signal import adopt_orphans, end_with_parent
 from shared.process.fork import CANNOT_START
 from shared.process.published_state import PublishedState
 from shared.process.run import raise_descriptor_limit
@@ -86,6 +86,8 @@ class Supervisor:
     def _turn(self) -> None:
         for child in self._children.values():
             child.poll()
+            child.follow()
+        self._reap()
         stack, stopped = self._read()
         wanted = {each.name: each for each in stack.processes()} if stack else {}
         for name, process in wanted.items():
@@ -101,6 +103,14 @@ class Supervisor:
             rotate(log_file)
         shown = [vars(_described(child, name in stopped)) for name, child in self._children.items()]
         self._published.show({"beat": time.monotonic(), "processes": shown})
+
+    def _reap(self) -> None:
+        """Forgets orphans that have ended, such as forks of a parent process that was killed."""
+        known = {child.pid for child in self._children.values()}
+        with suppress(ChildProcessError):
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            while (found := os.waitid(os.P_ALL, 0, flags)) and found.si_pid not in known:
+                os.waitpid(found.si_pid, 0)
 
     def restarts(self) -> dict[str, int]:
         """Returns how often each process has been restarted, by name."""
@@ -193,6 +203,7 @@ def main() -> int:
     if args.tied_to is not None:
         end_with_parent(args.tied_to, signal.SIGTERM)
     raise_descriptor_limit()
+    adopt_orphans()
     try:
         if (owner := supervisor_lock(args.directory)) is not None:
             raise LaunchError(f"process {owner} supervises {args.directory} already")

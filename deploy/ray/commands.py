@@ -190,6 +190,8 @@ def _check_variables(settings: StackSettings, layout: Layout) -> None:
             )
     if settings.ui_port not in ("auto", 0):
         raise LaunchError("UI_PORT: RUNTIME=ray has no dashboard")
+    if settings.spares:
+        raise LaunchError("SPARES: RUNTIME=ray starts another process instead")
 
 
 def _already_up(statuses: Sequence[ProcessStatus], port: int) -> int:

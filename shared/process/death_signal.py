@@ -1,4 +1,4 @@
-"""Ties the life of a process to that of its parent."""
+"""Ties the life of a process to that of its parent process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
@@ -19,7 +20,17 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
     Raises:
         SystemExit: the parent is already dead.
     """
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() == 1 if parent is None else os.getppid() != parent:
         raise SystemExit(1)
+
+
+def adopt_orphans() -> None:
+    """Makes this process, instead of process 1, the parent process of its descendants whose parent
+    process has ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")

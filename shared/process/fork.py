@@ -32,7 +32,7 @@ class Fork:
         self.due: float | None = 0.0  # time of the next fork; None: none is planned
         self.status: int | None = None  # exit status of the last fork
         self.reason = ""  # why the last fork ended
-        self.was_ready = False  # whether any fork has been ready
+        self.was_ready = False  # whether any fork has been ready, also of a predecessor
         self.restarts = 0
         self._hang_timeout_s = hang_timeout_s
         self._serves = serves
@@ -45,6 +45,10 @@ class Fork:
         self._ready = self._stopped = self._beats = self._received = self._killed = False
         self._silent = 0  # consecutive checks without a beat
         self._failure = ""  # the reason that the fork has sent
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready
 
     @property
     def has_ended(self) -> bool:
@@ -71,6 +75,11 @@ class Fork:
         theirs.close()
         self._peer = ours
         return None
+
+    def fileno(self) -> int:
+        """Readable when the child has sent a message or has ended. Call it while there is one."""
+        assert self._peer is not None
+        return self._peer.fileno()
 
     def close(self) -> None:
         """Closes the parent's end of the socket."""

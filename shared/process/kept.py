@@ -1,8 +1,9 @@
 """Data that outlives the forks of a process, in memory files (memfd_create(2)) of that process.
 
 The parent process makes the files before its first fork, and never maps them. A fork finds what the
-last one left. So does the program that `restart_program` starts, if it is the same. That program
-also gets the TCP sockets of this one, so that no port is free meanwhile.
+last one left. So does the next program, if it is the same: a successor of the parent process
+(`shared.process.successor`), or what `restart_program` starts. The next program also gets the TCP
+sockets, so that no port is free meanwhile. Here, the program before it is its predecessor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 
 PREFIX = "nanovllm-"  # of the names of memory files
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3; some hosts allow no other memory files
-_KEPT = "kept-"  # of the names of those that `restart_program` passes on
+_KEPT = "kept-"  # of the names of those that a successor gets
 _LISTENER = "listener"  # the name of a socket that listens
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _HARMLESS = (-signal.SIGKILL, -signal.SIGTERM, 0)
@@ -28,7 +29,7 @@ _HARMLESS = (-signal.SIGKILL, -signal.SIGTERM, 0)
 
 class UnusableFileError(Exception):
     """A kept file can neither be used nor emptied, but the program after `restart_program` will
-    not find it. A fork that ends with this error makes its parent process start that program."""
+    drop it. A fork that ends with this error makes its parent process start that program."""
 
 
 def may_have_damaged(status: int) -> bool:
@@ -55,8 +56,7 @@ def memory_file(name: str) -> int:
 
 
 def kept_file(name: str, version: str = "") -> int:
-    """Finds the memory file with this name of the program before `restart_program`, or creates one
-    -> its descriptor.
+    """Finds the memory file with this name of the predecessor, or creates one -> its descriptor.
 
     Args:
         version: everything, besides the modules loaded at the first call, on which the meaning of
@@ -72,13 +72,13 @@ def kept_file(name: str, version: str = "") -> int:
 
 
 def held_socket(host: str, port: int) -> socket.socket | None:
-    """Finds the socket with which the program before `restart_program` held this port."""
+    """Finds the socket with which the predecessor holds this port."""
     found = _claim(_holder(host, port))
     return None if found is None else socket.socket(fileno=found)
 
 
 def listening_socket() -> socket.socket | None:
-    """Finds the socket on which the program before `restart_program` listened."""
+    """Finds the socket on which the predecessor listens."""
     found = _claim(_LISTENER)
     return None if found is None else socket.socket(fileno=found)
 
@@ -91,21 +91,30 @@ def _claim(wanted: str) -> int | None:
     return None
 
 
-def close_unclaimed() -> None:
-    """Closes the files and sockets of the program before that this one has not found."""
-    for descriptor, _ in _kept():
-        if os.get_inheritable(descriptor):
-            os.close(descriptor)
+def close_unclaimed() -> bool:
+    """Closes the files and sockets of the predecessor that this process has not found.
+
+    Returns:
+        Whether there were such files: the predecessor runs another program.
+    """
+    unclaimed = [each for each in _kept() if os.get_inheritable(each[0])]
+    for descriptor, _ in unclaimed:
+        os.close(descriptor)
+    return any(name.startswith(_KEPT) for _, name in unclaimed)
+
+
+def kept_descriptors() -> list[int]:
+    """The descriptors of what the next program gets."""
+    return [descriptor for descriptor, _ in _kept()]
 
 
 def restart_program() -> NoReturn:
-    """Replaces this program by a new start of the same command, which finds the kept files and
-    the sockets.
+    """Replaces this program by a new start of the same command, which finds what this one kept.
 
     Raises:
         OSError: the command no longer exists.
     """
-    for descriptor, _ in _kept():
+    for descriptor in kept_descriptors():
         os.set_inheritable(descriptor, True)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 

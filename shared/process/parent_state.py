@@ -18,6 +18,8 @@ class ParentState:
     pid: int  # of the service fork; 0: there is none now
     reason: str = ""  # why the last fork died or could not start, until another is ready
     due: float = 0.0  # time of the next fork, by the monotonic clock
+    num_refused: int = 0  # successors that could not start (`RESTART`)
+    remark: str = ""  # on the last successor
 
     @property
     def trouble(self) -> str:

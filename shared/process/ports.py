@@ -3,7 +3,7 @@
 A port is free while the process that listens on it is replaced. Any user of the host could then
 take it, read what clients send and answer them. A socket with SO_REUSEPORT that is bound, but does
 not listen, shares its port only with processes of the same user, and gets no connections. It passes
-to the program that `restart_program` starts.
+to the next program (`shared.process.kept`).
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 import structlog
 
 from shared.config import ServiceSettings
-from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START
 from shared.process.heartbeat import Heartbeat
 from shared.process.kept import listening_socket
 from shared.process.parent_process import ParentProcess
 from shared.process.ports import SharedListener, held_ports
+from shared.process.successor import Predecessor
 from shared.telemetry.logging import configure_logging
 from shared.telemetry.metrics import ServiceMetrics
 from shared.telemetry.metrics_endpoint import open_endpoint
@@ -73,8 +73,6 @@ def run_service(
     configure_logging(settings, name, **bound)
     raise_descriptor_limit()
     preload(settings.otlp_endpoint)
-    if settings.exit_with_parent:
-        end_with_parent()
     held = ExitStack()
     try:
         # Before the first fork, so that all forks have the same addresses.
@@ -99,7 +97,8 @@ def run_service(
         assert sidecar is not None
         sidecar(heartbeat.beat)
 
-    parent = ParentProcess(run, settings.hang_timeout_s, sidecar and accompany, on_fork_ended)
+    role, overlaps = sidecar and accompany, bool(together)
+    parent = ParentProcess(run, settings, role, on_fork_ended, overlaps, Predecessor.find())
     with held:
         return parent.run()
 

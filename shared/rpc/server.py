@@ -42,6 +42,9 @@ _UNREAD_BYTES = 64 << 10
 # Time for the last messages and statuses to be sent; a client that does not read would delay the
 # end of the process for ever.
 FLUSH_S = 1.0
+# The same for a service without a grace period. Its clients continue after a lost status, too, and
+# gRPC 1.85 sometimes keeps a call for this long after its client has got the status.
+_SHORT_FLUSH_S = 0.05
 
 
 class Server:
@@ -160,7 +163,8 @@ class Server:
         log.info("draining", grace_s=grace_s, calls=self.calls.count)
         self._health.stop()
         self._on_stopping()
-        stopped = asyncio.create_task(self.grpc.stop(grace_s + FLUSH_S))
+        flush_s = FLUSH_S if grace_s else _SHORT_FLUSH_S
+        stopped = asyncio.create_task(self.grpc.stop(grace_s + flush_s))
         await self.calls.finished(grace_s)
         self.calls.end()
         await stopped

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -17,14 +16,18 @@ import pytest
 
 from shared.process import run as process
 from shared.process.heartbeat import BEATS
-from shared.process.parent_process import RESTART
+from shared.process.parent_process import REPLACED, RESTART
+from shared.process.parent_state import ParentState, read_parent_state
 from tests.waiting import wait_for
 
 _PROGRAM = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 import structlog
+from shared.process.kept import KeptObject
 from shared.process.parent_process import ParentProcess
+from shared.process.successor import Predecessor
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
@@ -46,9 +49,10 @@ async def beat(heartbeat):
     say_pid()
     await heartbeat.exchange()
 
-sidecar = None
+settings = SimpleNamespace(hang_timeout_s={hang_timeout_s}, spares=0, exit_with_parent=False)
+sidecar, overlaps = None, False
 {prelude}
-sys.exit(ParentProcess(serve, {hang_timeout_s}, sidecar).run())
+sys.exit(ParentProcess(serve, settings, sidecar, None, overlaps, Predecessor.find()).run())
 """
 
 
@@ -85,16 +89,45 @@ def test_forks_follow_one_that_served(tmp_path: Path, body: str, status: int, fo
 
 
 class RunningParent:
-    """A running parent process whose forks print their pids."""
+    """A running parent process whose forks print their pids, and those of its successors."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = psutil.Process(process.pid)
+        self._first = process
         self._output = process.stdout
         self._found: list[tuple[str, int]] = []  # not asked for yet
 
     def next_fork(self) -> psutil.Process:
         """Waits for another fork."""
         return psutil.Process(self.next_pid())
+
+    def next_parent(self, role: str = "service") -> psutil.Process:
+        """Waits for a fork of the successor, which is `process` from then on -> the fork."""
+        fork = psutil.Process(self.next_pid(role))
+        assert fork.ppid() != self.process.pid
+        self.process = psutil.Process(fork.ppid())
+        return fork
+
+    def restart(self, role: str = "service") -> psutil.Process:
+        """Lets a successor replace the parent process -> its fork."""
+        before = self.process
+        before.send_signal(RESTART)
+        fork = self.next_parent(role)
+        assert before.wait(60) in (REPLACED, None)  # None: this process is not its parent process
+        return fork
+
+    def wait_refused(self, count: int) -> ParentState:
+        """Waits until this number of successors could not start -> the parent process's state."""
+
+        def refused() -> ParentState | None:
+            state = read_parent_state(self.process.pid)
+            return state if state and state.num_refused == count else None
+
+        return wait_for(refused, "the refusal")
+
+    def kill(self) -> None:
+        for each in (self.process, *self.process.children(), self._first):
+            each.kill()
 
     def next_pid(self, role: str = "service") -> int:
         """Waits until another process of this role says its pid."""
@@ -113,9 +146,10 @@ def running_parent(
     command = program(starts, body, prelude, hang_timeout_s)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield RunningParent(process)
+            yield (parent := RunningParent(process))
         finally:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                parent.kill()
 
 
 LASTS = "time.sleep(600)"
@@ -157,60 +191,23 @@ threading.Thread(target=signal_yourself, daemon=True).start()
         assert parent.process.wait(60) == 9
 
 
-def test_a_program_that_starts_again_finds_what_the_same_program_kept(tmp_path: Path) -> None:
-    """It keeps its process id. Its sidecar does not outlive it."""
-    (version := tmp_path / "version").write_text("1")
-    prelude = """
-from shared.process.kept import KeptObject
-
-kept = KeptObject("number", version=starts.with_name("version").read_text())
-""" + SIDECAR.format(body=LASTS)
+def test_a_program_that_cannot_use_a_kept_file_starts_again(tmp_path: Path) -> None:
+    """In the same process. Its sidecar does not outlive it."""
     body = f"""
-    ready()
-    before = kept.read() or "first"
-    kept.write(f"after-{{count}}")
-    say_pid(before)
-    {LASTS}
-"""
-    with running_parent(tmp_path / "starts", body, prelude) as parent:
-        fork, sidecar = parent.next_pid("first"), parent.next_pid("sidecar")
-
-        def restarted(role: str) -> None:
-            nonlocal fork, sidecar
-            before = psutil.Process(sidecar)
-            parent.process.send_signal(RESTART)
-            fork, sidecar = parent.next_pid(role), parent.next_pid("sidecar")
-            assert psutil.Process(fork).ppid() == parent.process.pid
-            assert not before.is_running()
-
-        restarted("after-0")
-        restarted("after-1")
-        version.write_text("2")
-        restarted("first")
-        files = [os.readlink(each) for each in Path(f"/proc/{fork}/fd").iterdir()]
-        assert sum("nanovllm-kept" in each for each in files) == 1  # others were closed
-
-
-@pytest.mark.parametrize("numbers", [(RESTART, signal.SIGTERM), (signal.SIGTERM, RESTART)])
-def test_a_signal_that_ends_a_program_counts_more_than_one_that_restarts_it(
-    tmp_path: Path, numbers: tuple[signal.Signals, ...]
-) -> None:
-    body = """
-    signal.signal(signal.SIGTERM, lambda *_: say_pid("told"))
+    from shared.process.kept import UnusableFileError
     ready()
     say_pid()
-    while not starts.with_name("end").exists():
-        time.sleep(0.01)
-    os._exit(9)
+    if count < 2:
+        raise UnusableFileError("it is of another model")
+    {LASTS}
 """
-    with running_parent(tmp_path / "starts", body) as parent:
-        parent.next_fork()
-        for number in numbers:
-            parent.process.send_signal(number)
-            parent.next_pid("told")
-        (tmp_path / "end").touch()
-        assert parent.process.wait(60) == 9
-    assert (tmp_path / "starts").read_text() == "."
+    with running_parent(tmp_path / "starts", body, SIDECAR.format(body=LASTS)) as parent:
+        sidecars = []
+        for _ in range(3):
+            fork = parent.next_fork()
+            sidecars.append(parent.next_pid("sidecar"))
+        assert {fork.pid, sidecars.pop()} == {each.pid for each in parent.process.children()}
+        assert not any(psutil.pid_exists(each) for each in sidecars)
 
 
 def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:
