@@ -138,4 +138,4 @@ def test_nothing_is_lost_when_this_server_is_killed(
         assert 0 < kind["pause_s"]["median"] <= kind["pause_s"]["max"]
         assert kind["first_token_s"]["max"] > 0
     assert entry["settings"]["dtype"] == "bfloat16"
-    assert "nano-bf16, scheduler killed: pause" in capsys.readouterr().out
+    assert "nano-bf16, scheduler: pause" in capsys.readouterr().out
