@@ -49,14 +49,14 @@ def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
 
 
 def own_processes() -> Iterator[psutil.Process]:
-    """Yields the living processes of this user, whatever started them."""
+    """Yields the processes of this user, whatever started them. A zombie has no environment."""
     # psutil remembers the processes of the last call, even if a pid was reused since.
     psutil.process_iter.cache_clear()
     for process in psutil.process_iter():
         # Real, effective and saved: a program that another user starts may have this effective
         # user.
         with suppress(psutil.Error):
-            if {*process.uids()} == {os.geteuid()} and is_alive(process):
+            if {*process.uids()} == {os.geteuid()}:
                 yield process
 
 

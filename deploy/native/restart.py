@@ -190,7 +190,7 @@ def _restart(stack: Stack, processes: Sequence[Process], report: Report) -> None
 
 def _hand_over(stack: Stack, processes: Sequence[Process]) -> set[str]:
     """Lets successors replace parent processes, clients before the servers they call. They keep
-    the memory that outlives forks. Returns once all have begun to serve.
+    the memory that outlives forks. Returns once the old processes have ended.
 
     Returns:
         The names of the processes that were replaced. Those with another command line, or without a
@@ -203,12 +203,12 @@ def _hand_over(stack: Stack, processes: Sequence[Process]) -> set[str]:
     replaced: set[str] = set()
     for service in reversed(SERVICES):
         handing: dict[str, tuple[psutil.Process, ParentState]] = {}
-        for process in processes:
+        for process in (each for each in processes if each.service == service):
             with suppress(KeyError, psutil.Error):
                 parent = parents[process.name]
                 state = read_parent_state(parent.pid)
                 same = parent.cmdline()[1:] == command(stack, process)[1:]
-                if process.service == service and state and state.pid and same:
+                if state and state.pid and same:
                     parent.send_signal(RESTART)
                     handing[process.name] = parent, state
         replaced |= handing.keys()

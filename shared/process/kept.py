@@ -104,8 +104,13 @@ def close_unclaimed() -> bool:
 
 
 def kept_descriptors() -> list[int]:
-    """The descriptors of what the next program gets."""
+    """The descriptors that the next program inherits."""
     return [descriptor for descriptor, _ in _kept()]
+
+
+def own_command() -> list[str]:
+    """The command that starts this program again."""
+    return [sys.executable, *sys.orig_argv[1:]]
 
 
 def restart_program() -> NoReturn:
@@ -116,7 +121,7 @@ def restart_program() -> NoReturn:
     """
     for descriptor in kept_descriptors():
         os.set_inheritable(descriptor, True)
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    os.execv(sys.executable, own_command())
 
 
 def _kept() -> Iterator[tuple[int, str]]:

@@ -137,14 +137,9 @@ class ParentProcess:
                     self._start(fork)
             shown = replace(self._service.state, num_refused=self._num_refused, remark=self._remark)
             self._published.show(asdict(shown))
+            due = [fork.due or 0.0 for fork in self._forks if not fork.pid]
             self._sleep(
-                min(
-                    [
-                        next_check,
-                        spare_due,
-                        *(fork.due or 0.0 for fork in self._forks if not fork.pid),
-                    ]
-                ),
+                min(next_check, spare_due, *due),
                 *(fork for fork in self._forks if fork.pid),
                 self._successor,
                 *([self._predecessor] if self._predecessor else []),

@@ -14,12 +14,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 
 from shared.backoff import Backoff
-from shared.process.kept import kept_descriptors
+from shared.process.kept import kept_descriptors, own_command
 
 # In the environment of a successor: a descriptor, the predecessor's process id, and the id of its
 # parent process.
@@ -60,7 +59,7 @@ class Successor:
         self._deadline = time.monotonic() + START_S
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *sys.orig_argv[1:]],
+                own_command(),
                 env={**os.environ, PREDECESSOR: f"{number} {os.getpid()} {parent}"},
                 pass_fds=[number, *kept_descriptors()],
                 process_group=0,
