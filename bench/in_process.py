@@ -23,7 +23,7 @@ from scheduler_svc.core.step import Answer, Output, Step
 from scheduler_svc.engine import Engine
 from scheduler_svc.rpc.step_encoding import encode_step
 from shared.config import load_settings
-from worker_svc.kept_memory import KeptMemory
+from worker_svc.kept_memory.memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import decode as worker_step

@@ -24,7 +24,7 @@ from bench.gpu.steps import make_step
 from bench.report import mode_parser
 from deploy.model import resolve_model
 from shared.config import load_settings
-from worker_svc.kept_memory import KeptMemory
+from worker_svc.kept_memory.memory import KeptMemory
 from worker_svc.kernels.cpu import traced_model
 from worker_svc.kernels.cpu.program import run_timed
 from worker_svc.kernels.cpu.structs import Phase, ProductArgs

@@ -20,7 +20,7 @@ from shared.rpc.roles import Callers
 from shared.rpc.server import Server
 from worker_svc.devices.choice import preload
 from worker_svc.errors import StartError
-from worker_svc.kept_memory import KeptMemory, kept_version
+from worker_svc.kept_memory.memory import KeptMemory, kept_version
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.server import WorkerService
 from worker_svc.settings import WorkerSettings

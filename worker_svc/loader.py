@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from worker_svc.errors import ModelError
-from worker_svc.kept_memory import State, WeightMemory
+from worker_svc.kept_memory.weights import State, WeightMemory
 from worker_svc.kernels.ops import Ops, PackedWeight, PlainWeight
 from worker_svc.weights.files import WeightReader
 from worker_svc.weights.packed_cache import PackedCache
@@ -221,8 +221,6 @@ class WeightLoader:
             self._reader.skip(*names)
             weight = self._ops.unpack({k: self._reader.on_device(v) for k, v in state.items()})
         else:
-            if cache and self._memory:
-                self._memory.release()
             weight = pack(map(read, matrices))
         packed = self._keep(weight)
         if cache and (found := packed.state()):
@@ -270,9 +268,11 @@ class KeptLoader(WeightLoader):
         states: of `WeightMemory`.
     """
 
-    def __init__(self, states: Iterator[State], ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(
+        self, states: Iterator[State], ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.dtype = dtype
-        self.device = torch.device("cpu")
+        self.device = device
         self._states = states
         self._ops = ops
 

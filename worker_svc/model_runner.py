@@ -23,9 +23,10 @@ from worker_svc.devices.warm_up import (
     warm_up_steps,
 )
 from worker_svc.distributed import TensorParallel
-from worker_svc.kept_memory import CacheMemory, KeptMemory
+from worker_svc.kept_memory.memory import KeptMemory
 from worker_svc.kv_cache import (
     TOKEN_ID_BYTES,
+    NewTensor,
     TokenCache,
     blocks_that_fit,
     choose_max_model_len,
@@ -53,7 +54,7 @@ class ModelRunner:
     ids of the cached tokens, and the tokens that the last step sampled.
 
     Args:
-        memory: keeps weights and cache for the next fork, if they lie in the host's memory. If it
+        memory: keeps weights and cache for the next fork, if the device's memory can be kept. If it
             holds weights, none are read, and nothing is warmed up.
 
     Raises:
@@ -68,7 +69,8 @@ class ModelRunner:
     ) -> None:
         self._settings = settings
         self._platform = platform = platform or choose_platform(settings)
-        self._memory = memory if platform.device.type == "cpu" else None
+        device = platform.memory() if memory else None
+        self._memory = memory.use(device) if memory and device else None
         self._tp = TensorParallel(settings.rank, settings.tp)
         self._model = RankModel(settings, platform, self._tp)
         self.config, self._backend = self._model.config, self._model.backend
@@ -103,7 +105,7 @@ class ModelRunner:
         self.cache_id = self._memory.cache.id if self._memory else ""
         self.info = RunnerInfo.kept(notes) if notes else self._measure(fingerprint)
         if self._memory and not notes:
-            self._memory.weights.seal(key, dataclasses.asdict(self.info))
+            self._memory.weights.keep(key, dataclasses.asdict(self.info))
 
     @property
     def drafts(self) -> bool:
@@ -119,8 +121,8 @@ class ModelRunner:
             for each in self._models:
                 each.restore(self._max_model_len, states)
             return str(notes["fingerprint"])
-        if memory:
-            memory.reset()
+        if self._memory:
+            self._memory.reset()
         fingerprint, *_ = [each.load(self._max_model_len, memory) for each in self._models]
         return fingerprint
 
@@ -178,6 +180,7 @@ class ModelRunner:
         alone = self._tp.size == 1
         if not alone or (num_blocks, graph_tokens) != self._configured:
             self._configured = (0, 0)  # until everything below has succeeded
+            self._tp.leave()  # otherwise, a lost rank may keep the GPU busy
             for each in self._models:
                 each.graphs = None
             if not keep:
@@ -186,12 +189,17 @@ class ModelRunner:
             device = self._platform.device
             self._tp.join(epoch, device, settings.master_addr, settings.master_port, superseded)
             if num_blocks != self._allocated_blocks:
-                self._allocate(num_blocks, self._memory.cache if self._memory else None)
+                try:
+                    self._allocate(num_blocks, self._memory.cache.tensor if self._memory else None)
+                except RuntimeError:
+                    self.forget_cache()
+                    raise
             if self._platform.captures:
-                self._capture(graph_tokens, superseded)
+                self._capture(graph_tokens, superseded, lazily=bool(keep))
             self._configured = (num_blocks, graph_tokens)
         if not keep:
-            self.cache_id = self._new_cache_id(num_blocks)
+            memory = self._memory
+            self.cache_id = memory.cache.new_id(num_blocks) if memory else uuid.uuid4().hex
 
     def forget_cache(self) -> None:
         """Notes that the contents of the cache are unknown."""
@@ -200,26 +208,19 @@ class ModelRunner:
             self._memory.cache.forget()
 
     def _has_cache(self, cache_id: str, num_blocks: int) -> bool:
-        if cache_id != self.cache_id:
-            return False
-        if self._memory and not self._allocated_blocks:  # of the last fork
-            return self._memory.cache.holds(cache_id, num_blocks)
-        return num_blocks == self._allocated_blocks
+        if cache_id != self.cache_id or not self._memory or self._allocated_blocks:
+            return (cache_id, num_blocks) == (self.cache_id, self._allocated_blocks)
+        if not (found := self._memory.cache.find(cache_id, num_blocks)):  # of the last fork
+            self.forget_cache()
+        return found
 
-    def _new_cache_id(self, num_blocks: int) -> str:
-        if self._memory:
-            return self._memory.cache.new_id(num_blocks)
-        if self._platform.captures and self._tp.size > 1:
-            return ""  # graphs are captured again in each epoch, which may write to the cache
-        return uuid.uuid4().hex
-
-    def _capture(self, graph_tokens: int, superseded: Callable[[], bool]) -> None:
+    def _capture(self, graph_tokens: int, superseded: Callable[[], bool], *, lazily: bool) -> None:
         largest = GraphSize(self._settings.max_num_seqs, NUM_PROMPTS, graph_tokens)
         pool = self._platform.graph_pool()
         with torch.inference_mode():
-            self._model.capture(self._run, largest, pool, superseded)
+            self._model.capture(self._run, largest, pool, superseded, lazily)
             if self._draft:
-                self._draft.capture(self._draft.run_padded, largest, pool, superseded)
+                self._draft.capture(self._draft.run_padded, largest, pool, superseded, lazily)
 
     def launch(
         self, step: StepArrays, superseded: Callable[[], bool] = lambda: False
@@ -280,13 +281,10 @@ class ModelRunner:
         """Whether a step may be waiting for a compiler or a capture right now."""
         return self._platform.compiling or any(each.capturing for each in self._models)
 
-    def _allocate(self, num_blocks: int, memory: CacheMemory | None = None) -> None:
-        """Allocates the caches, the model's in `memory` if there is one. Leaves what that holds.
-        The next fork need not find a draft model's cache, which cannot make a token wrong."""
-        new, size = None, self._backend.block_size
-        if memory:
-            memory.rewind()
-            new = memory.tensor
+    def _allocate(self, num_blocks: int, new: NewTensor | None = None) -> None:
+        """Allocates the caches, the model's by `new` if it is given. The next fork need not find a
+        draft model's cache, which cannot make a token wrong."""
+        size = self._backend.block_size
         self._model.allocate(num_blocks, new)
         if self._draft:
             self._draft.allocate(num_blocks)

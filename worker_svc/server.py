@@ -32,7 +32,7 @@ from shared.pb.worker_pb2_grpc import WorkerServiceServicer
 from shared.telemetry.tracing import open_tracing
 from worker_svc.errors import StartError
 from worker_svc.execution import EXIT_DEVICE_LOST, Epoch, Execution, Launch, end_if_device_lost
-from worker_svc.kept_memory import KeptMemory
+from worker_svc.kept_memory.memory import KeptMemory
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings

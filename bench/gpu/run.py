@@ -52,6 +52,7 @@ PROVE = (
     "tests/worker_svc/gpu_path/test_prompt_graphs.py",
     "tests/worker_svc/gpu_path/test_quantized_model.py",
     "tests/worker_svc/gpu_path/test_ranks.py",
+    "tests/worker_svc/test_kept_memory.py",
     "tests/gpu/test_processes.py",
     "tests/gpu/test_sanitizer.py",
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,15 @@ from deploy.stack import RUN, run_directory
 _MIN_DESCRIPTORS = 4096  # each client's connection takes one
 _MIN_FREE_BYTES = 1 << 30
 _SHARED_MEMORY = Path("/dev/shm")
+_MAX_GPU_S = 60
+_NO_GPU = 3
+_KEEP = f"""
+import torch
+if not torch.version.cuda:
+    raise SystemExit({_NO_GPU})
+from worker_svc.devices.cuda_memory import CudaMemory
+CudaMemory(torch.device("cuda", 0))
+"""
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,24 @@ def check_shared_memory() -> Check:
     if free < _MIN_FREE_BYTES:
         return Check("shared memory", "warning", found, "in a container: docker run --shm-size=1g")
     return Check("shared memory", "ok", found)
+
+
+def check_kept_memory() -> Iterator[Check]:
+    """Checks that memory of the first GPU outlives a killed process, if torch can use GPUs."""
+    command = [sys.executable, "-c", _KEEP]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_MAX_GPU_S)
+        status, said = done.returncode, done.stderr
+    except subprocess.TimeoutExpired:
+        status, said = 1, f"the GPU does not answer within {_MAX_GPU_S} s"
+    if status == _NO_GPU:
+        return
+    if not status:
+        yield Check("kept memory", "ok", "weights and cache outlive a killed worker")
+        return
+    reason = (said.splitlines() or [f"exit status {status}"])[-1]
+    found = f"a killed worker loads its weights again: {reason}"
+    yield Check("kept memory", "warning", found, "free memory of the GPU, or update its driver")
 
 
 def check_port(host: str, port: int) -> Check:

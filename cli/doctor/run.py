@@ -46,6 +46,8 @@ def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
         yield host.check_cores(layout.engines * settings.tp)
         if settings.tp > 1 and shutil.which("nvidia-smi"):
             yield host.check_shared_memory()
+        if settings.device != "cpu" and shutil.which("nvidia-smi"):
+            yield from host.check_kept_memory()
         if "frontend" in layout.services:
             yield host.check_port(settings.host, settings.port)
         if settings.model.startswith(HUB):

@@ -1,35 +1,34 @@
 """Data that outlives the forks of a process, in memory files (memfd_create(2)) of that process.
+Descriptors outlive them, too (`KeptDescriptors`).
 
 The parent process makes the files before its first fork, and never maps them. A fork finds what the
-last one left. So does the next program, if it is the same: a successor of the parent process
-(`shared.process.successor`), or what `restart_program` starts. The next program also gets the TCP
-sockets, so that no port is free meanwhile. Here, the program before it is its predecessor.
+last one left. So does a successor of the parent process (`shared.process.successor`), if it is the
+same program. It also gets the TCP sockets, so that no port is free meanwhile.
 """
 
 from __future__ import annotations
 
+import array
+import errno
 import hashlib
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 PREFIX = "nanovllm-"  # of the names of memory files
 _MFD_NOEXEC_SEAL = 8  # of Linux 6.3; some hosts allow no other memory files
-_KEPT = "kept-"  # of the names of those that a successor gets
+_KEPT = "kept-"  # of the names of those that a successor gets, and of sockets
+_MAX_DESCRIPTORS = 253  # in a message (SCM_MAX_FD of Linux)
 _LISTENER = "listener"  # the name of a socket that listens
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _HARMLESS = (-signal.SIGKILL, -signal.SIGTERM, 0)
-
-
-class UnusableFileError(Exception):
-    """A kept file can neither be used nor emptied, but the program after `restart_program` will
-    drop it. A fork that ends with this error makes its parent process start that program."""
 
 
 def may_have_damaged(status: int) -> bool:
@@ -55,20 +54,20 @@ def memory_file(name: str) -> int:
         return os.memfd_create(PREFIX + name, flags)
 
 
-def kept_file(name: str, version: str = "") -> int:
+def kept_file(name: str) -> int:
     """Finds the memory file with this name of the predecessor, or creates one -> its descriptor.
-
-    Args:
-        version: everything, besides the modules loaded at the first call, on which the meaning of
-            the bytes depends. A file of another version is not found.
 
     Raises:
         OSError: there are too many descriptors.
     """
-    digest = hashlib.sha256(f"{_loaded_code()} {version}".encode()).hexdigest()[:32]
-    wanted = f"{_KEPT}{name}-{digest}"
+    wanted = _versioned(name)
     found = _claim(wanted)
     return memory_file(wanted) if found is None else found
+
+
+def _versioned(name: str, version: str = "") -> str:
+    digest = hashlib.sha256(f"{_loaded_code()} {version}".encode()).hexdigest()[:32]
+    return f"{_KEPT}{name}-{digest}"
 
 
 def held_socket(host: str, port: int) -> socket.socket | None:
@@ -113,20 +112,9 @@ def own_command() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def restart_program() -> NoReturn:
-    """Replaces this program by a new start of the same command, which finds what this one kept.
-
-    Raises:
-        OSError: the command no longer exists.
-    """
-    for descriptor in kept_descriptors():
-        os.set_inheritable(descriptor, True)
-    os.execv(sys.executable, own_command())
-
-
 def _kept() -> Iterator[tuple[int, str]]:
-    """Yields the descriptors and names of this process's kept files, and of its TCP sockets that
-    listen or hold a port."""
+    """Yields the descriptors and names of this process's kept files, of its sockets that keep
+    descriptors, and of its TCP sockets that listen or hold a port."""
     folder, begin = "/proc/self/fd", f"/memfd:{PREFIX}"
     for descriptor in map(int, os.listdir(folder)):
         with suppress(OSError):  # the folder's own
@@ -138,9 +126,14 @@ def _kept() -> Iterator[tuple[int, str]]:
 
 
 def _name_of(descriptor: int) -> str:
-    """The name of a TCP socket that listens or holds a port; empty for other sockets."""
+    """The name of a socket that keeps descriptors, or of a TCP socket that listens or holds a port;
+    empty for other sockets."""
     found = socket.socket(fileno=descriptor)
     try:
+        if found.family == socket.AF_UNIX:
+            begin, address = f"\0{PREFIX}".encode(), found.getsockname()
+            is_kept = isinstance(address, bytes) and address.startswith(begin + _KEPT.encode())
+            return address[len(begin) :].split()[0].decode() if is_kept else ""
         if found.family not in _INTERNET or found.type != socket.SOCK_STREAM:
             return ""
         if found.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT):
@@ -171,16 +164,14 @@ class KeptObject:
     """A JSON object in a memory file. A reader finds None until it is written completely.
 
     Args:
-        name, version: see `kept_file`.
+        name: see `kept_file`.
     """
 
-    def __init__(self, name: str, version: str = "") -> None:
-        self._file = kept_file(name, version)
+    def __init__(self, name: str) -> None:
+        self._file = kept_file(name)
 
     def read(self) -> Any:
-        with suppress(ValueError):
-            return json.loads(os.pread(self._file, os.fstat(self._file).st_size, 0))
-        return None
+        return _read_json(self._file)
 
     def write(self, value: object) -> None:
         """Replaces the object. If there is a limit on the size of files, none is left."""
@@ -190,3 +181,86 @@ class KeptObject:
 
     def clear(self) -> None:
         os.ftruncate(self._file, 0)
+
+
+def _read_json(file: int) -> Any:
+    with suppress(ValueError):
+        return json.loads(os.pread(file, os.fstat(file).st_size, 0))
+    return None
+
+
+class KeptDescriptors:
+    """Descriptors, such as those of memory, and a JSON value that describes them.
+
+    They are in a message that stays in the queue of a socket. A reader gets copies. The kernel
+    holds them as long as any process has the receiving socket, and no process has to receive them.
+    A fork that dies before it writes leaves nothing.
+
+    Args:
+        name: of the socket.
+        version: everything, besides the modules loaded at the first call, on which the meaning of
+            the value depends. Descriptors of another version are not found.
+    """
+
+    def __init__(self, name: str, version: str = "") -> None:
+        names = [_versioned(f"{name}-{end}", version) for end in ("in", "out")]
+        found = [_claim(each) for each in names]
+        if found[0] is None or found[1] is None:
+            pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for each, wanted in zip(pair, names, strict=True):
+                # The address names the socket for `_claim`. Other processes cannot connect to it.
+                each.bind(f"\0{PREFIX}{wanted} {uuid.uuid4().hex}")
+        else:
+            pair = socket.socket(fileno=found[0]), socket.socket(fileno=found[1])
+        self._in, self._out = pair
+
+    def __del__(self) -> None:
+        for each in vars(self).values():
+            each.close()
+
+    def value(self) -> Any:
+        """The value; None if there is none."""
+        return self._copy(1)[0]
+
+    def read(self) -> tuple[Any, list[int]]:
+        """The value, and new descriptors of this process, which no other program inherits. Nothing
+        is found if this process cannot have so many."""
+        return self._copy(_MAX_DESCRIPTORS)
+
+    def write(self, value: object, descriptors: Sequence[int]) -> None:
+        """Replaces value and descriptors.
+
+        Raises:
+            OSError: there are too many, or the value is over a limit on files. None are kept.
+        """
+        self.clear()
+        file = memory_file("value")
+        try:
+            with open(file, "wb", closefd=False) as opened:
+                opened.write(json.dumps({"value": value, "count": len(descriptors)}).encode())
+            if len(descriptors) >= _MAX_DESCRIPTORS:
+                raise OSError(errno.EMFILE, f"{len(descriptors)} descriptors in a message")
+            socket.send_fds(self._in, [b"."], [file, *descriptors])
+        finally:
+            os.close(file)
+
+    def clear(self) -> None:
+        with suppress(BlockingIOError):
+            self._out.recvmsg(1, 0, socket.MSG_DONTWAIT)
+
+    def _copy(self, count: int) -> tuple[Any, list[int]]:
+        """Copies of the first `count` descriptors, and the value, which is in the first."""
+        found, flags = array.array("i"), socket.MSG_PEEK | socket.MSG_DONTWAIT
+        room = socket.CMSG_LEN(count * found.itemsize)
+        try:
+            _, messages, *_ = self._out.recvmsg(1, room, flags | socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None, []
+        for *_, data in messages:
+            found.frombytes(data[: len(data) // found.itemsize * found.itemsize])
+        kept = _read_json(found[0]) if found else None
+        if not kept or len(found) != min(count, 1 + kept["count"]):  # there was no room for all
+            kept, count = {"value": None}, 0
+        for each in found[: 1 if count else None]:
+            os.close(each)
+        return kept["value"], found[1:].tolist() if count else []

@@ -28,7 +28,7 @@ from shared.config import ServiceSettings
 from shared.process.death_signal import end_with_parent
 from shared.process.fork import CANNOT_START, Fork, Serve
 from shared.process.heartbeat import BEATS, Heartbeat
-from shared.process.kept import UnusableFileError, close_unclaimed, restart_program
+from shared.process.kept import close_unclaimed
 from shared.process.parent_state import STATE_NAME, ParentState
 from shared.process.published_state import PublishedState
 from shared.process.successor import Predecessor, Successor
@@ -36,7 +36,6 @@ from shared.process.successor import Predecessor, Successor
 log = structlog.get_logger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_UNUSABLE = 76  # exit status of a fork after `UnusableFileError`
 RESTART = signal.SIGUSR2  # not SIGHUP, which also says that a terminal has closed
 REPLACED = 75  # EX_TEMPFAIL of sysexits.h
 _OTHER = "code, settings or model differ, so the memory of the old program is not shared"
@@ -52,7 +51,7 @@ class ParentProcess:
 
     The signal `RESTART` starts a successor. Once that waits, the service fork is ended like by
     SIGTERM, and this process ends with `REPLACED`. If the successor ends before, this process
-    continues. After `UnusableFileError`, the program starts again in this process.
+    continues.
 
     Args:
         serve: calls `Heartbeat.ready` once it serves. If it cannot serve, it calls
@@ -171,9 +170,6 @@ class ParentProcess:
         heartbeat = Heartbeat(theirs, parent, self._settings.hang_timeout_s, fork.restarts)
         try:
             fork.function(heartbeat)
-        except UnusableFileError as error:
-            log.warning("a kept file cannot be used; the program starts again", reason=str(error))
-            raise SystemExit(_UNUSABLE) from error
         except Exception as error:
             heartbeat.fail(type(error).__name__)  # its text may quote a prompt
             raise
@@ -277,31 +273,20 @@ class ParentProcess:
         service = self._service
         if not service.has_ended or service.status is None:
             return None
-        if service.status not in (0, _UNUSABLE) and service.was_ready and not self._ending:
+        if service.status != 0 and service.was_ready and not self._ending:
             return None
         if service.status == CANNOT_START and not self._ending:
             log.error("cannot start", reason=service.reason)
         return service.status if service.status >= 0 else 128 - service.status
 
     def _end(self) -> None:
-        """Ends the successor, or lets it serve. Does not return if this program is replaced."""
+        """Ends the successor, or lets it serve. Does not return if this process is replaced."""
         if self._hands_over:
             # A successor with memory of its own waits until this process has given back its memory.
             if not self._successor.remark:
                 self._successor.let_serve()
             _exit(REPLACED)
         self._successor.end()
-        if self._service.status != _UNUSABLE:
-            return
-        for fork in self._forks:
-            if fork.pid:  # the sidecar
-                os.kill(fork.pid, signal.SIGKILL)
-                os.waitpid(fork.pid, 0)
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        if not self._ending and not {*_SIGNALS} & {*self._signals}:
-            log.info("starting the program again")
-            restart_program()
 
     def _sleep(self, until: float, *sources: Fork | Successor | Predecessor) -> None:
         """Returns when a signal or a message of a source has arrived, or at the time `until`."""

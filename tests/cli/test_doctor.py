@@ -16,6 +16,7 @@ from cli.doctor import host
 from deploy.native.processes import MARKER, NAME
 from deploy.ports import free_port
 from tests.stack import DEMO_MODEL
+from tests.worker_svc.device import cpu_only
 
 
 def doctor(*options: object) -> subprocess.CompletedProcess[str]:
@@ -76,3 +77,16 @@ def test_a_broken_model(tmp_path: Path) -> None:
     done = doctor("--model", model, "--port", free_port())
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("wrong")]
     assert "names model-00002.safetensors, which does not exist" in line
+
+
+@cpu_only
+def test_memory_of_a_gpu_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(host.check_kept_memory()) == []  # torch is built for a CPU
+    monkeypatch.setattr(host, "_KEEP", "raise RuntimeError('said CUDA')")
+    (check,) = host.check_kept_memory()
+    assert check.state == "warning"
+    assert check.found == "a killed worker loads its weights again: RuntimeError: said CUDA"
+    monkeypatch.setattr(host, "_MAX_GPU_S", 0.1)
+    monkeypatch.setattr(host, "_KEEP", "import time; time.sleep(100)")
+    (check,) = host.check_kept_memory()
+    assert "the GPU does not answer" in check.found

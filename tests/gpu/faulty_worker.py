@@ -1,9 +1,11 @@
 """`python -m tests.gpu.faulty_worker FAULT FILE ...` runs a worker with a fault once FILE exists.
 
+none      nothing
 lose      the next step loses the device, and FILE is removed
 capture   steps cannot be captured in CUDA graphs
 
-Without a GPU, it raises the errors that one would cause.
+Without a GPU, it raises the errors that one would cause, and its memory is kept in a stand-in for a
+GPU's.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import Any
 import torch
 
 from tests.worker_svc.device import DEVICE, ON_GPU
+from tests.worker_svc.device_memory import stand_in
 from worker_svc.__main__ import main
+from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.errors import CaptureError
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step_result import PendingStep
@@ -58,10 +62,13 @@ def plant(fault: str, file: Path) -> None:
             )
         configure(runner, *arguments)
 
+    if not ON_GPU:
+        platform: Any = CpuPlatform
+        platform.memory = stand_in
     patched: Any = ModelRunner
     if fault == "lose":
         patched.launch = launch_and_lose
-    else:
+    elif fault == "capture":
         patched._run, patched.configure = run_and_wait, configure_without_gpu
 
 

@@ -25,7 +25,7 @@ import asyncio, os, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 import structlog
-from shared.process.kept import KeptObject
+from shared.process.kept import KeptDescriptors
 from shared.process.parent_process import ParentProcess
 from shared.process.successor import Predecessor
 
@@ -189,25 +189,6 @@ threading.Thread(target=signal_yourself, daemon=True).start()
         parent.next_fork()
         (tmp_path / "signal").touch()
         assert parent.process.wait(60) == 9
-
-
-def test_a_program_that_cannot_use_a_kept_file_starts_again(tmp_path: Path) -> None:
-    """In the same process. Its sidecar does not outlive it."""
-    body = f"""
-    from shared.process.kept import UnusableFileError
-    ready()
-    say_pid()
-    if count < 2:
-        raise UnusableFileError("it is of another model")
-    {LASTS}
-"""
-    with running_parent(tmp_path / "starts", body, SIDECAR.format(body=LASTS)) as parent:
-        sidecars = []
-        for _ in range(3):
-            fork = parent.next_fork()
-            sidecars.append(parent.next_pid("sidecar"))
-        assert {fork.pid, sidecars.pop()} == {each.pid for each in parent.process.children()}
-        assert not any(psutil.pid_exists(each) for each in sidecars)
 
 
 def test_a_fork_ends_with_its_parent(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from tests.waiting import wait_for
 
 SPARE = "settings.spares = 1"
 KEEPS = """
-kept = KeptObject("number", version=starts.with_name("version").read_text())
+kept = KeptDescriptors("number", version=starts.with_name("version").read_text())
 """
 # Says what the last fork has kept: its number, or `first`.
 COUNTS = """
     ready()
-    before = kept.read() or "first"
-    kept.write(f"after-{count}")
+    before = kept.value() or "first"
+    kept.write(f"after-{count}", [])
     say_pid(before)
     time.sleep(600)
 """
@@ -38,8 +38,11 @@ def test_a_successor_finds_what_the_same_program_kept(tmp_path: Path) -> None:
             wait_gone(sidecar.pid)
         version.write_text("2")
         fork = parent.restart("first")
-        files = [os.readlink(each) for each in Path(f"/proc/{fork.pid}/fd").iterdir()]
-        assert sum("nanovllm-kept" in each for each in files) == 1  # others were closed
+        files = {os.readlink(each) for each in Path(f"/proc/{fork.pid}/fd").iterdir()}
+        sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        kept = [words for words in sockets if "@nanovllm-kept-number-" in words[-2]]
+        found = [words for words in kept if f"socket:[{words[-3]}]" in files]
+        assert len(found) == 2  # others were closed
 
 
 def test_a_process_whose_successor_cannot_start_continues(tmp_path: Path) -> None:

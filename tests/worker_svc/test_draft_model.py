@@ -26,7 +26,7 @@ from worker_svc import model_runner
 from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import StartError
-from worker_svc.kept_memory import KeptMemory, kept_version
+from worker_svc.kept_memory.memory import KeptMemory, kept_version
 from worker_svc.model_runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="rounds differently: see gpu_path")
@@ -225,7 +225,7 @@ def test_two_ranks_draft_the_tokens_of_one(
     """They accept them, too, if both models are the same."""
     ranks: dict[int, TensorParallel] = {}
     monkeypatch.setattr(TensorParallel, "join", lambda *_: None)
-    monkeypatch.setattr(model_runner, "TensorParallel", lambda rank, size: ranks.get(rank, ALONE))
+    monkeypatch.setattr(model_runner, "TensorParallel", lambda rank, *_: ranks.get(rank, ALONE))
     expected = plain_tokens(make_runner(tiny_dir), TEXTS, LENGTH, temperature)
     alone = speculate(make_runner(tiny_dir, other_dir), temperature)
 

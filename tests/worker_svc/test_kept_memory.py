@@ -1,42 +1,50 @@
-"""Weights and cache that outlive a worker's fork.
+"""Weights and cache that outlive a worker's fork, in files or on a device.
 
-A second `ModelRunner` with the same memory stands for the next fork. `tests/faults` kills real
-forks.
+A second `ModelRunner` with the same memory stands for the next fork. `tests/faults` and `tests/gpu`
+kill real forks.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 from shared.errors import FailedPreconditionError
-from tests.worker_svc.device import DEVICE
+from tests.worker_svc.device import ON_GPU, by_device, cpu_only
+from tests.worker_svc.device_memory import device_memory, stand_in
 from tests.worker_svc.harness import Batch, batch_for, limits, save_model, worker_settings
 from tests.worker_svc.quantization import writers
-from worker_svc import kept_memory
-from worker_svc.kept_memory import KeptMemory, WeightMemory, kept_version
+from worker_svc.devices.cpu import CpuPlatform
+from worker_svc.kept_memory import host
+from worker_svc.kept_memory import memory as kept_memory
+from worker_svc.kept_memory.host import HostMemory
+from worker_svc.kept_memory.memory import KeptMemory, kept_version
 from worker_svc.kernels import cpu_features
 from worker_svc.model_runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="memory of a GPU is not kept")
-
 NUM_BLOCKS = 16
-FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8, cache too": {"quantization": "int8", "kv_dtype": "int8"},
-    "int4": {"quantization": "int4", "dtype": "bfloat16", "kv_dtype": "int8"},
+BFLOAT16: dict[str, Any] = {"dtype": "bfloat16"}
+KV_FORMATS: dict[str, dict[str, Any]] = by_device(
+    cpu={
+        "float32": {},
+        "bfloat16": BFLOAT16,
+        "int8, cache too": {"quantization": "int8", "kv_dtype": "int8"},
+    },
+    gpu={"bfloat16": BFLOAT16, "fp8 cache": {"kv_dtype": "fp8", **BFLOAT16}},
+)
+FORMATS: dict[str, dict[str, Any]] = KV_FORMATS | {
+    "int4": {"quantization": "int4", "kv_dtype": by_device(cpu="int8", gpu="auto"), **BFLOAT16},
     "fp8": {"quantization": "fp8"},
 }
-KV_FORMATS = {name: FORMATS[name] for name in ("float32", "bfloat16", "int8, cache too")}
+on_device = pytest.mark.parametrize("memory", ["device"], indirect=True)
 formats = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 kv_formats = pytest.mark.parametrize("options", KV_FORMATS.values(), ids=KV_FORMATS)
 
@@ -45,26 +53,20 @@ def runner_of(model: Path, memory: KeptMemory, **options: Any) -> ModelRunner:
     return ModelRunner(worker_settings(model, **options), memory=memory)
 
 
-@pytest.fixture
-def memory() -> KeptMemory:
-    return KeptMemory()
+@pytest.fixture(params=by_device(cpu=["host", "device"], gpu=["device"]))
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KeptMemory:
+    """Kept memory as a fork has it."""
+    if request.param == "device" and not ON_GPU:
+        monkeypatch.setattr(CpuPlatform, "memory", stand_in)
+    found = KeptMemory()
+    fork(found)
+    return found
 
 
-@pytest.fixture
-def limited_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file may grow (RLIMIT_FSIZE)."""
-    truncate = os.ftruncate
-
-    def limited(file: int, size: int) -> None:
-        if size:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-        truncate(file, size)
-
-    def write(file: int, data: bytes, at: int) -> int:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-
-    monkeypatch.setattr(os, "ftruncate", limited)
-    monkeypatch.setattr(os, "pwrite", write)
+def fork(memory: KeptMemory) -> None:
+    """Lets `memory` be that of the next fork."""
+    on_host = CpuPlatform.memory is not stand_in and not ON_GPU
+    memory.use(HostMemory() if on_host else device_memory())
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -81,26 +83,37 @@ def assert_equal(found: Any, expected: Any) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(found[name].cpu(), tensor), name
+
+
+def is_open(descriptor: os.stat_result) -> bool:
+    return any(
+        os.path.samestat(each.stat(), descriptor)
+        for each in Path("/proc/self/fd").iterdir()
+        if each.exists()
+    )
 
 
 @pytest.mark.parametrize("collapses", [True, False])
-def test_states(collapses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are equal before and after sealing, in the next fork, and do not overlap, whether or not
+def test_states(memory: KeptMemory, collapses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are equal before and after `keep`, in the next fork, and do not overlap, whether or not
     the kernel collapses pages."""
     if not collapses:
-        monkeypatch.setattr(kept_memory, "_MADV_COLLAPSE", -1)
-    weights, given = WeightMemory(), [state(seed) for seed in range(20)]
+        monkeypatch.setattr(host, "_MADV_COLLAPSE", -1)
+    weights, given = memory.weights, [state(seed) for seed in range(20)]
     weights.reserve([10 << 20])
     kept = []
     for number, each in enumerate(given):
         if number % 2:  # some in the reserved memory, and more than that holds
             each = {name: weights.new(t.shape, t.dtype).copy_(t) for name, t in each.items()}
         added = weights.add(each)
-        assert all((added[name] is each[name]) == bool(number % 2) for name in ("codes", "large"))
+        copied = [added[name] is not each[name] for name in ("codes", "large")]
+        assert copied == [not number % 2 or ON_GPU] * 2
         kept.append(added)
     assert weights.notes("key") is None
-    weights.seal("key", {"some": "notes"})
+    weights.keep("key", {"some": "notes"})
+    fork(memory)
+    weights = memory.weights
     assert weights.notes("another key") is None
     assert weights.notes("key") == {"some": "notes"}
     for states in (kept, list(weights.states())):
@@ -108,40 +121,6 @@ def test_states(collapses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         for found, expected in zip(states, given, strict=True):
             assert_equal(found, expected)
             assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values() if len(tensor))
-
-
-def test_memory_that_was_reserved_in_vain_is_used() -> None:
-    weights = WeightMemory()
-    weights.reserve([16 << 20])
-    size = os.fstat(weights._file).st_size
-    weights.release()
-    weights.add(state())
-    assert os.fstat(weights._file).st_size == size
-
-
-def inherit(weights: WeightMemory) -> None:
-    """Does what a program does before another one replaces it."""
-    for file in (weights._file, weights._index._file):
-        os.set_inheritable(file, True)
-
-
-def test_the_next_program_finds_weights_unless_they_are_sealed_but_not_complete() -> None:
-    version, given = "of this test", state()
-    weights = WeightMemory(version)
-    weights.add(given)
-    weights.seal("key", "notes")
-    inherit(weights)
-    found = WeightMemory(version)
-    assert found.notes("key") == "notes"
-    assert_equal(*found.states(), given)
-
-    found._index.clear()  # as if a fork had died before it was written
-    inherit(found)
-    empty = WeightMemory(version)
-    assert empty.notes("key") is None
-    empty.add(given)
-    empty.seal("key", "other notes")
-    assert empty.notes("key") == "other notes"
 
 
 def test_a_version_covers_settings_and_files_of_the_model(tmp_path: Path) -> None:
@@ -155,49 +134,6 @@ def test_a_version_covers_settings_and_files_of_the_model(tmp_path: Path) -> Non
     assert kept_version(settings) != version
     weights.unlink()
     assert kept_version(settings) != kept_version(settings)
-
-
-def test_nothing_can_write_to_sealed_weights() -> None:
-    weights = WeightMemory()
-    kept = weights.add(state())
-    weights.seal("key", None)
-    file = next(
-        int(each.name)
-        for each in Path("/proc/self/fd").iterdir()
-        if each.exists() and os.path.samestat(each.stat(), os.fstat(weights._file))
-    )
-    with pytest.raises(OSError, match=os.strerror(errno.EPERM)):
-        os.pwrite(file, b"x", 0)
-    inside = False
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(each, 16) for each in line.split()[0].split("-"))
-        if begin <= kept["large"].data_ptr() < end:
-            inside = True
-            assert line.split()[1] == "r--p"
-    assert inside
-
-
-def test_a_fork_that_died_while_it_loaded_leaves_nothing() -> None:
-    weights = WeightMemory()
-    weights.add(state(1))
-    for address, _, size in weights._chunks:  # as when the process has ended
-        kept_memory._map_at(address, size, 0, kept_memory._NOTHING)
-    successor = WeightMemory()
-    successor._file, successor._index = weights._file, weights._index
-    assert successor.notes("key") is None
-    successor.reset()
-    successor.add(state(2))
-    successor.seal("key", {})
-    assert_equal(next(successor.states()), state(2))
-
-
-@pytest.mark.usefixtures("limited_files")
-def test_weights_that_do_not_fit_into_files_are_private() -> None:
-    weights = WeightMemory()
-    kept = weights.add(state())
-    weights.seal("key", {})
-    assert_equal(kept, state())
-    assert weights.notes("key") is None
 
 
 @formats
@@ -238,6 +174,7 @@ def test_weights_of_a_quantized_checkpoint_are_kept(
     assert runner_of(tmp_path, memory).info == first.info
 
 
+@cpu_only
 def test_weights_that_cannot_be_kept_are_loaded_again(
     tmp_path: Path, memory: KeptMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,19 +185,7 @@ def test_weights_that_cannot_be_kept_are_loaded_again(
     monkeypatch.setattr(cpu_features, "has", lambda feature: True)
     runner_of(tmp_path, memory)
     assert runner_of(tmp_path, memory).info.dtype == "bfloat16"
-    assert memory.weights._index.read() is None
-
-
-@pytest.mark.usefixtures("limited_files")
-def test_a_limit_on_the_size_of_files_keeps_no_worker_from_serving(
-    tiny_dir: Path, memory: KeptMemory
-) -> None:
-    runner = runner_of(tiny_dir, memory)
-    runner.configure(1, NUM_BLOCKS)
-    runner.run(batch_for(runner, NUM_BLOCKS).step([(0, [1, 2, 3])]))
-    assert runner.cache_id
-    assert memory.cache.id == ""
-    assert runner_of(tiny_dir, memory).cache_id == ""
+    assert memory._weights.value() is None
 
 
 @kv_formats
@@ -325,9 +250,83 @@ def test_what_the_cache_survives(memory: KeptMemory, status: int, is_kept: bool)
     cache_id = memory.cache.new_id(NUM_BLOCKS)
     memory.fork_ended(status)
     assert memory.cache.id == (cache_id if is_kept else "")
-    memory.cache.rewind()
+    fork(memory)
+    assert memory.cache.find(cache_id, NUM_BLOCKS) == is_kept
     found = memory.cache.tensor([3, 5], torch.float32)
     assert (found == (7 if is_kept else 0)).all()
+
+
+def written_on_device(memory: KeptMemory) -> torch.Tensor:
+    """Keeps weights and a cache on a device -> a tensor of the weights."""
+    kept = memory.weights.add(state())
+    memory.weights.keep("key", "notes")
+    memory.cache.tensor([3, 5], torch.float32)
+    memory.cache.new_id(NUM_BLOCKS)
+    return kept["large"]
+
+
+@on_device
+@pytest.mark.parametrize(("status", "is_kept"), [(-signal.SIGKILL, True), (70, False)])
+def test_what_weights_on_a_device_survive(memory: KeptMemory, status: int, is_kept: bool) -> None:
+    """They are not sealed, and a kernel that failed may have written anywhere."""
+    written_on_device(memory)
+    memory.fork_ended(status)
+    fork(memory)
+    assert memory.weights.notes("key") == ("notes" if is_kept else None)
+
+
+@on_device
+def test_weights_on_a_device_that_have_changed_are_loaded_again(memory: KeptMemory) -> None:
+    written_on_device(memory)[-1] += 1
+    fork(memory)
+    assert memory.weights.notes("key") is None
+    memory.reset()
+    assert memory.cache.id == ""
+
+
+def test_a_cache_that_cannot_be_mapped_is_forgotten(
+    tiny_dir: Path, memory: KeptMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would be asked for in each epoch."""
+    runner_of(tiny_dir, memory).configure(1, NUM_BLOCKS)
+    runner = runner_of(tiny_dir, memory)
+    monkeypatch.setattr(memory.cache, "tensor", Mock(side_effect=RuntimeError("of this test")))
+    with pytest.raises(RuntimeError, match="of this test"):
+        runner.configure(2, NUM_BLOCKS, keep=runner.cache_id)
+    monkeypatch.undo()
+    assert runner.cache_id == memory.cache.id == ""
+    runner.configure(3, NUM_BLOCKS)
+    assert runner.cache_id
+
+
+def test_a_cache_of_fewer_tensors_is_not_filled_up(memory: KeptMemory) -> None:
+    memory.cache.tensor([3, 5], torch.float32)
+    cache_id = memory.cache.new_id(NUM_BLOCKS)
+    fork(memory)
+    assert memory.cache.find(cache_id, NUM_BLOCKS)
+    memory.cache.tensor([3, 5], torch.float32)
+    with pytest.raises(RuntimeError, match="fewer tensors"):
+        memory.cache.tensor([3, 5], torch.float32)
+
+
+@on_device
+def test_memory_of_another_device_is_not_mapped(memory: KeptMemory) -> None:
+    written_on_device(memory)
+    device = device_memory()
+    device.name = "another"
+    memory.use(device)
+    assert memory.weights.notes("key") is None
+
+
+@on_device
+def test_memory_of_a_forgotten_cache_is_given_back(memory: KeptMemory) -> None:
+    """Before there is another: both may not fit."""
+    written_on_device(memory)
+    (before,) = memory.cache._descriptors
+    identity = os.fstat(before)
+    memory.cache.forget()
+    assert not is_open(identity)
+    assert memory.cache.id == ""
 
 
 def test_no_cache_is_kept_when_memory_was_short(
@@ -343,11 +342,7 @@ def test_no_cache_is_kept_when_memory_was_short(
     assert memory.cache.id
 
 
-def test_an_unused_cache_takes_no_memory(memory: KeptMemory) -> None:
-    memory.cache.tensor([1 << 28], torch.int8)
-    assert os.fstat(memory.cache._file).st_blocks == 0
-
-
+@cpu_only
 @kv_formats
 def test_a_token_is_written_to_no_other_tokens_bytes(
     tmp_path: Path, memory: KeptMemory, options: dict[str, Any]

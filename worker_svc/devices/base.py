@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.distributed import TensorParallel
+from worker_svc.kept_memory.device import DeviceMemory
+from worker_svc.kept_memory.host import HostMemory
 from worker_svc.kernels.ops import Ops
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.tensors import StepTensors
@@ -74,6 +76,10 @@ class Platform(ABC):
     def weight_copies(self) -> Callable[[torch.Tensor, torch.Tensor], object]:
         """Returns a function that copies a host tensor (second) into a contiguous device tensor."""
         return torch.Tensor.copy_
+
+    def memory(self) -> DeviceMemory | None:
+        """Returns memory that outlives this process; None if the device has none."""
+        return HostMemory()
 
     def prepare(
         self, hidden_states: Callable[..., torch.Tensor], backend: Backend, tp: TensorParallel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from importlib import import_module
 
 import structlog
@@ -44,12 +45,15 @@ def choose_vector_math() -> None:
 
 def preload(device: str) -> None:
     """Imports most modules of `choose_platform` and a first step before this process is forked, and
-    loads the CPU's kernels.
+    loads the CPU's kernels or a GPU's library of attention.
 
     It does not initialize CUDA, because CUDA would then not work in the forks.
     """
     if device == "cuda" or (device == "auto" and torch.version.cuda):
         import_module("worker_svc.devices.cuda")
+        import_module("worker_svc.attention.fa3").load()
+        with suppress(ImportError):  # `CudaPlatform.memory` tells the user
+            import_module("worker_svc.devices.cuda_memory")
         return
     import_module("worker_svc.devices.cpu")
     import_module("worker_svc.kernels.cpu.library").preload()

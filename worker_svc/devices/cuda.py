@@ -16,6 +16,7 @@ from worker_svc.attention.choice import choose_backend
 from worker_svc.devices.base import Platform
 from worker_svc.devices.pinned_copies import PinnedCopies
 from worker_svc.errors import ModelError, StartError, SupersededError
+from worker_svc.kept_memory.device import DeviceMemory
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kernels.triton.advance import advance
@@ -127,6 +128,15 @@ class CudaPlatform(Platform):
             self._capability,
             properties.multi_processor_count,
         )
+
+    def memory(self) -> DeviceMemory | None:
+        try:
+            from worker_svc.devices.cuda_memory import CudaMemory
+
+            return CudaMemory(self.device)
+        except (ImportError, OSError, RuntimeError) as error:
+            log.warning("weights and cache do not outlive this process", reason=str(error))
+            return None
 
     def weight_copies(self) -> PinnedCopies:
         return PinnedCopies()

@@ -37,9 +37,9 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 class StepGraphs:
     """The graphs of one rank, in memory of their own.
 
-    The constructor captures those of decodes, and before them the largest one with prompts, so that
-    smaller ones fit into its memory. `replay` captures others with prompts when they are first
-    needed. All ranks do that in the same step.
+    The constructor captures the largest one with prompts, so that smaller ones fit into its memory,
+    and those of decodes. `replay` captures others when they are first needed. All ranks do that in
+    the same step.
 
     Args:
         run: runs a step, given the padded step on the host and its columns on the device. It may
@@ -48,6 +48,7 @@ class StepGraphs:
             prompts.
         pool: the memory of the graphs, which may be shared, see `Platform.graph_pool`.
         superseded: whether to give up because nobody waits for these graphs any more.
+        lazily: whether the constructor captures only the largest ones, because sequences wait.
 
     Raises:
         CaptureError: `run` cannot be captured.
@@ -64,6 +65,7 @@ class StepGraphs:
         max_model_len: int,
         pool: Any,
         superseded: Callable[[], bool] = lambda: False,
+        lazily: bool = False,
     ) -> None:
         self._platform = platform
         self._backend = backend
@@ -92,6 +94,8 @@ class StepGraphs:
         header = max(len(pack(columns[:-1], pinned=False)) for columns in both)
         room = header + 4 * self._table_entries + ALIGNMENT
         self._buffer = torch.zeros(room, dtype=torch.uint8, device=platform.device)
+        if lazily:
+            sizes = sizes[: len(sizes) - len(self._sizes) + 1]
         for size in tqdm(sizes, desc="capturing graphs", unit="graph", disable=None):
             self._capture(size, superseded)
 

@@ -18,7 +18,7 @@ from shared.model_directory import MAX_TOKENIZER_BYTES, ModelFileError, check_fi
 from worker_svc.devices.base import Platform
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError, StartError
-from worker_svc.kept_memory import WeightMemory
+from worker_svc.kept_memory.weights import WeightMemory
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.rank_models.draft_passes import passes, with_places
 from worker_svc.rank_models.rank_model import RankModel

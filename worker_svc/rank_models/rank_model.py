@@ -15,7 +15,7 @@ from worker_svc.devices.base import Platform
 from worker_svc.devices.cuda_graph import StepGraphs
 from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
-from worker_svc.kept_memory import State, WeightMemory
+from worker_svc.kept_memory.weights import State, WeightMemory
 from worker_svc.kv_cache import NewTensor, choose_max_model_len
 from worker_svc.loader import KeptLoader, WeightLoader
 from worker_svc.models.config import load_model_config
@@ -104,7 +104,9 @@ class RankModel:
 
     def restore(self, max_model_len: int, states: Iterator[State]) -> None:
         """Makes the model of the weights that the last fork has kept."""
-        self._make(KeptLoader(states, self._platform.ops, self.config.dtype), max_model_len)
+        platform = self._platform
+        loader = KeptLoader(states, platform.ops, self.config.dtype, platform.device)
+        self._make(loader, max_model_len)
 
     def _make(self, loader: WeightLoader, max_model_len: int) -> None:
         platform, tp, backend = self._platform, self._tp, self.backend
@@ -135,6 +137,7 @@ class RankModel:
         largest: GraphSize,
         pool: object,
         superseded: Callable[[], bool],
+        lazily: bool,
     ) -> None:
         """Captures graphs of `run`, which gets a padded step, its columns on the device, and the
         maximum of tokens in a sequence. See `StepGraphs`."""
@@ -147,6 +150,7 @@ class RankModel:
             max_model_len,
             pool,
             superseded,
+            lazily,
         )
 
     @property

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
+from shared.graph_sizes import GraphSize
 from tests.worker_svc.device import by_device, cpu_only, gpu_only
+from tests.worker_svc.device_memory import stand_in
 from tests.worker_svc.gpu_path.small_model import (
     LARGER_DTYPE,
     LARGER_HEADS,
@@ -29,6 +31,7 @@ from tests.worker_svc.test_model_runner import prompts
 from worker_svc.attention.choice import BACKENDS
 from worker_svc.devices.cuda_graph import StepGraphs, graph_sizes
 from worker_svc.errors import CaptureError, DeviceLostError, SupersededError
+from worker_svc.kept_memory.memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.decode import decode_run
@@ -286,3 +289,39 @@ def test_graph_sizes(limit: int) -> None:
     for seqs in range(1, limit + 1):
         size = next(size for size in sizes if size >= seqs)
         assert size - seqs < max(2, 16, seqs / 8 + 1)
+
+
+def test_the_next_fork_captures_when_needed_and_changes_nothing_in_the_cache(
+    larger_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the largest graphs only, and continues with the same tokens."""
+    monkeypatch.setattr(GpuPlatform, "memory", by_device(cpu=stand_in, gpu=GpuPlatform.memory))
+    captured: list[int] = []
+    capture = StepGraphs._capture
+
+    def noting(graphs: StepGraphs, size: GraphSize, superseded: Callable[[], bool]) -> None:
+        captured.append(size.decodes)
+        capture(graphs, size, superseded)
+
+    monkeypatch.setattr(StepGraphs, "_capture", noting)
+    memory, found = KeptMemory(), []
+    settings = worker_settings(
+        larger_dir, attention="triton", max_num_seqs=4, max_num_batched_tokens=16, kv_blocks=2
+    )
+    for has_died in (False, True):
+        runner = ModelRunner(settings, GpuPlatform(settings), memory)
+        runner.configure(1, NUM_BLOCKS)
+        assert captured == [4, 2, 1]
+        batch = batch_for(runner, NUM_BLOCKS)
+        runner.run(batch.step([(0, [1, 2, 3])]))
+        if has_died:
+            before = [cache.clone() for cache in runner._model.caches]
+            captured.clear()
+            runner = ModelRunner(settings, GpuPlatform(settings), memory)
+            runner.configure(2, NUM_BLOCKS, keep=runner.cache_id)
+            assert captured == [4]
+            for cache, expected in zip(runner._model.caches, before, strict=True):
+                assert_identical(cache, expected)
+        found.append(runner.run(batch.step([(0, [4])])).tolist())
+        captured.clear()
+    assert found[0] == found[1]
