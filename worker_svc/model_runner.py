@@ -71,7 +71,7 @@ class ModelRunner:
         self._platform = platform = platform or choose_platform(settings)
         device = platform.memory() if memory else None
         self._memory = memory.use(device) if memory and device else None
-        self._tp = TensorParallel(settings.rank, settings.tp)
+        self._tp = TensorParallel(settings.rank, settings.tp, settings.batch_invariant)
         self._model = RankModel(settings, platform, self._tp)
         self.config, self._backend = self._model.config, self._model.backend
         self._max_model_len = choose_max_model_len(settings, self.config.max_model_len)

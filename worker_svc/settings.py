@@ -84,6 +84,11 @@ class WorkerSettings(ServiceSettings):
         "auto", description="attention backend of prompts; on a GPU, Triton's kernel decodes"
     )
     enforce_eager: bool = Field(False, description="run steps without CUDA graphs")
+    batch_invariant: bool = Field(
+        False,
+        description="keep other requests from changing a request's tokens on a GPU, more slowly "
+        "(on a CPU they cannot, except with AMX)",
+    )
     threads: AutoInt = Field(
         "auto", description="CPU threads of a step (auto: a rank's share of the cores)"
     )

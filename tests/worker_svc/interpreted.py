@@ -12,6 +12,7 @@ from worker_svc.attention.choice import choose_backend
 from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
+from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kernels.triton.advance import advance
 from worker_svc.settings import WorkerSettings
@@ -29,6 +30,8 @@ class InterpretedPlatform(CpuPlatform):
 
     def __init__(self, settings: WorkerSettings) -> None:
         super().__init__(settings)
+        self.ops = triton_ops
+        batch_invariance.switch(settings.batch_invariant)
         self.captures = not settings.enforce_eager
 
     def choose_dtype(self, setting: str, checkpoint: torch.dtype) -> torch.dtype:

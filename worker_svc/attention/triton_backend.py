@@ -9,6 +9,7 @@ import torch
 
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend, PagedMetadata
+from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton import prompt_attention as prompting
 from worker_svc.kernels.triton.decode_attention import (
     choose_splits,
@@ -24,15 +25,20 @@ from worker_svc.step.wire import Int32s
 
 @dataclass(frozen=True)
 class TritonMetadata(PagedMetadata):
-    decodes: torch.Tensor  # [N] int32, the sequences with one token in the step, longest first
+    # The sequences with one token in the step, longest first, [N] int32; or their tiles, [N, 2].
+    decodes: torch.Tensor
     tiles: torch.Tensor  # [n, 2] int32, the queries of the other sequences, see `query_tiles`
     splits: int
-    tiling: Tiling  # of the decodes
+    tiling: Tiling | None  # of the decodes, if they have a kernel of their own
     workspace: torch.Tensor
 
 
 class TritonBackend(PagedBackend[TritonMetadata]):
-    """Runs a step's decodes in one kernel and its prompt chunks in another."""
+    """Runs a step's decodes in one kernel and its prompt chunks in another.
+
+    If bits must not depend on other rows, the kernel of chunks also runs the decodes. Then it makes
+    no difference whether a token is computed alone, in a chunk, or as a draft.
+    """
 
     name = "triton"
 
@@ -40,12 +46,11 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         super().__init__(shape, block_size)
         self._num_sms = num_sms
         self._reads_e4m3 = shape.kv_dtype == "fp8" and converts_e4m3()
-        in_8_bits = shape.kv_dtype != "auto"
-        self._prompt_tiling = prompting.choose_tiling(
-            shape.head_dim, shape.dtype, in_8_bits=in_8_bits
-        )
+        self._segment = batch_invariance.SEGMENT if batch_invariance.is_on() else 0
+        small = shape.kv_dtype != "auto" or self._segment > 0
+        self._prompt_tiling = prompting.choose_tiling(shape.head_dim, shape.dtype, small=small)
         self._tile_tokens = tile_tokens(
-            shape.head_dim, shape.num_heads // shape.num_kv_heads, shape.dtype, in_8_bits=in_8_bits
+            shape.head_dim, shape.num_heads // shape.num_kv_heads, shape.dtype, small=small
         )
 
     def plan_column(self, step: StepArrays) -> Int32s:
@@ -71,12 +76,17 @@ class TritonBackend(PagedBackend[TritonMetadata]):
     def plan(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> TritonMetadata:
         shape = self.shape
         num_decodes = int(np.count_nonzero(step.query_lens == 1))
-        splits, tiling = choose_splits(
-            max(num_decodes, 1), shape.num_kv_heads, self._num_sms, shape.head_dim, shape.dtype
-        )
+        decodes, tiling = tensors.plan_column[:num_decodes], None
+        if self._segment:
+            decodes = torch.stack((decodes, torch.zeros_like(decodes)), 1)  # as tiles of one token
+            splits = -(-max_context_len // self._segment)
+        else:
+            splits, tiling = choose_splits(
+                max(num_decodes, 1), shape.num_kv_heads, self._num_sms, shape.head_dim, shape.dtype
+            )
         return TritonMetadata(
             tensors,
-            decodes=tensors.plan_column[:num_decodes],
+            decodes=decodes,
             tiles=tensors.plan_column[num_decodes:].view(-1, 2),
             splits=splits,
             tiling=tiling,
@@ -106,9 +116,12 @@ class TritonBackend(PagedBackend[TritonMetadata]):
             tensors.table_offsets,
             self.shape.scale,
         )
+        prompts = *sequences, out, self._prompt_tiling, window, self._segment
         if len(metadata.tiles):
-            prompt_attention(q, cache, metadata.tiles, *sequences, out, self._prompt_tiling, window)
-        if len(metadata.decodes):
+            prompt_attention(q, cache, metadata.tiles, *prompts)
+        if len(metadata.decodes) and self._segment:
+            prompt_attention(q, cache, metadata.decodes, *prompts, metadata.workspace)
+        elif len(metadata.decodes):
             decode_attention(
                 q,
                 cache,

@@ -6,9 +6,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
+import structlog
 import torch
 from numpy.typing import NDArray
 
@@ -23,6 +25,8 @@ from worker_svc.kernels.cpu.traced_model import TracedModel
 from worker_svc.kernels.cpu_features import num_cores
 from worker_svc.kernels.ops import Ops
 from worker_svc.settings import WorkerSettings
+
+log = structlog.get_logger(__name__)
 
 DEFAULT_BLOCK_SIZE = 16
 # Share of the memory that is free after the warm-up step. The page cache and the other processes
@@ -70,6 +74,11 @@ class CpuPlatform(Platform):
         The number is the setting `threads`. For auto it is the number of cores divided by the
         number of ranks of all engines on the machine. Both keep the number per thread.
         """
+        if settings.batch_invariant:
+            self.ops = cast(Ops, SimpleNamespace(**vars(cpu_ops) | {"pack": cpu_ops.pack_panels}))
+            log.info(
+                "tokens do not depend on the batch, as on most CPUs", setting="batch_invariant"
+            )
         share = max(num_cores() // (settings.engines_on_host * settings.tp), 1)
         threads = share if settings.threads == "auto" else settings.threads
         self._max_threads = threads

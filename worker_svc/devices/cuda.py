@@ -18,6 +18,7 @@ from worker_svc.devices.pinned_copies import PinnedCopies
 from worker_svc.errors import ModelError, StartError, SupersededError
 from worker_svc.kept_memory.device import DeviceMemory
 from worker_svc.kernels.ops import Ops
+from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kernels.triton.advance import advance
 from worker_svc.kernels.triton.launch import Launcher
@@ -93,6 +94,7 @@ class CudaPlatform(Platform):
         """
         if not torch.cuda.is_available():
             raise StartError("device: cuda, but torch finds no CUDA device")
+        batch_invariance.switch(settings.batch_invariant)
         self.device = torch.device("cuda", settings.place % torch.cuda.device_count())
         torch.cuda.set_device(self.device)
         self.captures = not settings.enforce_eager
@@ -118,11 +120,16 @@ class CudaPlatform(Platform):
         return dtype
 
     def attention_backend(self, settings: WorkerSettings, shape: AttentionShape) -> Backend:
-        if settings.attention == "torch":
+        name = settings.attention
+        if name == "torch":
             raise StartError("attention: torch runs on a CPU; on a GPU use triton, or auto")
+        if settings.batch_invariant:
+            if name not in ("auto", "triton"):
+                raise StartError(f"attention: {name} is not batch_invariant; use triton, or auto")
+            name = "triton"
         properties = torch.cuda.get_device_properties(self.device)
         return choose_backend(
-            settings.attention,
+            name,
             shape,
             None if settings.block_size == "auto" else settings.block_size,
             self._capability,

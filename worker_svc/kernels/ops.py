@@ -81,6 +81,10 @@ class PlainWeight:
         bias = None if bias is None else bias.to(self.weight.dtype)
         return F.linear(x, self.weight, bias)
 
+    def matmul_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Writes the product with x [T, in] to `out` [T, out] -> `out`."""
+        return torch.mm(x, self.weight.t(), out=out)
+
     def state(self) -> dict[str, torch.Tensor]:
         return {"weight": self.weight}
 
@@ -153,6 +157,10 @@ class Ops(Protocol):
     ) -> torch.Tensor:
         """x [T, size] / rms(x) · weight [size], or without a weight a copy of x. If there is a
         residual [T, size], x is added to it in place, and the norm is that of the sum."""
+        ...
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, columns] -> the sum of each row, [T], whose bits do not depend on other rows."""
         ...
 
     def sum_squares(self, x: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:

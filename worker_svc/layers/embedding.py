@@ -97,7 +97,7 @@ class VocabParallelHead:
             return self._weight.matmul(hidden, None)
         if not isinstance(self._weight, PlainWeight):
             return out[: len(hidden)].copy_(self._weight.matmul(hidden, None))
-        return torch.mm(hidden, self._weight.weight.t(), out=out[: len(hidden)])
+        return self._weight.matmul_into(hidden, out[: len(hidden)])
 
     def difference(
         self, hidden: torch.Tensor, vocab: VocabPartition, yes_id: int, no_id: int
@@ -114,6 +114,8 @@ class VocabParallelHead:
 
         if isinstance(self._weight, PlainWeight):
             weight = self._weight.weight
-            return hidden @ (row(weight, yes_id) - row(weight, no_id))
+            difference = row(weight, yes_id) - row(weight, no_id)
+            # One by one, so that a score does not depend on the others.
+            return torch.stack([each @ difference for each in hidden])
         logits = self._weight.matmul(hidden, None).T
         return row(logits, yes_id) - row(logits, no_id)

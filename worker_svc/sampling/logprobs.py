@@ -71,7 +71,10 @@ class LogprobScorer:
         maxima, sums = self._ops.chunk_statistics(
             logits, vocab.chunk_size, vocab.num_tokens, torch.ones_like(tokens, dtype=torch.float32)
         )
-        top, log_sum = _log_sum_exp(*gather_chunks(maxima, sums, self._tp))
+        maxima_of_all, sums = gather_chunks(maxima, sums, self._tp)
+        # The logarithm of the sum of exp(logit − largest), in float64.
+        top = maxima_of_all.amax(dim=1, keepdim=True).double()
+        log_sum = self._ops.sum_rows(sums * (maxima_of_all - top).exp())[:, None].log()
         ids, values = tokens[:, None], self._logits_of(tokens, logits)
         if k:
             top_ids, top_values = self._largest(logits, maxima, k)
@@ -109,10 +112,3 @@ class LogprobScorer:
         )
         values, order = values.sort(dim=1, descending=True, stable=True)
         return ids.gather(1, order[:, :k]), values[:, :k]
-
-
-def _log_sum_exp(maxima: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The statistics of all chunks [N, chunks] -> the largest logit and the logarithm of the sum of
-    exp(logit − largest), both [N, 1] float64."""
-    top = maxima.amax(dim=1, keepdim=True).double()
-    return top, (sums * (maxima - top).exp()).sum(dim=1, keepdim=True).log()

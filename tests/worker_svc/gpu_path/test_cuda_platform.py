@@ -17,6 +17,7 @@ import torch
 from worker_svc.devices.cuda import CudaPlatform
 from worker_svc.devices.pinned_copies import PinnedCopies
 from worker_svc.errors import DeviceLostError, ModelError, StartError, is_device_lost
+from worker_svc.kernels.triton import batch_invariance
 from worker_svc.settings import WorkerSettings
 
 MIB = 1 << 20
@@ -290,6 +291,15 @@ def test_attention(cuda: FakeCuda) -> None:
     assert (backend.name, backend.block_size) == ("triton", 32)
     with pytest.raises(StartError, match="attention: torch runs on a CPU"):
         make_platform().attention_backend(WorkerSettings(attention="torch"), shape)
+    invariant = WorkerSettings(attention="fa3", batch_invariant=True)
+    with pytest.raises(StartError, match="attention: fa3 is not batch_invariant"):
+        make_platform().attention_backend(invariant, shape)
+
+
+def test_the_platform_says_whether_kernels_are_batch_invariant(cuda: FakeCuda) -> None:
+    for setting in (True, False):
+        make_platform(batch_invariant=setting)
+        assert batch_invariance.is_on() == setting
 
 
 LOST = [

@@ -48,6 +48,10 @@ def rms_norm(
     return current_trace().norm(x, residual, weight, eps)
 
 
+def sum_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(1)
+
+
 def sum_squares(x: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
     return current_trace().norm_parts(Phase.SUM_SQUARES, x, None, (*sizes, 0, 0))
 
@@ -82,10 +86,11 @@ def pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PackedWe
         amx = cpu_features.has("amx-bf16")  # only oneDNN uses it
         if amx and torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return OneDnnWeight(weight)
-    return _panels(weight)
+    return pack_panels(weight, dtype)
 
 
-def _panels(weight: torch.Tensor | QuantizedWeight) -> PanelWeight:
+def pack_panels(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> PanelWeight:
+    """Packs `weight` for kernels in which a row's bits do not depend on the other rows."""
     if isinstance(weight, QuantizedWeight):
         return pack_quantized(weight)
     return pack_floats(weight if weight.dtype == torch.bfloat16 else weight.float())
@@ -97,7 +102,7 @@ def pack_experts(
     dtype: torch.dtype,
     new: NewTensor,
 ) -> PackedWeight:
-    return stack(map(_panels, weights), count, new)
+    return stack((pack_panels(each, dtype) for each in weights), count, new)
 
 
 def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:

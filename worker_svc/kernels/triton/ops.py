@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 
 from worker_svc.kernels.ops import PackedWeight, PlainWeight
+from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.gated_activation import activate_and_multiply
 from worker_svc.kernels.triton.quantized.experts import mix_experts, pack_experts
-from worker_svc.kernels.triton.quantized.weights import pack_quantized, unpack_quantized
-from worker_svc.kernels.triton.rms_norm import rms_norm, scale_parts, sum_squares
+from worker_svc.kernels.triton.quantized.weights import (
+    InvariantWeight,
+    pack_quantized,
+    unpack_quantized,
+)
+from worker_svc.kernels.triton.rms_norm import rms_norm, scale_parts, sum_rows, sum_squares
 from worker_svc.kernels.triton.row_matmul import RowWeight
 from worker_svc.kernels.triton.sampling.filtering import pick_bins, weigh_by_key
 from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
@@ -43,5 +48,7 @@ def unpack(state: dict[str, torch.Tensor]) -> PackedWeight:
 
 
 def _pack_plain(weight: torch.Tensor) -> PackedWeight:
+    if batch_invariance.is_on():
+        return InvariantWeight(weight)
     kinds = [each for each in (ThinWeight, RowWeight) if each.suits(weight)]
     return [*kinds, PlainWeight][0](weight)

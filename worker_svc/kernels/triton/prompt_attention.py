@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from worker_svc.kernels.triton.batch_invariance import merge, merge_parts_kernel, result_of
 from worker_svc.kernels.triton.launch import kernel, next_power_of_2
 from worker_svc.kernels.triton.paged_attention import (
     LOG2_E,
@@ -47,8 +48,8 @@ TILINGS: Tilings = {
         (256, Tiling(tile=32, num_warps=8, num_stages=2)),
     ),
 }
-# For 8-bit caches, whose numbers are widened in registers.
-TILINGS_8_BITS: Tilings = {
+# For 8-bit caches, whose numbers are widened in registers, and for segments, which have two sums.
+SMALL_TILINGS: Tilings = {
     90: (
         (128, Tiling(tile=64, num_warps=4, num_stages=3)),
         (256, Tiling(tile=32, num_warps=8, num_stages=2)),
@@ -118,7 +119,7 @@ def _attend_tiles(
             scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1) * scale)
         finite = new_top
-        if MASKED and WINDOW > 0:  # a row may have seen nothing yet
+        if MASKED:  # a row may have seen nothing yet
             finite = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores * scale - finite[:, None])
         decay = tl.exp2(top - finite)
@@ -154,9 +155,16 @@ def _prompt_attention_kernel(
     TILE: tl.constexpr,
     DOT: tl.constexpr,
     WINDOW: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PARTIAL_SIZE: tl.constexpr,
 ) -> None:
     """Attends with one tile of queries, the query heads of one KV head. The grid is (kv_heads,
-    tiles), so that programs start in the order of the tiles."""
+    tiles), so that programs start in the order of the tiles.
+
+    With a SEGMENT, each part of so many positions has an online softmax of its own. If SPLIT, tiles
+    have one token, the grid is (kv_heads, tiles, parts), and `out` is the workspace.
+    """
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     seq, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
@@ -188,6 +196,36 @@ def _prompt_attention_kernel(
         scale *= 256.0  # see `numbers_of`
     keys += kv_head * HEAD_DIM
     values += kv_head * HEAD_DIM
+    if SEGMENT > 0:
+        first_seen = 0
+        if WINDOW > 0:
+            first_seen = tl.maximum(cached + first + 1 - WINDOW, 0) // TILE * TILE
+        segment, end = first_seen // SEGMENT, cached + stop
+        if SPLIT:
+            segment += tl.program_id(2)
+            end = tl.minimum(end, (segment + 1) * SEGMENT)
+        for part in range(segment, tl.cdiv(end, SEGMENT)):
+            part_top, part_total, part_acc = _attend_tiles(
+                queries, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
+                tl.zeros([ROWS, DIMS], tl.float32), keys, values, key_scales, value_scales,
+                table, scale, last, tl.maximum(part * SEGMENT, first_seen),
+                tl.minimum((part + 1) * SEGMENT, end),
+                KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, q.dtype.element_ty, DOT, WINDOW,
+            )  # fmt: skip
+            if SPLIT:
+                top, total, acc = part_top, part_total, part_acc
+            else:
+                top, total, acc = merge(top, total, acc, part_top, part_total, part_acc)
+        if SPLIT:
+            rows = (tile * KV_HEADS * GROUP + kv_head * GROUP + row).to(tl.int64)
+            rows = (rows * tl.num_programs(2) + tl.program_id(2)) * PARTIAL_SIZE
+            tl.store(out + rows[:, None] + dim, acc, mask=mask)
+            tl.store(out + rows + HEAD_DIM, top, mask=token < stop)
+            tl.store(out + rows + HEAD_DIM + 1, total, mask=token < stop)
+        else:
+            result = result_of(total, acc, keys.dtype.element_ty)
+            tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
+        return
     begin = 0
     if WINDOW > 0:
         # The tiles that the windows of the first rows begin in are masked for the others.
@@ -208,17 +246,13 @@ def _prompt_attention_kernel(
         seen_by_all, cached + stop,
         KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, q.dtype.element_ty, DOT, WINDOW,
     )  # fmt: skip
-    if keys.dtype.element_ty == tl.uint8:
-        acc *= 256.0
-    if keys.dtype.element_ty.primitive_bitwidth == 8 and keys.dtype.element_ty != tl.int8:
-        acc /= VALUE_FACTOR
-    total = tl.where(total == 0, 1, total)  # 0 in the tiles of a sequence without tokens
-    tl.store(out + offsets, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    result = result_of(total, acc, keys.dtype.element_ty)
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
 
 
-def tile_tokens(head_dim: int, group: int, dtype: torch.dtype, *, in_8_bits: bool = False) -> int:
+def tile_tokens(head_dim: int, group: int, dtype: torch.dtype, *, small: bool = False) -> int:
     """Tokens per tile of queries, for `group` query heads per KV head."""
-    return _rows(head_dim, dtype, in_8_bits) // group
+    return _rows(head_dim, dtype, small) // group
 
 
 def query_tiles(
@@ -250,6 +284,8 @@ def prompt_attention(
     out: torch.Tensor,
     tiling: Tiling | None = None,
     window: int | None = None,
+    segment: int = 0,
+    partials: torch.Tensor | None = None,
 ) -> None:
     """Sets the rows of `out` that `tiles` cover to softmax(scale · q Kᵀ) V. In a sequence with Q
     queries and C positions, 1 <= Q <= C, query i sees the positions up to C - Q + i.
@@ -264,12 +300,23 @@ def prompt_attention(
         table_offsets int32 [S + 1]
         tiling        None: the one from `choose_tiling`
         window        how many of the last positions up to its own a query sees; None: all
+        segment       positions of a part, a multiple of the tiling's tile, if a query's bits must
+                      not depend on the others (`batch_invariance`); 0: the sequence is not divided
+        partials      if each tile has one token, memory for parts, which are computed in parallel:
+                      float32 [n, heads, parts, head_dim + 2 or more], with as many parts as a
+                      query sees
     """
     heads, head_dim = q.shape[1:]
     block_size, kv_heads = cache.shape[2:4]
-    in_8_bits = cache.dtype.itemsize == 1
-    tiling = tiling or choose_tiling(head_dim, q.dtype, in_8_bits=in_8_bits)
-    _prompt_attention_kernel[(kv_heads, len(tiles))](
+    small = cache.dtype.itemsize == 1 or segment > 0
+    tiling = tiling or choose_tiling(head_dim, q.dtype, small=small)
+    parts = 1 if partials is None else partials.shape[2]
+    sizes = {
+        "HEAD_DIM": head_dim,
+        "DIMS": next_power_of_2(head_dim),
+        "PARTIAL_SIZE": 0 if partials is None else partials.shape[3],
+    }
+    _prompt_attention_kernel[(kv_heads, len(tiles), parts)](
         q,
         cache[0],
         cache[1],
@@ -279,30 +326,39 @@ def prompt_attention(
         block_table,
         table_offsets,
         scale * LOG2_E,
-        out,
+        out if partials is None else partials,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
-        ROWS=_rows(head_dim, q.dtype, in_8_bits),
-        HEAD_DIM=head_dim,
-        DIMS=next_power_of_2(head_dim),
+        ROWS=_rows(head_dim, q.dtype, small),
         BLOCK_SIZE=block_size,
         TILE=tiling.tile,
         DOT=dot_dtype(q.dtype, cache.dtype),
         WINDOW=window or 0,
+        SEGMENT=segment,
+        SPLIT=partials is not None,
+        **sizes,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
+    if partials is not None:
+        merge_parts_kernel[(heads, len(tiles))](
+            partials, tiles, query_starts, cache, out, parts, HEADS=heads, **sizes, num_warps=4
+        )
 
 
-def _rows(head_dim: int, dtype: torch.dtype, in_8_bits: bool) -> int:
+def _rows(head_dim: int, dtype: torch.dtype, small: bool) -> int:
     """Rows in a tile of queries. Hopper's wgmma multiplies 64 rows per group of 4 warps."""
     if dtype == torch.float32:
         return 32
-    return 128 if head_dim <= 128 and not in_8_bits else 64
+    return 128 if head_dim <= 128 and not small else 64
 
 
-def choose_tiling(head_dim: int, dtype: torch.dtype, *, in_8_bits: bool = False) -> Tiling:
-    """This GPU's tiling for heads of `head_dim` numbers, and a cache in dtype or in 8 bits."""
+def choose_tiling(head_dim: int, dtype: torch.dtype, *, small: bool = False) -> Tiling:
+    """This GPU's tiling for heads of `head_dim` numbers.
+
+    Args:
+        small: with an 8-bit cache, or in segments.
+    """
     if dtype == torch.float32:
         return FLOAT32_TILING
-    return tiling_of(TILINGS_8_BITS if in_8_bits else TILINGS, head_dim)
+    return tiling_of(SMALL_TILINGS if small else TILINGS, head_dim)

@@ -63,10 +63,34 @@ def _rms_norm_kernel(
     tl.store(out + row * SIZE + columns, values, mask=mask)
 
 
+def sum_rows(x: torch.Tensor) -> torch.Tensor:
+    """See `kernels.ops.Ops`. Columns of x are contiguous."""
+    tokens, size = x.shape
+    out = torch.empty(tokens, dtype=x.dtype, device=x.device)
+    block = next_power_of_2(size)
+    num_warps = min(max(block // 256, 1), 8)
+    _sum_rows_kernel[(tokens,)](x, x.stride(0), out, SIZE=size, BLOCK=block, num_warps=num_warps)
+    return out
+
+
+@kernel()
+def _sum_rows_kernel(
+    x: tl.tensor,
+    x_stride: tl.tensor,
+    out: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    values = tl.load(x + row * x_stride + columns, mask=columns < SIZE, other=0)
+    tl.store(out + row, tl.sum(values, axis=0))
+
+
 # In torch, because OLMo alone has these norms.
 def sum_squares(x: torch.Tensor, sizes: tuple[int, int]) -> torch.Tensor:
     parts = x[:, : sum(sizes)].float().square().split(sizes, dim=1)
-    return torch.stack([part.sum(dim=1) for part in parts], dim=1)
+    return torch.stack([sum_rows(part) for part in parts], dim=1)
 
 
 def scale_parts(

@@ -83,12 +83,12 @@ class Batch:
         """The results of `prompt_attention`, NaN in the rows that were not written."""
         heads, head_dim = self.q.shape[1:]
         out = torch.full_like(self.q, torch.nan)
-        in_8_bits = self.cache.dtype.itemsize == 1
+        small = self.cache.dtype.itemsize == 1
         group = heads // self.cache.shape[3]
         tiles = query_tiles(
             self.query_lens.cpu().numpy(),
             np.array(seqs, np.int32),
-            tile_tokens(head_dim, group, self.q.dtype, in_8_bits=in_8_bits),
+            tile_tokens(head_dim, group, self.q.dtype, small=small),
             self.context_lens.cpu().numpy(),
         )
         tiles = torch.from_numpy(tiles).to(out.device)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.worker_svc.kernels.triton.compiled import Case
+from worker_svc.kernels.triton.batch_invariance import SEGMENT
 from worker_svc.kernels.triton.decode_attention import decode_attention, decode_workspace
 from worker_svc.kernels.triton.prompt_attention import prompt_attention
 from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
@@ -57,14 +58,22 @@ def _prompt(
     block_size: int,
     cache_dtype: torch.dtype | None = None,
     window: int | None = None,
+    segment: int = 0,
+    parts: int = 0,
 ) -> None:
     for n in ROWS:
         q = torch.empty(n, KV_HEADS * group, head_dim, dtype=dtype)
         cache = _cache(cache_dtype or dtype, block_size, head_dim)
+        partials = decode_workspace(n, q.shape[1], head_dim, parts, q.device) if parts else None
         tiles = _integers(n, 2, offset=n)
         columns = [_integers(size, offset=n) for size in (n + 1, n, n, n + 1)]
         rest = head_dim**-0.5, torch.empty_like(q)
-        prompt_attention(q, cache, tiles, *columns, *rest, window=window)
+        invariant = {"segment": segment, "partials": partials}
+        prompt_attention(q, cache, tiles, *columns, *rest, window=window, **invariant)
+
+
+_invariant = partial(_prompt, segment=SEGMENT)
+_invariant_decode = partial(_prompt, segment=SEGMENT, parts=3)
 
 
 def _case(
@@ -79,6 +88,8 @@ def _case(
 ) -> Case:
     name = f"{str(dtype)[6:]}, group {group}, head_dim {head_dim}, blocks of {block_size}"
     name += "".join(f", {n} splits" for n in splits)
+    if isinstance(launch, partial):
+        name += f", {launch.keywords}"
     if cache_dtype is not None:
         name += f", cache {str(cache_dtype)[6:]}"
     if window is not None:
@@ -88,7 +99,7 @@ def _case(
     return Case(
         name,
         call,
-        uses_wgmma=launch is _prompt and dtype != torch.float32,
+        uses_wgmma=launch is not _decode and dtype != torch.float32,
         first_target=90 if cache_dtype == torch.float8_e4m3fn else 80,
     )
 
@@ -124,4 +135,14 @@ CASES = [
     _case(_prompt, BF16, 2, 128, 64, cache_dtype=torch.float8_e4m3fn),
     _case(_prompt, FP16, 5, 80, 48, cache_dtype=torch.int8),
     _case(_prompt, BF16, 2, 256, 64, cache_dtype=torch.int8),
+    *(
+        _case(launch, *shape, cache_dtype=cache_dtype, window=window)
+        for launch in (_invariant, _invariant_decode)
+        for shape, cache_dtype, window in (
+            ((BF16, 2, 128, 64), None, None),
+            ((BF16, 4, 256, 64), None, 512),
+            ((BF16, 4, 128, 64), torch.int8, None),
+            ((FP16, 5, 80, 48), torch.uint8, None),
+        )
+    ),
 ]

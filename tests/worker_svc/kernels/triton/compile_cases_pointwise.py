@@ -15,7 +15,7 @@ from worker_svc.kernels.triton.advance import advance
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.gated_activation import activate_and_multiply
 from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
-from worker_svc.kernels.triton.rms_norm import rms_norm
+from worker_svc.kernels.triton.rms_norm import rms_norm, sum_rows
 from worker_svc.kernels.triton.rope_store import rope_store
 from worker_svc.kernels.triton.sampling.filtering import pick_bins, weigh_by_key
 from worker_svc.kernels.triton.sampling.selection import chunk_statistics, select_tokens
@@ -57,6 +57,7 @@ def launches(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[
     half, ints = partial(empty, dtype=dtype), partial(empty, dtype=torch.int32)
     floats = partial(empty, dtype=torch.float32)
     x, weight = half(TOKENS, shape.hidden), half(shape.hidden)
+    yield "sum_rows", partial(sum_rows, empty(3, 297, dtype=torch.float64))
     yield "rms_norm", partial(rms_norm, x, None, weight, 1e-6)
     yield "add_rms_norm", partial(rms_norm, x, x, weight, 1e-6)
     gate_up = half(TOKENS, 2 * shape.intermediate)

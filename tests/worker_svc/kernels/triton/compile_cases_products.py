@@ -12,10 +12,11 @@ import torch
 from tests.worker_svc.kernels.triton.compile_cases_pointwise import empty
 from tests.worker_svc.kernels.triton.compiled import Case
 from worker_svc.kernels.ops import PackedWeight
+from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton.embedding import embed
 from worker_svc.kernels.triton.quantized.products import Grouped, choose_tiles
 from worker_svc.kernels.triton.quantized.row_quantization import quantize
-from worker_svc.kernels.triton.quantized.weights import CodeWeight, Int8Weight
+from worker_svc.kernels.triton.quantized.weights import CodeWeight, Int8Weight, InvariantWeight
 from worker_svc.kernels.triton.row_matmul import RowWeight
 from worker_svc.kernels.triton.thin_matmul import ThinWeight
 from worker_svc.weights.quantization.formats import Format
@@ -49,6 +50,14 @@ def products(weight: PackedWeight, columns: int, dtype: torch.dtype, rows: tuple
         weight.matmul(empty(count, columns, dtype=dtype), None)
 
 
+def invariant_products(weight: PackedWeight, columns: int, rows: tuple[int, ...]) -> None:
+    batch_invariance.switch(True)
+    try:
+        products(weight, columns, BF16, rows)
+    finally:
+        batch_invariance.switch(False)
+
+
 def cases() -> Iterator[Case]:
     for rows in ROWS:
         number = f"{rows[-1]} rows"
@@ -65,6 +74,10 @@ def cases() -> Iterator[Case]:
             weight = make_codes(name, 1024, 3072, 128, zeros)
             launch = partial(products, weight, 3072, BF16, rows)
             yield Case(f"{name} zeros {zeros} {number}", launch, uses_wgmma=True)
+    plain = InvariantWeight(empty(1024, 3072, dtype=BF16))
+    for rows in ((1, 16, 64), (65, 250, 4096)):
+        launch = partial(invariant_products, plain, 3072, rows)
+        yield Case(f"invariant {rows[-1]} rows", launch, uses_wgmma=True)
     thin = ThinWeight(empty(1024, 3072, dtype=BF16))
     for outs, columns in ((1024, 3072), (6144, 1024)):
         weight = RowWeight(empty(outs, columns, dtype=BF16))

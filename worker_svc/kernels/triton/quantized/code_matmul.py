@@ -11,6 +11,7 @@ from worker_svc.kernels.triton.codes import from_e4m3
 from worker_svc.kernels.triton.launch import kernel
 from worker_svc.kernels.triton.paged_attention import dot_dtype
 from worker_svc.kernels.triton.quantized.products import (
+    SPLIT_ROWS,
     Grouped,
     choose_splits,
     choose_tiles,
@@ -53,8 +54,11 @@ def code_matmul(
     tiles = grouped.tiles if grouped else choose_tiles(rows, x.dtype)
     column_tiles = triton.cdiv(columns, 2 * width if int4 else width)
     splits = 1 if grouped else choose_splits(rows, outs, column_tiles)
-    parts = room_for_parts(out, splits, torch.float32)
-    _code_kernel[(triton.cdiv(outs, tiles.outs), triton.cdiv(rows, tiles.rows), splits)](
+    # With many rows, the parts' sums would be large. Then each program adds up all parts.
+    loops = rows > SPLIT_ROWS and splits > 1
+    programs = 1 if loops else splits
+    parts = room_for_parts(out, programs, torch.float32)
+    _code_kernel[(triton.cdiv(outs, tiles.outs), triton.cdiv(rows, tiles.rows), programs)](
         x,
         codes,
         scales,
@@ -72,11 +76,12 @@ def code_matmul(
         OUTS=tiles.outs,
         WIDTH=width,
         SPLITS=splits,
+        LOOPS=loops,
         DOT=dot_dtype(x.dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    if splits > 1:
+    if programs > 1:
         combine(parts, None, None, bias, out)
     return out
 
@@ -124,16 +129,15 @@ def _zeros(
         return tl.full([OUTS, 1], 8.0 if INT4 else 0.0, tl.float32)
 
 
-@kernel(do_not_specialize=["rows"])
-def _code_kernel(
-    x: tl.tensor,
-    codes: tl.tensor,
+@triton.jit
+def _part_sums(
+    rows_of_x: tl.tensor,
+    rows_of_codes: tl.tensor,
     scales: tl.tensor,
     zeros: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,
-    matrices: tl.tensor,
-    rows: tl.tensor,
+    real_n: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
     COLUMNS: tl.constexpr,
     ALL_OUTS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -142,32 +146,12 @@ def _code_kernel(
     ROWS: tl.constexpr,
     OUTS: tl.constexpr,
     WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
     DOT: tl.constexpr,
-) -> None:
-    """Grid (tiles of outputs, tiles of rows, splits)."""
+) -> tl.tensor:
+    """Multiplies the tiles [first, last) of columns -> sums [OUTS, ROWS] float32."""
     tile_columns: tl.constexpr = 2 * WIDTH if INT4 else WIDTH
-    tiles: tl.constexpr = (COLUMNS + tile_columns - 1) // tile_columns
-    row_bytes: tl.constexpr = tiles * WIDTH if INT4 else COLUMNS
     one_group: tl.constexpr = GROUPS == 1 or GROUP % tile_columns == 0  # in any tile
     padded: tl.constexpr = COLUMNS % tile_columns != 0
-
-    n = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    part = tl.program_id(2)
-    # Rows beyond the last are computed from the last row and not stored.
-    real_n = tl.minimum(n, ALL_OUTS - 1)
-    first, last = tiles * part // SPLITS, tiles * (part + 1) // SPLITS
-    if matrices is not None:
-        matrix = tl.load(matrices + tl.program_id(1)).to(tl.int64)
-        last = tl.where(matrix < 0, first, last)
-        matrix = tl.maximum(matrix, 0)
-        codes += matrix * ALL_OUTS * row_bytes
-        scales += matrix * GROUPS * ALL_OUTS
-        if zeros is not None:
-            zeros += matrix * GROUPS * ALL_OUTS
-    rows_of_codes = codes + real_n.to(tl.int64)[:, None] * row_bytes
-    rows_of_x = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * COLUMNS
     column = tl.arange(0, WIDTH)
     sums = tl.zeros([OUTS, ROWS], tl.float32)
     for tile in range(first, last):
@@ -208,9 +192,69 @@ def _code_kernel(
             number = _numbers(code, zero, INT4, DOT)
             product = tl.dot(number, x_t.to(DOT), input_precision="ieee")
             sums += product * scale
+    return sums
+
+
+@kernel(do_not_specialize=["rows"])
+def _code_kernel(
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    zeros: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    matrices: tl.tensor,
+    rows: tl.tensor,
+    COLUMNS: tl.constexpr,
+    ALL_OUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    INT4: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LOOPS: tl.constexpr,
+    DOT: tl.constexpr,
+) -> None:
+    """Grid (tiles of outputs, tiles of rows, splits), or without splits if a program LOOPS over
+    them."""
+    tile_columns: tl.constexpr = 2 * WIDTH if INT4 else WIDTH
+    tiles: tl.constexpr = (COLUMNS + tile_columns - 1) // tile_columns
+    row_bytes: tl.constexpr = tiles * WIDTH if INT4 else COLUMNS
+
+    n = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(2)
+    # Rows beyond the last are computed from the last row and not stored.
+    real_n = tl.minimum(n, ALL_OUTS - 1)
+    first, last = tiles * part // SPLITS, tiles * (part + 1) // SPLITS
+    if matrices is not None:
+        matrix = tl.load(matrices + tl.program_id(1)).to(tl.int64)
+        last = tl.where(matrix < 0, first, last)
+        matrix = tl.maximum(matrix, 0)
+        codes += matrix * ALL_OUTS * row_bytes
+        scales += matrix * GROUPS * ALL_OUTS
+        if zeros is not None:
+            zeros += matrix * GROUPS * ALL_OUTS
+    rows_of_codes = codes + real_n.to(tl.int64)[:, None] * row_bytes
+    rows_of_x = x + tl.minimum(m, rows - 1).to(tl.int64)[None, :] * COLUMNS
+    if LOOPS:
+        sums = tl.zeros([OUTS, ROWS], tl.float32)
+        for each in range(SPLITS):
+            sums += _part_sums(
+                rows_of_x, rows_of_codes, scales, zeros, real_n,
+                tiles * each // SPLITS, tiles * (each + 1) // SPLITS,
+                COLUMNS, ALL_OUTS, GROUP, GROUPS, INT4, ROWS, OUTS, WIDTH, DOT,
+            )  # fmt: skip
+    else:
+        sums = _part_sums(
+            rows_of_x, rows_of_codes, scales, zeros, real_n, first, last,
+            COLUMNS, ALL_OUTS, GROUP, GROUPS, INT4, ROWS, OUTS, WIDTH, DOT,
+        )  # fmt: skip
     if codes.dtype.element_ty == tl.uint8 and not INT4:
         sums = sums * 256.0  # see `from_e4m3`
-    if SPLITS == 1:
+    if SPLITS == 1 or LOOPS:
         store_sums(sums, None, None, bias, out, m, n, rows, ALL_OUTS)
     else:
         store_part(sums, out, part, m, n, rows, ALL_OUTS)

@@ -7,6 +7,7 @@ multiplied with the matrix of one expert.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 
@@ -19,6 +20,7 @@ from worker_svc.kernels.triton.quantized.weights import (
     pack_quantized,
     stack,
 )
+from worker_svc.kernels.triton.rms_norm import sum_rows
 from worker_svc.kv_cache import NewTensor
 from worker_svc.weights.quantization.formats import QuantizedWeight
 
@@ -52,7 +54,8 @@ def mix_experts(
     # A stable sort takes the first of equal logits.
     values, chosen = (each[:, :per_token] for each in logits.sort(stable=True, descending=True))
     probabilities = values if experts.normalized else logits
-    factors = (values - probabilities.logsumexp(1, keepdim=True)).exp()
+    log_sums = values[:, :1] + sum_rows((probabilities - values[:, :1]).exp())[:, None].log()
+    factors = (values - log_sums).exp()
     is_own = (chosen >= own.start) & (chosen < own.stop)
     experts_of_rows = torch.where(is_own, chosen - own.start, len(own)).flatten()
 
@@ -67,7 +70,8 @@ def mix_experts(
     outputs = down.matmul(hidden, None, grouped=grouped)
     of_tokens = outputs[places.clamp(max=nowhere - 1)].view(tokens, per_token, outputs.shape[1])
     of_tokens = torch.where(is_own[:, :, None], of_tokens.float(), 0)
-    return (of_tokens * factors[:, :, None]).sum(1).to(x.dtype)
+    # Added one by one, because torch may add more rows in another order.
+    return reduce(torch.add, (of_tokens * factors[:, :, None]).unbind(1)).to(x.dtype)
 
 
 def _places(experts: torch.Tensor, count: int, tile: int) -> tuple[torch.Tensor, torch.Tensor]:

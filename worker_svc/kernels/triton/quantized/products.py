@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton.launch import INTERPRETED, kernel
 
 SPLIT_ROWS = 64  # maximum rows of x; with more, there are many tiles and the parts' sums are large
@@ -56,6 +57,7 @@ TILES = (
     (256, Tiles(rows=64, outs=64, num_warps=4, num_stages=4)),
 )
 LARGE_TILES = Tiles(rows=128, outs=128, num_warps=8, num_stages=3)
+INVARIANT_TILES = Tiles(rows=64, outs=64, num_warps=4, num_stages=4)  # see `batch_invariance`
 # Tensor cores do not multiply float32, which only comparisons use.
 FLOAT32_TILES = Tiles(rows=16, outs=16, num_warps=4, num_stages=2)
 
@@ -64,13 +66,15 @@ def choose_tiles(rows: int, dtype: torch.dtype) -> Tiles:
     """The tiles for `rows` rows of x, where `dtype` is the type that is multiplied."""
     if dtype == torch.float32 and not INTERPRETED:
         return FLOAT32_TILES
+    if batch_invariance.is_on():
+        return INVARIANT_TILES
     return next((tiles for limit, tiles in TILES if rows <= limit), LARGE_TILES)
 
 
 def choose_splits(rows: int, out_features: int, column_tiles: int) -> int:
     """The number of parts of the columns, each of two tiles or more. It is equal for all numbers of
-    rows up to SPLIT_ROWS, and 1 beyond."""
-    if rows > SPLIT_ROWS:
+    rows up to SPLIT_ROWS, and 1 beyond unless products are batch-invariant."""
+    if rows > SPLIT_ROWS and not batch_invariance.is_on():
         return 1
     wanted = PROGRAMS // -(-out_features // TILES[0][1].outs)
     return max(min(wanted, column_tiles // 2, MAX_SPLITS), 1)
@@ -161,8 +165,8 @@ def _combine_kernel(
     m = tl.program_id(1)
     rows = tl.num_programs(1)
     address = parts + m.to(tl.int64) * ALL_OUTS + n
-    sums = tl.load(address, mask=n < ALL_OUTS, other=0)
-    for part in tl.static_range(1, SPLITS):
+    sums = tl.zeros([OUTS], parts.dtype.element_ty)
+    for part in tl.static_range(SPLITS):
         step = part * rows.to(tl.int64) * ALL_OUTS
         sums += tl.load(address + step, mask=n < ALL_OUTS, other=0)
     store_sums(

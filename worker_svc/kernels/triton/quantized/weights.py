@@ -16,7 +16,8 @@ from torch.nn.functional import ScalingType, scaled_mm
 from triton.runtime.driver import driver
 
 from worker_svc.errors import ModelError
-from worker_svc.kernels.ops import Exchange
+from worker_svc.kernels.ops import Exchange, PlainWeight
+from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton.launch import INTERPRETED
 from worker_svc.kernels.triton.quantized.code_matmul import code_matmul, pack_int4
 from worker_svc.kernels.triton.quantized.int8_matmul import int8_matmul
@@ -150,6 +151,24 @@ class CodeWeight:
         return state
 
 
+class InvariantWeight(PlainWeight):
+    """W in its own layout, multiplied by the kernel of `CodeWeight`, for which its numbers are
+    codes. So a row's bits do not depend on other rows (`batch_invariance`)."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(weight)
+        scales = torch.ones(1, len(weight), dtype=torch.float16, device=weight.device)
+        self._codes = CodeWeight(weight, scales, None, weight.dtype)
+
+    def matmul(
+        self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
+    ) -> torch.Tensor:
+        return self._codes.matmul(x, bias)
+
+    def matmul_into(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(self.matmul(x, None))
+
+
 class Fp8Weight(CodeWeight):
     """W as fp8 codes, which torch multiplies by x in fp8 if x has many rows. With few rows, reading
     the weight takes most of the time, and x is not quantized."""
@@ -162,7 +181,7 @@ class Fp8Weight(CodeWeight):
         grouped: Grouped | None = None,
     ) -> torch.Tensor:
         assert grouped is None  # `stack` makes no weight of this kind
-        if len(x) <= SPLIT_ROWS or x.dtype != torch.bfloat16:
+        if len(x) <= SPLIT_ROWS or x.dtype != torch.bfloat16 or batch_invariance.is_on():
             return super().matmul(x, bias, exchange)
         one_group = len(self.scales) == 1
         codes, scales = quantize(
