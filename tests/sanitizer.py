@@ -60,9 +60,23 @@ class _Change:
 
 
 class Sanitizer:
-    """Checks and runs the steps of an epoch, and of those after it that keep its cache."""
+    """Checks and runs the steps of an epoch, and of those after it that keep its cache.
 
-    def __init__(self, limits: Limits, num_blocks: int, paging: Paging, epoch: int) -> None:
+    Args:
+        by_batch: see `Features.answer`.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        num_blocks: int,
+        paging: Paging,
+        epoch: int,
+        *,
+        by_batch: bool = False,
+    ) -> None:
+        self._by_batch = by_batch
+        self.num_changed = 0  # tokens of the last step that the batch has changed
         slots = num_blocks * paging.slots_per_block
         self._limits = StepLimits(
             VOCAB_SIZE,
@@ -184,11 +198,24 @@ class Sanitizer:
             self._attended[each.attended_slots] = request.step_id
         if beside is not None:
             features.check_owners(beside.owners)
-        answer = features.answer(self._states[step.attended_slots])
+        answer = features.answer(self._states[step.attended_slots], by_batch=self._by_batch)
+        self.num_changed = features.num_changed
+        if self._by_batch and beside is not None:
+            self._continue(step, beside.owners, ints(answer.token_ids).tolist())
         answer.draft_ids = np.array(self._draft_ids, "<i4").tobytes()
         answer.hidden_states = hidden_states(decoded).tobytes()
         self._last_tokens = ints(answer.token_ids).tolist()
         return answer
+
+    def _continue(self, step: StepColumns, owners: Seq[Owner], tokens: list[int]) -> None:
+        """Notes the tokens that rows have sampled, except those after a wrong draft."""
+        first, right = 0, True
+        for row, (owner, token) in enumerate(zip(owners, tokens, strict=True)):
+            is_drafted = row > 0 and owners[row - 1] is owner
+            right = not is_drafted or (right and self._ids[first] == tokens[row - 1])
+            if right and step.samples[row]:
+                owner.continue_with(token, int(step.context_lens[row]))
+            first += int(step.query_lens[row])
 
     def _copy(self, step: StepColumns, beside: Beside | None) -> None:
         """Makes all copies at once, before anything is written."""
@@ -230,6 +257,7 @@ class Sanitizer:
     def _write(self, tables: Seq[StepColumns], beside: Beside | None) -> None:
         step = tables[0]
         ids, first = self._resolve(step.input_ids), 0
+        self._ids = ids
         self._draft_ids: list[int] = []
         # The slots of the tokens before the rows'.
         starts = step.context_lens - step.query_lens

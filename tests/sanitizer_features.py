@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from scheduler_svc.core.sampling import SamplingParams
 from shared.pb import worker_pb2
 from shared.sampling_params import BANNED
-from tests.oracle import VOCAB_SIZE, completing, logprobs, sample
+from tests.oracle import VOCAB_SIZE, completing, extend, logprobs, sample
 from tests.step_columns import Ints, StepColumns
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.features import FeatureArrays, PromptTargets
@@ -35,7 +35,13 @@ class Owner:
     params: SamplingParams
     prompt: Seq[int]
     states: Ints  # after each token it may ever compute; its last one needs no step
-    tokens: Seq[int] = ()  # the generated ones of these
+    tokens: list[int] = field(default_factory=list)  # generated: these, and the last one
+
+    def continue_with(self, token: int, place: int) -> None:
+        """Notes that `token` was sampled at this place, instead of what was expected there."""
+        self.tokens[place - len(self.prompt)] = token
+        if place < len(self.states):
+            self.states[place] = extend(int(self.states[place - 1]), token)
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Features:
 
     def __init__(self, step: StepColumns, decoded: StepArrays) -> None:
         self._step = step
+        self.num_changed = 0  # tokens that the batch has changed
         self.sampling = _asked(decoded.features) if decoded.features else {}
         self.targets = _targets(decoded.prompt_targets) if decoded.prompt_targets else {}
         for row, (_, tokens) in self.targets.items():
@@ -101,12 +108,22 @@ class Features:
                         f"row {row} scores {self.targets[row]}, its prompt continues with {tokens}"
                     )
 
-    def answer(self, states: Ints) -> worker_pb2.StepResponse:
-        """Answers the step, given the states of all contexts, concatenated."""
+    def answer(self, states: Ints, *, by_batch: bool = False) -> worker_pb2.StepResponse:
+        """Answers the step, given the states of all contexts, concatenated.
+
+        Args:
+            by_batch: whether the batch changes some tokens, as if two were nearly equally likely.
+        """
         step = self._step
         last: list[int] = states[np.cumsum(step.attended_lens) - 1].tolist()
+        change = by_batch and len(step.input_ids) % 2
+        self.num_changed = sum(state % 3 == 0 for state in last) if change else 0
         tokens = [
-            sample(state, seed, self.sampling[row].banned if row in self.sampling else ())
+            sample(
+                state,
+                seed + (change and state % 3 == 0),
+                self.sampling[row].banned if row in self.sampling else (),
+            )
             if samples
             else -1
             for row, (state, seed, samples) in enumerate(

@@ -45,6 +45,7 @@ PROVE = (
     f"{_KERNELS}token_masks.py",
     f"{_KERNELS}filtering.py",
     f"{_KERNELS}attention.py",
+    f"{_KERNELS}batch_invariance.py",
     "tests/worker_svc/sampling/test_filters.py",
     "tests/worker_svc/gpu_path/test_backends.py",
     "tests/worker_svc/gpu_path/test_model.py",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.sequence import FinishCause, Sequence
 from scheduler_svc.core.step import Logprobs, Output
+from tests.oracle import logprobs
 from tests.sanitizer import Owner
 from tests.simulation.workload import Request
 
@@ -21,6 +22,11 @@ class Attempt:
     num_scored: int = 0  # of the prompt's tokens, not counting the first
     ended: bool = False
     twin: bool = False  # repeats the number of an open request, so it must be refused
+
+    @property
+    def cause(self) -> FinishCause | None:
+        """The cause for which its tokens so far end it, if they do."""
+        return self.client.request.cause_after(self.owner.tokens[: self.num_tokens])
 
     def check_prompt_logprobs(self, output: Output) -> None:
         """Every position must arrive once, in order, and before the first token."""
@@ -43,7 +49,11 @@ class Attempt:
 
     def _check(self, first: int, found: Logprobs, k: int | None) -> None:
         assert k is not None, f"{self.owner.name} did not ask for log-probabilities"
-        ids, values = self.client.request.logprobs(first, len(found.ids), k)
+        owner, end = self.owner, first + len(found.ids)
+        tokens = [*owner.prompt, *owner.tokens][first:end]
+        before = owner.states[first - 1 : end - 1].tolist()
+        rows = [logprobs(state, token, k) for state, token in zip(before, tokens, strict=True)]
+        ids, values = [ids for ids, _ in rows], [values for _, values in rows]
         assert found.ids.tolist() == ids, f"{self.owner.name}: ids of log-probabilities"
         assert found.values.tolist() == values, f"{self.owner.name}: log-probabilities"
 

@@ -97,13 +97,13 @@ class Frontends:
             attempt.check_logprobs(output)
             self._counts["logprobs"] += output.logprobs is not None
             assert output.offset == attempt.num_tokens, f"{name}: offset {output.offset}"
-            expected = request.tokens[attempt.num_tokens : attempt.num_tokens + 1]
+            expected = attempt.owner.tokens[attempt.num_tokens : attempt.num_tokens + 1]
             assert [output.token] == expected, f"{name}: token {output.token}, not {expected}"
             attempt.num_tokens += 1
         attempt.ended = output.end is not None
         if output.end:
             self._check_end(attempt, output.end.cause)
-        elif attempt.num_tokens == len(request.tokens) > 0 and output.token is not None:
+        elif output.token is not None and attempt.cause:
             raise AssertionError(f"{name}: continues after its last token")
 
     def _check_end(self, attempt: Attempt, cause: FinishCause) -> None:
@@ -122,7 +122,7 @@ class Frontends:
             full = self._scheduler.num_waiting > 0
             right = (full or spent > 0) and not attempt.seq.request.resubmitted
         else:
-            right = cause is request.cause and attempt.num_tokens == len(request.tokens)
+            right = cause is attempt.cause
         self._counts[f"ended {cause.name}"] += 1
         assert right, f"{attempt.owner.name}: {cause.name} after {attempt.num_tokens} tokens"
 
@@ -184,9 +184,8 @@ class Frontends:
 
     def _attempt(self, client: Client, seq: Sequence) -> Attempt:
         number = len(self._attempts) + 1
-        owner = client.request.owner(
-            number, f"request {seq.key.number} of connection {seq.key.connection}"
-        )
+        name = f"request {seq.key.number} of connection {seq.key.connection}"
+        owner = client.request.owner(number, name, client.delivered)
         attempt = Attempt(client, seq, owner, len(client.delivered))
         client.attempts.append(attempt)
         self._attempts[id(seq)] = self._by_key[seq.key] = attempt

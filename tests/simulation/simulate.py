@@ -127,8 +127,7 @@ class Simulation:
         return Beside(owners, self._scheduler.answered, references)
 
     def _next_tokens(self, seq: Sequence) -> list[int]:
-        request = self._frontends.attempt_of(seq).client.request
-        return request.tokens[seq.num_generated_tokens :]
+        return self._frontends.attempt_of(seq).owner.tokens[seq.num_generated_tokens :]
 
     def _is_poisoned(self, step: Step) -> bool:
         for row in step.rows:

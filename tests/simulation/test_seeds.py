@@ -38,6 +38,7 @@ SEEDS: dict[str, tuple[range, list[str]]] = {
             "resumed",
             "rows mid-prompt",
             "siblings",
+            "tokens changed by the batch",
             "tokens not known yet",
         ],
     ),

@@ -119,6 +119,7 @@ class SimulatedWorkers:
     def _run(self, step: Step, request: worker_pb2.StepRequest, beside: Beside) -> None:
         response = self._sanitizer.run(request, beside)
         self._counts["steps"] += 1
+        self._counts["tokens changed by the batch"] += self._sanitizer.num_changed
         self._counts["rows"] += len(step.rows)
         self._counts["rows mid-prompt"] += sum(not row.samples for row in step.rows)
         self._counts["tokens not known yet"] += sum(
@@ -200,7 +201,10 @@ class SimulatedWorkers:
         self._free_at = [0.0] * knobs.ranks
         if answered is None:
             limits = Limits(knobs.max_num_seqs, knobs.max_num_batched_tokens, knobs.max_model_len)
-            self._sanitizer = Sanitizer(limits, knobs.num_blocks, knobs.paging, self._epoch)
+            by_batch = knobs.by_batch
+            self._sanitizer = Sanitizer(
+                limits, knobs.num_blocks, knobs.paging, self._epoch, by_batch=by_batch
+            )
         else:
             self._sanitizer.keep(self._epoch, answered, self._rng)
 

@@ -14,10 +14,9 @@ from scheduler_svc.core.client import ANONYMOUS, Client
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import FinishCause, Sequence, SequenceKey
 from scheduler_svc.core.sequence import Request as SchedulerRequest
-from tests.oracle import VOCAB_SIZE, completion, logprobs, states
+from tests.oracle import VOCAB_SIZE, completion, states
 from tests.sanitizer import Owner
 from tests.simulation.knobs import Knobs
-from tests.step_columns import Ints
 
 
 @dataclass(frozen=True)
@@ -56,24 +55,26 @@ class Request:
         )
         return Sequence(key, self.prompt, self.params, request, generated_ids=tokens)
 
-    def owner(self, number: int, name: str) -> Owner:
-        computed = self._computed
-        return Owner(name, number, self.salt, self.params, self.prompt, self._states, computed)
+    def owner(self, number: int, name: str, delivered: list[int]) -> Owner:
+        """The owner of a sequence that begins with the tokens `delivered`."""
+        tokens = [*delivered, *self._tokens[len(delivered) :]]
+        of_tokens = np.array(states(self.prompt + tokens[:-1]))
+        return Owner(name, number, self.salt, self.params, self.prompt, of_tokens, tokens)
 
-    def logprobs(self, first: int, count: int, k: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Ids and values of the log-probabilities at `count` positions of prompt and completion."""
-        tokens = (self.prompt + self.tokens)[first : first + count]
-        before = self._states[first - 1 :].tolist()
-        rows = [logprobs(s, token, k) for s, token in zip(before, tokens, strict=False)]
-        return [ids for ids, _ in rows], [values for _, values in rows]
+    def cause_after(self, tokens: list[int]) -> FinishCause | None:
+        """The cause of an end after `tokens`, if they are all. Written independently of the
+        scheduler's code."""
+        if not self.tokens:  # can never be served
+            return self.cause
+        if tokens and tokens[-1] in self.params.eos_token_ids:
+            return FinishCause.EOS
+        if tokens and tokens[-1] in self.params.stop_token_ids:
+            return FinishCause.STOP_TOKEN
+        return FinishCause.LENGTH if len(tokens) == self.params.max_tokens else None
 
     @cached_property
-    def _computed(self) -> list[int]:
-        return _completion(self.prompt, self.params, self.params.max_tokens - 1)
-
-    @cached_property
-    def _states(self) -> Ints:
-        return np.array(states(self.prompt + self._computed))
+    def _tokens(self) -> list[int]:
+        return _completion(self.prompt, self.params, self.params.max_tokens)
 
 
 def plan(knobs: Knobs, rng: Random) -> list[Request]:
