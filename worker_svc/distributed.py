@@ -25,6 +25,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 JOIN_TIMEOUT = timedelta(seconds=30)
 # How long ranks that have met may take to connect. Gloo waits that long whatever else happens.
 CONNECT_TIMEOUT = timedelta(seconds=10)
+_GATHERED_ROWS = 1024  # at a time, because the parts of all ranks take memory
 _POLL_S = 0.01
 _CONNECTION_S = 1.0  # for a connection to rank 0's store
 
@@ -139,8 +140,10 @@ class TensorParallel:
             return self.defer(self.all_reduce, x)
         if self._joined:
             # Libraries add up more than two parts in an order that depends on their size.
-            if self._in_order and self.size > 2:
-                return x.copy_(reduce(torch.add, self.all_gather(x).unbind()))
+            if self._in_order and self.size > 2 and x.is_floating_point():
+                for rows in x.split(_GATHERED_ROWS):
+                    rows.copy_(reduce(torch.add, self.all_gather(rows).unbind()))
+                return x
             with self._collective():
                 dist.all_reduce(x)
         return x

@@ -310,7 +310,8 @@ class ModelRunner:
         logits = self._sample(last, tensors)
         pooled: list[torch.Tensor] = []
         if pooling:
-            scores = score(pooling, last, self._model.decoder.lm_head, self._vocab, self._tp)
+            head, ops = self._model.decoder.lm_head, self._platform.ops
+            scores = score(pooling, last, head, self._vocab, self._tp, ops)
             pooled = [torch.cat((pool(pooling, last, hidden, step.query_lens), scores))]
         return logits, logprobs, pooled
 

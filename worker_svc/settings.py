@@ -87,7 +87,7 @@ class WorkerSettings(ServiceSettings):
     batch_invariant: bool = Field(
         False,
         description="keep other requests from changing a request's tokens on a GPU, more slowly "
-        "(on a CPU they cannot, except with AMX)",
+        "(on a CPU they cannot, except with AMX or more than two ranks)",
     )
     threads: AutoInt = Field(
         "auto", description="CPU threads of a step (auto: a rank's share of the cores)"

@@ -73,12 +73,15 @@ class Knobs:
             by_model=rng.random() < 0.3,
         )
         self.max_run = rng.choice([1, 2, 4, 4])  # here, several ranks drop the same steps
-        # Whether tokens depend on the batch, as on a GPU without BATCH_INVARIANT. Without a draw of
-        # its own, so that seeds stay as they are.
-        self.by_batch = self.requests % 2 == 1
 
     def __str__(self) -> str:
         return f"knobs: {vars(self)}"
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether tokens depend on the batch, as on a GPU without BATCH_INVARIANT. Not drawn, so
+        that seeds stay as they are."""
+        return self.requests % 2 == 1
 
     @property
     def limits(self) -> Limits:

@@ -23,7 +23,7 @@ from worker_svc.model_runner import ModelRunner
 MODEL: dict[str, Any] = {
     "vocab_size": 150,
     "hidden_size": 32,
-    "intermediate_size": 64,
+    "intermediate_size": 256,  # so many columns are divided
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,

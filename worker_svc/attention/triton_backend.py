@@ -9,6 +9,7 @@ import torch
 
 from worker_svc.attention.base import AttentionShape
 from worker_svc.attention.paged import PagedBackend, PagedMetadata
+from worker_svc.errors import StartError
 from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton import prompt_attention as prompting
 from worker_svc.kernels.triton.decode_attention import (
@@ -47,11 +48,14 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         self._num_sms = num_sms
         self._reads_e4m3 = shape.kv_dtype == "fp8" and converts_e4m3()
         self._segment = batch_invariance.SEGMENT if batch_invariance.is_on() else 0
+        self._room = torch.empty(0)  # of `_workspace`
         small = shape.kv_dtype != "auto" or self._segment > 0
         self._prompt_tiling = prompting.choose_tiling(shape.head_dim, shape.dtype, small=small)
         self._tile_tokens = tile_tokens(
             shape.head_dim, shape.num_heads // shape.num_kv_heads, shape.dtype, small=small
         )
+        if not self._tile_tokens:
+            raise StartError("attention: too many query heads per KV head")
 
     def plan_column(self, step: StepArrays) -> Int32s:
         decodes = np.flatnonzero(step.query_lens == 1).astype(np.int32)
@@ -90,10 +94,20 @@ class TritonBackend(PagedBackend[TritonMetadata]):
             tiles=tensors.plan_column[num_decodes:].view(-1, 2),
             splits=splits,
             tiling=tiling,
-            workspace=decode_workspace(
-                num_decodes, shape.num_heads, shape.head_dim, splits, shape.device
-            ),
+            workspace=self._workspace(num_decodes, splits),
         )
+
+    def _workspace(self, num_decodes: int, splits: int) -> torch.Tensor:
+        """See `decode_workspace`. For segments it is large. So all steps share one, which is at its
+        largest in the warm-up."""
+        shape = self.shape
+        sizes = shape.num_heads, shape.head_dim
+        if not self._segment:
+            return decode_workspace(num_decodes, *sizes, splits, shape.device)
+        if num_decodes * splits > len(self._room):
+            self._room = decode_workspace(num_decodes * splits, *sizes, 1, shape.device)
+        columns = self._room.shape[-1:]
+        return self._room[: num_decodes * splits].view(num_decodes, sizes[0], splits, *columns)
 
     def attend(
         self,
@@ -116,11 +130,11 @@ class TritonBackend(PagedBackend[TritonMetadata]):
             tensors.table_offsets,
             self.shape.scale,
         )
-        prompts = *sequences, out, self._prompt_tiling, window, self._segment
+        arguments = *sequences, out, self._prompt_tiling, window, self._segment
         if len(metadata.tiles):
-            prompt_attention(q, cache, metadata.tiles, *prompts)
+            prompt_attention(q, cache, metadata.tiles, *arguments)
         if len(metadata.decodes) and self._segment:
-            prompt_attention(q, cache, metadata.decodes, *prompts, metadata.workspace)
+            prompt_attention(q, cache, metadata.decodes, *arguments, metadata.workspace)
         elif len(metadata.decodes):
             decode_attention(
                 q,

@@ -76,9 +76,7 @@ class CpuPlatform(Platform):
         """
         if settings.batch_invariant:
             self.ops = cast(Ops, SimpleNamespace(**vars(cpu_ops) | {"pack": cpu_ops.pack_panels}))
-            log.info(
-                "tokens do not depend on the batch, as on most CPUs", setting="batch_invariant"
-            )
+            log.info("tokens of a CPU do not depend on the batch", setting="batch_invariant")
         share = max(num_cores() // (settings.engines_on_host * settings.tp), 1)
         threads = share if settings.threads == "auto" else settings.threads
         self._max_threads = threads

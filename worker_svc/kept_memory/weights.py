@@ -155,7 +155,7 @@ class WeightMemory:
         """A new tensor, in the range unless given up."""
         size = _aligned(math.prod(shape) * dtype.itemsize)
         missing = self._end + size - sum(self._sizes)
-        if missing > 0 and self._grow(missing):
+        if self._states is not None and missing > 0 and self._grow(missing):
             self._device.speed_up(self._range.memory[-self._sizes[-1] :])
         if self._states is None:
             return torch.empty(tuple(shape), dtype=dtype, device=self._device.device)

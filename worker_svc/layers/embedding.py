@@ -100,7 +100,7 @@ class VocabParallelHead:
         return self._weight.matmul_into(hidden, out[: len(hidden)])
 
     def difference(
-        self, hidden: torch.Tensor, vocab: VocabPartition, yes_id: int, no_id: int
+        self, hidden: torch.Tensor, vocab: VocabPartition, ops: Ops, yes_id: int, no_id: int
     ) -> torch.Tensor:
         """Hidden states [S, hidden] -> what this rank adds to the logits of `yes_id` minus those of
         `no_id`, [S]. In float32, because logits in bfloat16 would often be equal."""
@@ -114,8 +114,6 @@ class VocabParallelHead:
 
         if isinstance(self._weight, PlainWeight):
             weight = self._weight.weight
-            difference = row(weight, yes_id) - row(weight, no_id)
-            # One by one, so that a score does not depend on the others.
-            return torch.stack([each @ difference for each in hidden])
+            return ops.sum_rows(hidden * (row(weight, yes_id) - row(weight, no_id)))
         logits = self._weight.matmul(hidden, None).T
         return row(logits, yes_id) - row(logits, no_id)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from worker_svc.distributed import TensorParallel
+from worker_svc.kernels.ops import Ops
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
 from worker_svc.step.features import PooledRows
 from worker_svc.step.wire import Int32s
@@ -42,6 +43,7 @@ def score(
     head: VocabParallelHead,
     vocab: VocabPartition,
     tp: TensorParallel,
+    ops: Ops,
 ) -> torch.Tensor:
     """Returns the scores of the Q pooled rows that have one, equal on all ranks, float32 [Q].
 
@@ -55,7 +57,8 @@ def score(
     for pair in dict.fromkeys(pairs):  # nearly always only one
         own = [i for i, each in enumerate(pairs) if each == pair]
         rows = pooled.rows[places[own]].tolist()
-        values = head.difference(torch.cat([last[row : row + 1] for row in rows]), vocab, *pair)
+        of_pair = torch.cat([last[row : row + 1] for row in rows])
+        values = head.difference(of_pair, vocab, ops, *pair)
         for i, value in zip(own, values.split(1), strict=True):
             found[i : i + 1] = value
     return tp.all_reduce(found) if pairs else found

@@ -1,8 +1,8 @@
 """Whether the bits of a row may depend on the other rows of a step (`BATCH_INVARIANT`).
 
-If not, every product runs in one kernel, whose tiles and parts depend on the weight's shape alone,
-and all attention in another, which divides each sequence into parts of `SEGMENT` positions. cuBLAS
-and FlashAttention choose by the number of rows and sequences.
+If not, a weight's products run in one kernel, whose tiles and parts depend on its shape and dtype
+alone, and all attention in another, which divides each sequence into parts of `SEGMENT` positions.
+cuBLAS and FlashAttention choose by the number of rows and sequences.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def merge_parts_kernel(
     partials: tl.tensor,
     tiles: tl.tensor,
     query_starts: tl.tensor,
+    context_lens: tl.tensor,
     cache: tl.tensor,
     out: tl.tensor,
     parts: tl.tensor,
@@ -71,17 +72,23 @@ def merge_parts_kernel(
     HEAD_DIM: tl.constexpr,
     DIMS: tl.constexpr,
     PARTIAL_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ) -> None:
     """Merges the parts of one head of the token of a tile, in order; grid (heads, tiles). Reads no
     more of the cache than its type."""
     head, tile = tl.program_id(0), tl.program_id(1)
-    query = tl.load(query_starts + tl.load(tiles + 2 * tile)).to(tl.int64)
+    seq = tl.load(tiles + 2 * tile)
+    query = tl.load(query_starts + seq).to(tl.int64)
+    context = tl.load(context_lens + seq)
+    first_seen = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
+    existing = tl.cdiv(context, SEGMENT) - first_seen // SEGMENT
     one, dim = tl.arange(0, 1), tl.arange(0, DIMS)[None, :]
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, DIMS], tl.float32)
     row = (tile * HEADS + head).to(tl.int64) * parts * PARTIAL_SIZE
-    for part in range(0, parts):
+    for part in range(0, existing):
         place = partials + row + part * PARTIAL_SIZE
         part_acc = tl.load(place + dim, mask=dim < HEAD_DIM, other=0.0)
         part_top = tl.load(place + HEAD_DIM + one)

@@ -219,35 +219,36 @@ def _prompt_attention_kernel(
         if SPLIT:
             rows = (tile * KV_HEADS * GROUP + kv_head * GROUP + row).to(tl.int64)
             rows = (rows * tl.num_programs(2) + tl.program_id(2)) * PARTIAL_SIZE
-            tl.store(out + rows[:, None] + dim, acc, mask=mask)
-            tl.store(out + rows + HEAD_DIM, top, mask=token < stop)
-            tl.store(out + rows + HEAD_DIM + 1, total, mask=token < stop)
+            exists = segment * SEGMENT < end
+            tl.store(out + rows[:, None] + dim, acc, mask=mask & exists)
+            tl.store(out + rows + HEAD_DIM, top, mask=(token < stop) & exists)
+            tl.store(out + rows + HEAD_DIM + 1, total, mask=(token < stop) & exists)
         else:
             result = result_of(total, acc, keys.dtype.element_ty)
             tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
-        return
-    begin = 0
-    if WINDOW > 0:
-        # The tiles that the windows of the first rows begin in are masked for the others.
-        end_of_begins = tl.cdiv(tl.maximum(cached + stop - WINDOW, 0), TILE) * TILE
-        begin = tl.minimum(end_of_begins, seen_by_all)
+    else:
+        begin = 0
+        if WINDOW > 0:
+            # The tiles that the windows of the first rows begin in are masked for the others.
+            end_of_begins = tl.cdiv(tl.maximum(cached + stop - WINDOW, 0), TILE) * TILE
+            begin = tl.minimum(end_of_begins, seen_by_all)
+            top, total, acc = _attend_tiles(
+                queries, top, total, acc, keys, values, key_scales, value_scales, table, scale,
+                last, tl.maximum(cached + first + 1 - WINDOW, 0) // TILE * TILE, begin,
+                KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, q.dtype.element_ty, DOT, WINDOW,
+            )  # fmt: skip
         top, total, acc = _attend_tiles(
             queries, top, total, acc, keys, values, key_scales, value_scales, table, scale, last,
-            tl.maximum(cached + first + 1 - WINDOW, 0) // TILE * TILE, begin,
+            begin, seen_by_all,
+            KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, False, q.dtype.element_ty, DOT, WINDOW,
+        )  # fmt: skip
+        top, total, acc = _attend_tiles(
+            queries, top, total, acc, keys, values, key_scales, value_scales, table, scale, last,
+            seen_by_all, cached + stop,
             KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, q.dtype.element_ty, DOT, WINDOW,
         )  # fmt: skip
-    top, total, acc = _attend_tiles(
-        queries, top, total, acc, keys, values, key_scales, value_scales, table, scale, last,
-        begin, seen_by_all,
-        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, False, q.dtype.element_ty, DOT, WINDOW,
-    )  # fmt: skip
-    top, total, acc = _attend_tiles(
-        queries, top, total, acc, keys, values, key_scales, value_scales, table, scale, last,
-        seen_by_all, cached + stop,
-        KV_HEADS, HEAD_DIM, DIMS, BLOCK_SIZE, TILE, True, q.dtype.element_ty, DOT, WINDOW,
-    )  # fmt: skip
-    result = result_of(total, acc, keys.dtype.element_ty)
-    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
+        result = result_of(total, acc, keys.dtype.element_ty)
+        tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
 
 
 def tile_tokens(head_dim: int, group: int, dtype: torch.dtype, *, small: bool = False) -> int:
@@ -342,7 +343,18 @@ def prompt_attention(
     )
     if partials is not None:
         merge_parts_kernel[(heads, len(tiles))](
-            partials, tiles, query_starts, cache, out, parts, HEADS=heads, **sizes, num_warps=4
+            partials,
+            tiles,
+            query_starts,
+            context_lens,
+            cache,
+            out,
+            parts,
+            HEADS=heads,
+            WINDOW=window or 0,
+            SEGMENT=segment,
+            **sizes,
+            num_warps=4,
         )
 
 

@@ -7,10 +7,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton.codes import from_e4m3
 from worker_svc.kernels.triton.launch import kernel
 from worker_svc.kernels.triton.paged_attention import dot_dtype
 from worker_svc.kernels.triton.quantized.products import (
+    PARALLEL_ROWS,
     SPLIT_ROWS,
     Grouped,
     choose_splits,
@@ -53,9 +55,9 @@ def code_matmul(
     x = x.contiguous()
     tiles = grouped.tiles if grouped else choose_tiles(rows, x.dtype)
     column_tiles = triton.cdiv(columns, 2 * width if int4 else width)
-    splits = 1 if grouped else choose_splits(rows, outs, column_tiles)
-    # With many rows, the parts' sums would be large. Then each program adds up all parts.
-    loops = rows > SPLIT_ROWS and splits > 1
+    of_rows = min(rows, SPLIT_ROWS) if batch_invariance.is_on() else rows
+    splits = 1 if grouped else choose_splits(of_rows, outs, column_tiles)
+    loops = rows > PARALLEL_ROWS and splits > 1
     programs = 1 if loops else splits
     parts = room_for_parts(out, programs, torch.float32)
     _code_kernel[(triton.cdiv(outs, tiles.outs), triton.cdiv(rows, tiles.rows), programs)](

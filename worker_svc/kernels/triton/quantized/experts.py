@@ -18,6 +18,7 @@ from worker_svc.kernels.triton.quantized.weights import (
     CodeWeight,
     Int8Weight,
     pack_quantized,
+    plain_codes,
     stack,
 )
 from worker_svc.kernels.triton.rms_norm import sum_rows
@@ -37,8 +38,7 @@ def pack_experts(
 def _pack(weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype) -> Int8Weight | CodeWeight:
     if isinstance(weight, QuantizedWeight):
         return pack_quantized(weight, dtype)
-    scales = torch.ones(1, len(weight), dtype=torch.float16, device=weight.device)
-    return CodeWeight(weight, scales, None, dtype)
+    return plain_codes(weight, dtype)
 
 
 def mix_experts(

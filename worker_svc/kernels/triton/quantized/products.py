@@ -21,6 +21,8 @@ from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton.launch import INTERPRETED, kernel
 
 SPLIT_ROWS = 64  # maximum rows of x; with more, there are many tiles and the parts' sums are large
+# Where columns are divided for any number of rows, a program with more rows adds up all parts.
+PARALLEL_ROWS = 256
 # Two for each multiprocessor of an H100 or H200. Every GPU uses this number, so that sums are made
 # of equal parts on all of them.
 PROGRAMS = 264
@@ -73,8 +75,8 @@ def choose_tiles(rows: int, dtype: torch.dtype) -> Tiles:
 
 def choose_splits(rows: int, out_features: int, column_tiles: int) -> int:
     """The number of parts of the columns, each of two tiles or more. It is equal for all numbers of
-    rows up to SPLIT_ROWS, and 1 beyond unless products are batch-invariant."""
-    if rows > SPLIT_ROWS and not batch_invariance.is_on():
+    rows up to SPLIT_ROWS, and 1 beyond."""
+    if rows > SPLIT_ROWS:
         return 1
     wanted = PROGRAMS // -(-out_features // TILES[0][1].outs)
     return max(min(wanted, column_tiles // 2, MAX_SPLITS), 1)

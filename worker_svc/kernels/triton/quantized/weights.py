@@ -151,14 +151,19 @@ class CodeWeight:
         return state
 
 
+def plain_codes(weight: torch.Tensor, dtype: torch.dtype) -> CodeWeight:
+    """Makes a weight whose codes are the numbers of `weight` [out, in]."""
+    scales = torch.ones(1, len(weight), dtype=torch.float16, device=weight.device)
+    return CodeWeight(weight, scales, None, dtype)
+
+
 class InvariantWeight(PlainWeight):
     """W in its own layout, multiplied by the kernel of `CodeWeight`, for which its numbers are
     codes. So a row's bits do not depend on other rows (`batch_invariance`)."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__(weight)
-        scales = torch.ones(1, len(weight), dtype=torch.float16, device=weight.device)
-        self._codes = CodeWeight(weight, scales, None, weight.dtype)
+        self._codes = plain_codes(weight, weight.dtype)
 
     def matmul(
         self, x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange | None = None
