@@ -86,8 +86,8 @@ class WorkerSettings(ServiceSettings):
     enforce_eager: bool = Field(False, description="run steps without CUDA graphs")
     batch_invariant: bool = Field(
         False,
-        description="keep other requests from changing a request's tokens on a GPU, more slowly "
-        "(on a CPU they cannot, except with AMX or more than two ranks)",
+        description="keep other requests from changing a request's tokens on a GPU, more slowly. "
+        "On a CPU they cannot, except with AMX or more than two ranks",
     )
     threads: AutoInt = Field(
         "auto", description="CPU threads of a step (auto: a rank's share of the cores)"
