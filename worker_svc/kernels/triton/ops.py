@@ -1,4 +1,4 @@
-"""`kernels.ops.Ops` on a GPU: Triton kernels, and cuBLAS for the matrix products."""
+"""`kernels.ops.Ops` on a GPU: Triton kernels, and cuBLAS for most products of plain weights."""
 
 from __future__ import annotations
 

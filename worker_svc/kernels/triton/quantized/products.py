@@ -6,7 +6,7 @@ rows of x.
 
 With few rows of x, the speed is bounded by the bandwidth at which the weight is read, once. If the
 weight's rows make too few tiles to keep a GPU busy, its columns are split, too. A second kernel
-then adds up the parts in order.
+then adds up the parts in order. With `batch_invariance`, columns are split for any number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton.launch import INTERPRETED, kernel
 
 SPLIT_ROWS = 64  # maximum rows of x; with more, there are many tiles and the parts' sums are large
-# Where columns are divided for any number of rows, a program with more rows adds up all parts.
+# Maximum rows of x for which parts run in parallel. With more, a program adds up all parts itself.
 PARALLEL_ROWS = 256
 # Two for each multiprocessor of an H100 or H200. Every GPU uses this number, so that sums are made
 # of equal parts on all of them.
