@@ -38,7 +38,7 @@ class Owner:
     tokens: list[int] = field(default_factory=list)  # generated: these, and the last one
 
     def continue_with(self, token: int, place: int) -> None:
-        """Notes that `token` was sampled at this place, instead of what was expected there."""
+        """Replaces the token that was expected at `place` by the sampled one."""
         self.tokens[place - len(self.prompt)] = token
         if place < len(self.states):
             self.states[place] = extend(int(self.states[place - 1]), token)

@@ -258,9 +258,9 @@ class KeptDescriptors:
             return None, []
         for *_, data in messages:
             found.frombytes(data[: len(data) // found.itemsize * found.itemsize])
-        kept = _read_json(found[0]) if found else None
-        if not kept or len(found) != min(count, 1 + kept["count"]):  # there was no room for all
-            kept, count = {"value": None}, 0
-        for each in found[: 1 if count else None]:
+        kept: Any = _read_json(found[0]) if found else None
+        # With few free descriptors, a process gets some of them.
+        is_whole = kept is not None and len(found) == min(count, 1 + kept["count"])
+        for each in found[:1] if is_whole else found:
             os.close(each)
-        return kept["value"], found[1:].tolist() if count else []
+        return (kept["value"], found[1:].tolist()) if is_whole else (None, [])

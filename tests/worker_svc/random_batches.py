@@ -17,20 +17,16 @@ import torch
 from tests.worker_svc.device import by_device
 from tests.worker_svc.harness import batch_for, save_model, worker_settings
 from tests.worker_svc.platforms import GpuPlatform
+from tests.worker_svc.random_steps import MODEL
 from worker_svc.kernels.triton import batch_invariance
 from worker_svc.model_runner import ModelRunner
 
-MODEL: dict[str, Any] = {
-    "vocab_size": 150,
-    "hidden_size": 32,
+SMALL: dict[str, Any] = {
+    **MODEL,
     "intermediate_size": 256,  # so many columns are divided
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "layer_types": MODEL["layer_types"][:2],
     "max_position_embeddings": 128,
-    "use_sliding_window": True,
-    "sliding_window": 20,
-    "layer_types": ["sliding_attention", "full_attention"],
     # bfloat16 would hide most differences of so small a model.
     "dtype": by_device(cpu=torch.float32, gpu=torch.bfloat16),
 }
@@ -57,7 +53,7 @@ class Batches:
         self._runner = runner = ModelRunner(settings, GpuPlatform(settings))
         runner.configure(1, NUM_BLOCKS)
         lens = self._random.integers(1, LONGEST + 1, TEXTS)
-        self._texts = [self._random.integers(0, 150, n).tolist() for n in lens]
+        self._texts = [self._random.integers(0, SMALL["vocab_size"], n).tolist() for n in lens]
         batch = batch_for(runner, NUM_BLOCKS)
         self._alone = [
             runner.logits(batch.step([(seq, text)]), every_token=True).clone()
@@ -87,9 +83,8 @@ class Batches:
             chunks.append((seq, self._texts[seq][start : start + size]))
         step = self._batch.step(chunks)
         logits = self._runner.logits(step, every_token=True)
-        for (seq, tokens), found in zip(
-            chunks, logits.split([len(tokens) for _, tokens in chunks]), strict=True
-        ):
+        lens = [len(tokens) for _, tokens in chunks]
+        for (seq, tokens), found in zip(chunks, logits.split(lens), strict=True):
             start = self._done[seq]
             self._done[seq] += len(tokens)
             assert torch.equal(found, self._alone[seq][start : self._done[seq]]), (chunks, seq)
@@ -102,7 +97,7 @@ def run_batches(num_steps: int, **options: Any) -> int:
     batch_invariance.SEGMENT = by_device(cpu=32, gpu=128)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            save_model(Path(directory), **MODEL)
+            save_model(Path(directory), **SMALL)
             batches = Batches(Path(directory), **options)
             return sum(batches.run() for _ in range(num_steps))
     finally:

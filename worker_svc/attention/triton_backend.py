@@ -51,11 +51,11 @@ class TritonBackend(PagedBackend[TritonMetadata]):
         self._room = torch.empty(0)  # of `_workspace`
         small = shape.kv_dtype != "auto" or self._segment > 0
         self._prompt_tiling = prompting.choose_tiling(shape.head_dim, shape.dtype, small=small)
-        self._tile_tokens = tile_tokens(
-            shape.head_dim, shape.num_heads // shape.num_kv_heads, shape.dtype, small=small
-        )
+        group = shape.num_heads // shape.num_kv_heads
+        self._tile_tokens = tile_tokens(shape.head_dim, group, shape.dtype, small=small)
         if not self._tile_tokens:
-            raise StartError("attention: too many query heads per KV head")
+            limit = tile_tokens(shape.head_dim, 1, shape.dtype, small=small)
+            raise StartError(f"attention: {group} query heads per KV head; the limit is {limit}")
 
     def plan_column(self, step: StepArrays) -> Int32s:
         decodes = np.flatnonzero(step.query_lens == 1).astype(np.int32)

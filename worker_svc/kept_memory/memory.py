@@ -69,7 +69,7 @@ class KeptMemory:
         is_damaged = may_have_damaged(status)
         if is_damaged or self._oom_kills != before:
             self._cache.clear()
-        if is_damaged and (index := self._weights.value()) and not index["protected"]:
+        if is_damaged and (index := self._weights.value()) and index["sums"]:  # not protected
             self._weights.clear()
 
 

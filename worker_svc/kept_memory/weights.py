@@ -31,7 +31,7 @@ class WeightMemory:
     def __init__(self, kept: KeptDescriptors, device: DeviceMemory) -> None:
         self._kept = kept
         self._device = device
-        self._index: Any = None  # of what `notes` has found
+        self._index: Any = None  # the one that `notes` has found
         self._descriptors: list[int] = []
         self._begin()
 
@@ -130,7 +130,6 @@ class WeightMemory:
             "states": self._states,
             "sizes": self._sizes,
             "sums": self._sums(memory, self._sizes),
-            "protected": self._device.protects,
         }
         try:
             pieces = memory.split(self._sizes)

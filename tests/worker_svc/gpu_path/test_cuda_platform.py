@@ -291,6 +291,9 @@ def test_attention(cuda: FakeCuda) -> None:
     assert (backend.name, backend.block_size) == ("triton", 32)
     with pytest.raises(StartError, match="attention: torch runs on a CPU"):
         make_platform().attention_backend(WorkerSettings(attention="torch"), shape)
+    wide = AttentionShape((None,), 129, 1, 128, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(StartError, match="129 query heads per KV head; the limit is 128"):
+        make_platform().attention_backend(WorkerSettings(), wide)
     invariant = WorkerSettings(attention="fa3", batch_invariant=True)
     with pytest.raises(StartError, match="attention: fa3 is not batch_invariant"):
         make_platform().attention_backend(invariant, shape)

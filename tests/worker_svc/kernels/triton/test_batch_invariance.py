@@ -190,7 +190,7 @@ def test_attention(cache: str, window: int | None) -> None:
 
 
 def in_8_bits(cache: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same numbers, rounded; those that are NaN, which no kernel may read, are NaN."""
+    """The same numbers, rounded, and zeros for those that are NaN."""
     _, blocks, block_size, heads, head_dim = cache.shape
     found = torch.zeros(2, blocks, block_size, heads, head_dim + SCALE_BYTES, dtype=dtype)
     found = found.to(cache.device)
