@@ -140,7 +140,9 @@ class Frontend:
 class Stack:
     def __init__(self, address: str) -> None:
         self.address = address
-        self.channel = aio.insecure_channel(address)
+        # A channel of its own connects anew, though another server may have had the address.
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        self.channel = aio.insecure_channel(address, options)
         self.stub: SchedulerServiceAsyncStub = SchedulerServiceStub(self.channel)
 
     async def frontend(self, *, alone: bool = False) -> Frontend:
