@@ -17,7 +17,8 @@ from deploy.stack import Stack
 from shared.pb.scheduler_pb2 import GetLoadResponse
 
 _REFRESH_S = 0.5
-# "hits": of prompt tokens in the prefix cache. "drafts": the share that is accepted.
+# "waiting": or swapped. "hits": of prompt tokens in the prefix cache. "drafts": the share that is
+# accepted.
 _COLUMNS = (
     *("engine", "frontends", "running", "waiting", "tokens/s", "step", "blocks used", "hits"),
     "drafts",
@@ -76,7 +77,7 @@ def _figures(loads: Sequence[GetLoadResponse], step: str) -> list[str]:
     accepted = sum(load.accepted_tokens for load in loads)
     return [
         f"{sum(load.running for load in loads)}",
-        f"{sum(load.waiting for load in loads)}",
+        f"{sum(load.waiting + load.swapped for load in loads)}",
         f"{sum(load.tokens_per_s for load in loads):.0f}",
         step,
         f"{sum(load.blocks_used for load in loads)} of {sum(load.blocks for load in loads)}",

@@ -96,6 +96,7 @@ async def _run_engine(
         group, kept = await workers.connect(keep=True)
         limits = _limits(settings, group)
         blocks = records.block_manager(group.num_blocks, group.paging)
+        blocks.tier.is_there = group.has_tier
         if kept:
             log.info("cache of the last scheduler kept", blocks=blocks.num_cached_blocks)
         scheduler = Scheduler(limits, blocks, _speculation(settings, group))
@@ -123,7 +124,7 @@ async def _run_engine(
         )
         await on_serving(True)
         servicer.start(engine, info)
-        await engine.run()
+        await engine.run(workers)
     finally:
         await workers.close()
 

@@ -21,8 +21,9 @@ from struct import Struct
 import structlog
 import xxhash
 
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.cache_listener import CacheListener, Naming, StoredBlock
+from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_names import new_key
+from scheduler_svc.core.blocks.cache_listener import CacheListener, StoredBlock
 from shared.paging import Paging
 from shared.process.kept import KeptObject, kept_file, may_have_damaged
 
@@ -49,7 +50,7 @@ class RecordedCache:
 @dataclass(frozen=True)
 class _Header:
     cache: RecordedCache
-    naming: Naming
+    key: bytes  # of names with a salt
     generation: int
 
 
@@ -77,12 +78,12 @@ class BlockRecords(CacheListener):
         return header.cache if header else None
 
     def begin(self, cache: RecordedCache) -> None:
-        """Erases all records; those to come belong to this cache. The naming stays."""
+        """Erases all records; those to come belong to this cache. The names' key stays."""
         found = self._header()
         self._kept.clear()
         try:
             os.ftruncate(self._file, cache.num_blocks * _record_bytes(cache.paging))
-            self._write(cache, found.naming if found else Naming.new())
+            self._write(cache, found.key if found else new_key())
         except OSError as error:  # a limit on the size of files
             log.warning("names of blocks do not outlive this process", reason=str(error))
 
@@ -94,8 +95,8 @@ class BlockRecords(CacheListener):
         file = self._file if header else -1
         self._memory = mmap.mmap(file, num_blocks * self._size)
         self._generation = header.generation if header else 0
-        naming = header.naming if header else None
-        blocks = BlockManager(num_blocks, paging, naming, self._read(header))
+        key = header.key if header else None
+        blocks = BlockManager(num_blocks, paging, key, self._read(header))
         blocks.listeners.append(self)
         return blocks
 
@@ -117,7 +118,7 @@ class BlockRecords(CacheListener):
 
     def cleared(self) -> None:
         if header := self._header():
-            self._write(header.cache, header.naming)
+            self._write(header.cache, header.key)
 
     def _read(self, header: _Header | None) -> list[tuple[int, StoredBlock]]:
         """Returns the recorded blocks in the order in which they were published."""
@@ -143,16 +144,14 @@ class BlockRecords(CacheListener):
         found = self._kept.read()
         if found is None:
             return None
-        seed, key = found["naming"]
-        naming = Naming(seed, bytes.fromhex(key))
+        key = bytes.fromhex(found["key"])
         cache = {**found["cache"], "paging": Paging(**found["cache"]["paging"])}
-        return _Header(RecordedCache(**cache), naming, found["generation"])
+        return _Header(RecordedCache(**cache), key, found["generation"])
 
-    def _write(self, cache: RecordedCache, naming: Naming) -> None:
+    def _write(self, cache: RecordedCache, key: bytes) -> None:
         """Writes a header with a new generation."""
         self._generation = secrets.randbits(64)
-        shown = [naming.seed, naming.key.hex()]
-        self._kept.write({"cache": asdict(cache), "naming": shown, "generation": self._generation})
+        self._kept.write({"cache": asdict(cache), "key": key.hex(), "generation": self._generation})
 
 
 def _record_bytes(paging: Paging) -> int:

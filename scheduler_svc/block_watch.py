@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.cache_listener import CacheListener, StoredBlock
+from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.blocks.cache_listener import CacheListener, StoredBlock
 
 # Maximum of unread events of a watch: those of a large cache that is filled twice.
 MAX_UNREAD = 1 << 18

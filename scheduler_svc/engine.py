@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from scheduler_svc.core.step import (
     StepObserver,
     StepTiming,
 )
+from scheduler_svc.core.swaps import Copier, TransferAnswer
 from scheduler_svc.grammar.constraints import Constraints
 from scheduler_svc.grammar.grammars import Grammars
 from scheduler_svc.load import Load
@@ -37,6 +39,7 @@ from scheduler_svc.suspects import Suspects
 
 log = structlog.get_logger(__name__)
 
+_MAX_SWAPPING_S = 0.02  # between two checks of deadlines while sequences are only read
 _SHARE_FOR_MASKS = 0.5  # of a step's time; the rest is for planning and sending the next step
 
 
@@ -123,6 +126,7 @@ class Engine:
             self._traces,
         ]
         self._executor = executor
+        self._copier: Copier | None = None
         self.emit = emit
         self._on_serving = on_serving
         self._serving = True
@@ -139,6 +143,7 @@ class Engine:
         self._suspects: Suspects[Sequence] = Suspects()
         self._trying = False
         self._watching: asyncio.Future[str] | None = None
+        self._copying: list[asyncio.Future[None]] = []
         self._constraints = Constraints(grammars, self) if grammars else None
 
     def submit(self, seq: Sequence, n: int = 1) -> None:
@@ -192,8 +197,9 @@ class Engine:
         """Waits until there is nothing to do and no step is in flight."""
         await self._at_rest.wait()
 
-    async def run(self) -> None:
-        """Runs until cancelled."""
+    async def run(self, copier: Copier | None = None) -> None:
+        """Runs until cancelled. Without a copier, there is no tier under the cache."""
+        self._copier = copier
         self._watch()
         try:
             while True:
@@ -219,9 +225,18 @@ class Engine:
         if self._runs and len(self._in_flight) > 1 and self.scheduler.run_is_useless:
             await self._cut()
         wait_s = await self._send_steps()
+        if self._copier:
+            num_swapped = self.scheduler.swaps.num_swapped
+            for transfer in self.scheduler.swaps.take():
+                await self._copier.send_transfer(transfer)
+            if self.scheduler.swaps.num_swapped < num_swapped:  # some are not read after all
+                self.wake()
         if not self._in_flight:
-            self._at_rest.set()
-            await self._wake.wait()
+            check_s = _MAX_SWAPPING_S if self.scheduler.swaps.num_swapped else None
+            if not check_s:
+                self._at_rest.set()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), check_s)
             self._at_rest.clear()
             self._free_since = self.clock()
         elif answer := await self._next_answer(wait_s):
@@ -314,6 +329,7 @@ class Engine:
             self.emit(self.scheduler.fail(culprit, "internal error"))
         self._forget_steps()
         self._traces.lost(reason)
+        self.scheduler.swaps.lost()
         # The cache may be the reason if the same sequences make the workers fail again.
         keep = culprit is None and not self._suspects.on_trial
         if keep:
@@ -353,11 +369,27 @@ class Engine:
     def _watch(self) -> None:
         self._watching = asyncio.ensure_future(self._executor.watch())
         self._watching.add_done_callback(lambda _: self.wake())
+        if copier := self._copier:
+            receiving = (self._receive_transfers(copier, loads) for loads in (False, True))
+            self._copying = [asyncio.ensure_future(each) for each in receiving]
+
+    async def _receive_transfers(self, copier: Copier, loads: bool) -> None:
+        """Applies the answers to transfers. A loss is noticed elsewhere, too."""
+        with suppress(WorkersLostError):
+            while True:
+                answer = await copier.receive_transfer(loads=loads)
+                if isinstance(answer, TransferAnswer):
+                    self.scheduler.swaps.apply(answer)
+                elif not loads:  # both begin with the contents
+                    self.scheduler.swaps.open(answer)
+                self.wake()
 
     def _stop_watching(self) -> None:
         if self._watching:
             self._watching.cancel()
             self._watching = None
+        for each in self._copying:
+            each.cancel()
 
     def _forget_steps(self) -> None:
         self._is_cut = False

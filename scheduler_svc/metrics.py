@@ -58,12 +58,18 @@ class EngineMetrics(ServiceMetrics):
         usage = 1 - blocks.num_free_blocks / blocks.num_blocks
         yield self._gauge("num_requests_running", "Running sequences.", scheduler.num_running)
         yield self._gauge("num_requests_waiting", "Waiting sequences.", scheduler.num_waiting)
+        swapped = scheduler.swaps.num_swapped
+        yield self._gauge("num_requests_swapped", "Sequences whose blocks are read.", swapped)
+        yield self._gauge("cache_dir_blocks", "Blocks in CACHE_DIR.", len(blocks.tier))
         yield self._gauge("num_tokens_waiting", "Waiting tokens.", scheduler.num_waiting_tokens)
         yield self._gauge("kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", usage)
         for name, help_text, count in (
             ("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prompt_tokens),
             ("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_prompt_tokens),
             ("prefix_cache_evictions", "Cached blocks evicted to make room.", blocks.num_evictions),
+            ("cache_dir_saved_blocks", "Blocks saved to CACHE_DIR.", stats.saved_blocks),
+            ("cache_dir_loaded_blocks", "Blocks read from CACHE_DIR.", stats.loaded_blocks),
+            ("cache_dir_failed_loads", "Sequences that could not be read.", stats.failed_loads),
             ("num_preemptions", "Preempted sequences.", stats.preemptions),
             ("lost_tokens", "Computed tokens lost with the workers' cache.", stats.lost_tokens),
             ("prompt_tokens", "Tokens of prompts that started to run.", stats.prompt_tokens),

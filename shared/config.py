@@ -92,7 +92,8 @@ Settings = TypeVar("Settings", bound=ServiceSettings)
 # The settings that only some services have. A service must tell other services' settings from
 # misspelt ones. It cannot import the other services, because an image may hold only one service.
 _NAMES_OF_SERVICES = """
-    allow_public_plaintext attention auth_tokens_file batch_invariant block_size device
+    allow_public_plaintext attention auth_tokens_file batch_invariant block_size
+    cache_dir cache_dir_gb cache_dir_mb_per_s device
     draft_quantization dtype enforce_eager engine_name engines_on_host
     host http_hosts http_origins http_port index
     kv_blocks kv_dtype master_addr master_port max_model_len

@@ -22,6 +22,7 @@ from shared.paging import Paging
 from shared.pb import worker_pb2
 from tests.oracle import EMPTY, VOCAB_SIZE, draft, extend
 from tests.sanitizer_features import Features, Owner, SanitizerError, fail, hidden_states
+from tests.sanitizer_transfers import SanitizedTransfers
 from tests.step_columns import Ints, StepColumns, describe, ints, steps_of, tables_of
 from worker_svc.step.arrays import DRAFTED, StepArrays
 from worker_svc.step.decode import StepLimits, decode_step
@@ -117,6 +118,15 @@ class Sanitizer:
         # Per slot: the last steps that wrote it and that attended to it.
         self._written = np.zeros(slots, np.int64)
         self._attended = np.zeros(slots, np.int64)
+        self.transfers = SanitizedTransfers(
+            paging,
+            self._columns,
+            self._unanswered,
+            self._computed,
+            self._salts,
+            self._written,
+            self._attended,
+        )
 
     @property
     def step_id(self) -> int:
@@ -140,7 +150,7 @@ class Sanitizer:
             self._unanswered[change.slots] = 1
         self._changes.clear()
         self._epoch, self._last = epoch, None
-        for column in (self._computed, self._written, self._attended):
+        for column in (self._computed, self._written, self._attended, self.transfers.in_flight):
             column[:] = 0
 
     def drop(self, begun: int) -> None:
@@ -240,6 +250,7 @@ class Sanitizer:
         self._changes.append(_Change(step.request.step_id, slots, before))
 
     def _check_not_in_flight(self, slots: Ints, beside: Beside) -> None:
+        self.transfers.check_no_use_of(slots)
         in_flight = np.maximum(self._attended[slots], self._written[slots])
         if (in_flight > beside.answered).any():
             fail(

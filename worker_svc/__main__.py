@@ -53,6 +53,7 @@ async def serve(
     finally:
         await server.grpc.stop(None)
         service.execution.close()
+        service.tier.close()
 
 
 def main() -> int:

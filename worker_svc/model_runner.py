@@ -45,6 +45,8 @@ from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors, upload
 from worker_svc.step.wire import Int32s
 from worker_svc.step_result import PendingStep
+from worker_svc.tier.blocks import CacheBlocks
+from worker_svc.tier.key import block_key
 
 
 class ModelRunner:
@@ -75,7 +77,7 @@ class ModelRunner:
         self._model = RankModel(settings, platform, self._tp)
         self.config, self._backend = self._model.config, self._model.backend
         self._max_model_len = choose_max_model_len(settings, self.config.max_model_len)
-        self._max_num_batched_tokens = _max_num_batched_tokens(settings, platform)
+        self._max_num_batched_tokens = platform.choose_num_batched_tokens(settings)
         # The token that each row of the last step sampled, and from max_num_seqs on the tokens that
         # a draft model drafted. Input ids -1-i refer to both.
         self._last_tokens = torch.zeros(
@@ -130,19 +132,18 @@ class ModelRunner:
         """Warms up, and computes how many blocks fit into the memory that a step leaves."""
         settings, platform, backend = self._settings, self._platform, self._backend
         activations, graph_tokens = self._warm_up()
-        cache_bytes = platform.cache_bytes(settings, activations)
         paging, slots = backend.layout.paging, backend.layout.paging.slots_per_block
-        block_bytes = sum(each.backend.block_bytes for each in self._models)
-        block_bytes += TOKEN_ID_BYTES * slots
+        cached = sum(each.backend.block_bytes for each in self._models)
+        block_bytes = cached + TOKEN_ID_BYTES * slots
+        memory = platform.cache_bytes(settings, activations)
+        num_blocks = blocks_that_fit(settings, memory, block_bytes, paging, self._max_model_len)
         return RunnerInfo(
             device=str(platform.device),
             dtype=str(self.config.dtype).removeprefix("torch."),
             fingerprint=fingerprint,
             attention_backend=backend.name,
             paging=paging,
-            num_blocks=blocks_that_fit(
-                settings, cache_bytes, block_bytes, paging, self._max_model_len
-            ),
+            num_blocks=num_blocks,
             max_num_blocks=min(
                 platform.memory_bytes() // block_bytes, np.iinfo(np.int32).max // slots
             ),
@@ -200,6 +201,12 @@ class ModelRunner:
         if not keep:
             memory = self._memory
             self.cache_id = memory.cache.new_id(num_blocks) if memory else uuid.uuid4().hex
+
+    def cache_blocks(self) -> CacheBlocks:
+        """The blocks of the cache, for copies beside steps."""
+        platform, tensors = self._platform, [t for each in self._models for t in each.tensors]
+        key = partial(block_key, self._settings, self._model, self.info, platform.ops.layout)
+        return CacheBlocks(platform, tensors, self._tokens, self._allocated_blocks, key)
 
     def forget_cache(self) -> None:
         """Notes that the contents of the cache are unknown."""
@@ -391,9 +398,3 @@ class ModelRunner:
         # Graphs have a memory pool of their own.
         largest = prompts_bytes * (max_num_seqs + graph_tokens) // prompts.num_tokens
         return prompts_bytes + max(largest, decodes_bytes), graph_tokens
-
-
-def _max_num_batched_tokens(settings: WorkerSettings, platform: Platform) -> int:
-    if settings.max_num_batched_tokens == "auto":
-        return max(platform.num_batched_tokens, settings.max_num_seqs)
-    return settings.max_num_batched_tokens

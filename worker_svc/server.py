@@ -27,6 +27,8 @@ from shared.pb.worker_pb2 import (
     ProfileResponse,
     StepRequest,
     StepResponse,
+    TransferRequest,
+    TransferResponse,
 )
 from shared.pb.worker_pb2_grpc import WorkerServiceServicer
 from shared.telemetry.tracing import open_tracing
@@ -38,6 +40,8 @@ from worker_svc.model_runner import ModelRunner
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.decode import StepLimits, decode_run
 from worker_svc.step_result import StepResult
+from worker_svc.tier.tier import Tier
+from worker_svc.transfers import answer_transfers
 
 log = structlog.get_logger(__name__)
 
@@ -82,6 +86,7 @@ class WorkerService(WorkerServiceServicer):
         self._ready = ready
         self._start_error: StartError | None = None
         self.execution = Execution(settings, memory)
+        self.tier = Tier(settings)
         self._tracing = open_tracing(settings.otlp_endpoint, "worker", settings.rank)
         self._incarnation = uuid.uuid4().hex
         self._newest_epoch = 0  # the newest requested epoch, which may not be configured yet
@@ -116,6 +121,7 @@ class WorkerService(WorkerServiceServicer):
             cache_id=runner.cache_id,
             drafts=runner.drafts,
             graph_tokens=info.graph_tokens,
+            has_tier=not self.tier.is_off,
         )
 
     async def Configure(self, request: ConfigureRequest, context: Context) -> ConfigureResponse:
@@ -131,6 +137,7 @@ class WorkerService(WorkerServiceServicer):
         self._newest_epoch = request.epoch
         if self._epoch:
             self._epoch.ended = True
+        self.tier.end_epoch()
         try:
             await self.execution.between_steps(
                 lambda: runner.configure(
@@ -143,6 +150,8 @@ class WorkerService(WorkerServiceServicer):
                 f"configuring epoch {request.epoch}",
                 _MAX_CONFIGURE_S,
             )
+            if request.epoch == self._newest_epoch:
+                await self.tier.begin_epoch(runner.cache_blocks(), is_first=request.epoch == 1)
         except StartError as error:
             if request.epoch > 1:  # epoch 1 was configured, so a new process may succeed
                 log.error("epoch cannot be configured; ending this process", reason=str(error))
@@ -186,6 +195,12 @@ class WorkerService(WorkerServiceServicer):
             while not running.empty():
                 if unanswered := running.get_nowait():
                     _forget(unanswered[0].result)
+
+    async def Transfer(
+        self, request_iterator: AsyncIterator[TransferRequest], context: Context
+    ) -> AsyncIterator[TransferResponse]:
+        async for answer in answer_transfers(request_iterator, self.tier, self._current_epoch):
+            yield answer
 
     async def Profile(  # type: ignore[override]  # writes to the context instead of yielding
         self, request: ProfileRequest, context: Context

@@ -80,6 +80,18 @@ class WorkerSettings(ServiceSettings):
         description="share of a GPU's memory (auto: 0.9), or of a CPU's free memory for the cache "
         "(auto: 0.4)",
     )
+    cache_dir: str = Field(
+        "", description="directory for blocks that may leave the KV cache (empty: none)"
+    )
+    cache_dir_gb: float = Field(
+        16.0, gt=0, le=1e6, description="maximum size of each rank's files in cache_dir, in GB"
+    )
+    cache_dir_mb_per_s: float = Field(
+        200.0,
+        gt=0,
+        le=1e6,
+        description="maximum rate at which each rank writes to cache_dir, in MB/s",
+    )
     attention: Literal["auto", "fa3", "flash_attn", "triton", "torch"] = Field(
         "auto", description="attention backend of prompts; on a GPU, Triton's kernel decodes"
     )

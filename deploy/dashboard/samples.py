@@ -25,7 +25,7 @@ class Sample(TypedDict, total=False):
     at: Required[float]  # time.monotonic
     tokens_per_s: float | None
     running: int
-    waiting: int
+    waiting: int  # or swapped
     cache: float  # share of blocks in use
     step_s: float | None  # mean over engines
     accepted_per_step: float | None  # drafted tokens that were accepted, mean over steps
@@ -45,7 +45,7 @@ class Sampler:
         loads = {engine: load for engine, load in enumerate(answers) if load is not None}
         if loads:
             sample["running"] = sum(load.running for load in loads.values())
-            sample["waiting"] = sum(load.waiting for load in loads.values())
+            sample["waiting"] = sum(load.waiting + load.swapped for load in loads.values())
             used = sum(load.blocks_used for load in loads.values())
             sample["cache"] = used / sum(load.blocks for load in loads.values())
             rates, steps_s = [], []

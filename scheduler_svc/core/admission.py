@@ -35,6 +35,11 @@ class Limits:
     max_num_prefill_tokens: int = 1024
     max_waiting_tokens: int = 1 << 20
 
+    def prefill_budget(self, num_decodes: int) -> int:
+        """The prompt tokens that fit into a step with `num_decodes` decodes."""
+        budget = self.max_num_batched_tokens - num_decodes
+        return min(budget, self.max_num_prefill_tokens) if num_decodes else budget
+
 
 def refusal(
     seq: Sequence,

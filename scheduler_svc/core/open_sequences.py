@@ -1,8 +1,10 @@
 """The sequences that have not ended, and the transitions between their states.
 
     add ──▶ waiting ──admit──▶ running ──close──▶ finished
-     │         ▲                 ▲ │
-     │         └──── preempted ──│─┘
+     │       ▲ ▲ │               ▲ ▲ │
+     │       │ └─│── preempted ──│─│─┘
+     │       │   └──▶ swapped ───┘ │
+     │       └─ not read ─┘        │
      └─▶ following, until the prompt that it shares is computed ──fork──▶ running or waiting
 
 A beam that is preempted with nothing left to compute also follows, until its search advances.
@@ -16,7 +18,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
 
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.forks.beams import Advance
 from scheduler_svc.core.forks.forks import Forks
 from scheduler_svc.core.heap import Heap
@@ -39,14 +41,20 @@ class Stats:
     lost_tokens: int = 0  # computed, but lost with the cache
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    saved_blocks: int = 0  # to the tier under the cache
+    loaded_blocks: int = 0  # from it
+    failed_loads: int = 0
 
 
 class OpenSequences:
-    """The open sequences. Each is in exactly one place: `waiting`, `running` or only `forks`."""
+    """The open sequences. Each is in exactly one place: `waiting`, `running`, `swapped` or only
+    `forks`."""
 
     def __init__(self, blocks: BlockManager, waiting: WaitingQueue, max_num_seqs: int) -> None:
         self.waiting = waiting
         self.running: dict[Sequence, None] = {}  # in order of admission
+        # Those whose blocks are being read, and when they were admitted. Some may have ended.
+        self.swapped: dict[Sequence, float] = {}
         self.forks = Forks()
         self.stats = Stats()
         self.by_key: dict[SequenceKey, Sequence] = {}
@@ -56,6 +64,11 @@ class OpenSequences:
         self._deadlines: Heap[float, Sequence] = Heap()
         # Ended sequences by the last step in flight that still writes their blocks.
         self._fenced: dict[int, list[Sequence]] = {}
+
+    @property
+    def num_admitted(self) -> int:
+        """The number of sequences that hold blocks and run or will run."""
+        return len(self.running) + len(self.swapped)
 
     def expired(self, now: float) -> Sequence | None:
         """A sequence whose deadline has passed at `now`, or None."""
@@ -74,20 +87,37 @@ class OpenSequences:
             self._open(follower)
 
     def admit(self, seq: Sequence, now: float) -> bool:
-        """Lets a waiting sequence run if there are a slot and blocks for it. Returns whether it
-        runs."""
-        if len(self.running) >= self._max_num_seqs or not self._blocks.allocate_prompt(seq):
+        """Lets a waiting sequence run if there are a slot and blocks for it, or once its blocks
+        have been read from the tier. Returns whether it has blocks."""
+        if self.num_admitted >= self._max_num_seqs or not self._blocks.allocate_prompt(seq):
             return False
         self.waiting.admit(seq)
         self.stats.admissions += 1
-        self._run(seq, now)
+        if seq.blocks.loading:
+            seq.status = Status.SWAPPED
+            self.swapped[seq] = now
+        else:
+            self._run(seq, now)
         return True
+
+    def swap_in(self, seq: Sequence, num_read: int) -> None:
+        """Lets a swapped sequence run if all its blocks were read, else queues it again. Those that
+        were read stay in the cache."""
+        now, is_read = self.swapped.pop(seq), num_read == len(seq.blocks.loading)
+        may_run = self.waiting.only is None or seq in self.waiting.only
+        self._blocks.loaded(seq, num_read)
+        if is_read and may_run and seq.status is Status.SWAPPED:
+            self._run(seq, now)
+            return
+        self._blocks.free(seq)
+        if seq.status is Status.SWAPPED:
+            self._queue_again(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets a child run on the tokens that its parent has computed. If there is no slot or too
         few blocks, it waits like a preempted sequence. It later finds the prompt in the prefix
         cache."""
-        may_run = parent.status is Status.RUNNING and len(self.running) < self._max_num_seqs
+        may_run = parent.status is Status.RUNNING and self.num_admitted < self._max_num_seqs
         if may_run and self._blocks.fork(parent, child):
             assert parent.started is not None
             self._run(child, parent.started.at)
@@ -143,7 +173,7 @@ class OpenSequences:
         self._blocks.reset()
 
     def close(self, seq: Sequence) -> None:
-        """Ends a sequence. Its blocks are freed once no step in flight still writes them."""
+        """Ends a sequence. Its blocks are freed once no step or read in flight writes them."""
         if seq.status is Status.WAITING:
             self.waiting.remove(seq)
         elif seq.status is Status.RUNNING:
@@ -171,7 +201,8 @@ class OpenSequences:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if blocks or queues contradict each other. For tests."""
-        self._blocks.check_integrity([*self.running, *chain(*self._fenced.values())])
+        fenced = chain(*self._fenced.values())
+        self._blocks.check_integrity([*self.running, *self.swapped, *fenced])
         self.waiting.check_integrity()
         open_sequences = self.by_key.values()
         clients = ((seq.request.client, seq.key.connection) for seq in open_sequences)
@@ -180,7 +211,10 @@ class OpenSequences:
         waiting = [s for s in self.by_key.values() if s in self.waiting]
         assert len(waiting) == len(self.waiting), "an ended sequence waits"
         assert all(s.status is Status.WAITING and not s.blocks.tables for s in waiting), "waiting"
-        self.forks.check_integrity(len(self.by_key) - len(self.running) - len(waiting))
+        swapped = [seq for seq in self.swapped if seq.status is not Status.FINISHED]
+        assert all(s.status is Status.SWAPPED for s in swapped), "status of the swapped"
+        num_others = len(self.running) + len(waiting) + len(swapped)
+        self.forks.check_integrity(len(self.by_key) - num_others)
 
     def _open(self, seq: Sequence) -> None:
         self.by_key[seq.key] = seq

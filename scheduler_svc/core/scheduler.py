@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from operator import attrgetter
 
 from scheduler_svc.core.admission import Limits, refusal
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.budgets import INPUT, OUTPUT, Budgets
 from scheduler_svc.core.open_sequences import OpenSequences
 from scheduler_svc.core.planning.prompt_budget import PromptBudget, PromptBudgets
@@ -23,6 +23,7 @@ from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.planning.step_times import StepTimes
 from scheduler_svc.core.sequence import FinishCause, Row, Sequence, SequenceKey, Status
 from scheduler_svc.core.step import Answer, End, Output, Step, add_embeddings, take_prompt_logprobs
+from scheduler_svc.core.swaps import Swaps
 from scheduler_svc.core.waiting_queue import WaitingQueue
 
 _SHORT_PART = 0.5  # of the prompts' budget in a step, for prompts that fit into this part
@@ -46,11 +47,12 @@ class Scheduler:
         self.speculation = speculation
         self.may_draft = True
         self.step_times = speculation.step_times if speculation else StepTimes()
-        self._waiting = WaitingQueue(int(_SHORT_PART * _prefill_budget(limits, num_decodes=1)))
+        self._waiting = WaitingQueue(int(_SHORT_PART * limits.prefill_budget(num_decodes=1)))
         self._open = OpenSequences(blocks, self._waiting, limits.max_num_seqs)
         self._sequences = self._open.by_key
         self._running, self._forks = self._open.running, self._open.forks
         self.stats = self._open.stats
+        self.swaps = Swaps(blocks, self._open, self.step_times)
         self._budgets = Budgets()
         self._prompt_budgets = PromptBudgets(self.step_times)
         self._now = 0.0  # when a step was last scheduled
@@ -151,7 +153,6 @@ class Scheduler:
                 decodes.append(seq)
         # Those that need blocks for their next token. Prompts may only if layers have windows.
         full = [seq for seq in decodes + prompts if seq.num_scheduled_tokens == seq.blocks.capacity]
-
         crowded = self.blocks.missing(full) > self.blocks.num_free_blocks
         if crowded and in_flight:
             return None
@@ -174,7 +175,7 @@ class Scheduler:
         else:
             rows = [seq.schedule(1, number, i) for i, seq in enumerate(decodes)]
         num_decodes, num_drafts = len(rows), len(rows) - len(decodes)
-        max_tokens = _prefill_budget(self.limits, num_decodes)
+        max_tokens = self.limits.prefill_budget(num_decodes)
         is_shared = self._waiting.usages.several_are_open
         budget = self._prompt_budgets.budget(now, num_decodes, max_tokens, is_shared=is_shared)
         for seq, num_tokens in self._schedule_prompts(budget, prompts, now, may_admit=not crowded):
@@ -189,7 +190,7 @@ class Scheduler:
         while len(run) < max_steps and (step := self.schedule(now)):
             if not run:
                 seconds = self.step_times.seconds(step.num_decodes)
-                if self._waiting or len(step.rows) < len(self._running) or not seconds:
+                if self._waiting or len(step.rows) < self._open.num_admitted or not seconds:
                     return [step]
                 max_steps = min(max_steps, step.max_run, int(self.max_run_s / seconds))
             run.append(step)
@@ -264,7 +265,7 @@ class Scheduler:
     def _draft_room(self) -> int:
         """How many tokens may be drafted: in rows that no sequence may need, and in blocks that no
         decode may need."""
-        rows = self.limits.max_num_seqs - len(self._running) - len(self._waiting)
+        rows = self.limits.max_num_seqs - self._open.num_admitted - len(self._waiting)
         num_blocks = self.blocks.num_free_blocks - self._needed_by_decodes
         return max(0, min(rows, num_blocks * self.blocks.paging.part_size))
 
@@ -368,16 +369,18 @@ class Scheduler:
                 yield seq, budget.take(seq)
             else:
                 rest.append(seq)
-        while may_admit and (waiting := self._next_short(budget)):
-            if not self._open.admit(waiting, now):
-                break
-            yield waiting, budget.take(waiting)
+        while (
+            may_admit and (waiting := self._next_short(budget)) and self._open.admit(waiting, now)
+        ):
+            if waiting.status is Status.RUNNING:
+                yield waiting, budget.take(waiting)
         for seq in rest:
             yield seq, budget.take(seq)
         while may_admit and (waiting := self._waiting.peek()) and budget.fits_partly(waiting):
             if not self._open.admit(waiting, now):
                 break
-            yield waiting, budget.take(waiting)
+            if waiting.status is Status.RUNNING:
+                yield waiting, budget.take(waiting)
 
     def _next_short(self, budget: PromptBudget) -> Sequence | None:
         """A waiting sequence that fits into the part of `budget` for short prompts and may run now,
@@ -388,13 +391,7 @@ class Scheduler:
         num_blocks = self.blocks.blocks_for(seq) + self.blocks.blocks_for(first)
         fits_beside = (
             num_blocks <= self.blocks.num_free_blocks
-            and len(self._running) + 2 <= self.limits.max_num_seqs
+            and self._open.num_admitted + 2 <= self.limits.max_num_seqs
             and self._waiting.may_overtake(seq, first)
         )
         return seq if seq is first or fits_beside else None
-
-
-def _prefill_budget(limits: Limits, num_decodes: int) -> int:
-    """The prompt tokens that fit into a step with `num_decodes` decodes."""
-    budget = limits.max_num_batched_tokens - num_decodes
-    return min(budget, limits.max_num_prefill_tokens) if num_decodes else budget

@@ -20,6 +20,7 @@ from shared.sampling_params import Pooling
 class Status(Enum):
     WAITING = auto()
     FOLLOWING = auto()  # waits outside the queue for other sequences of its request
+    SWAPPED = auto()  # holds its blocks, some of which are being read from the tier
     RUNNING = auto()
     FINISHED = auto()
 
@@ -44,6 +45,7 @@ class Request:
         arrival, deadline: seconds of the engine's clock.
         priority: lower goes first.
         cache_salt: prefixes are shared only with requests of the same salt.
+        may_store: whether its blocks may be written to the tier under the cache.
         resubmitted: whether it was accepted before the connection was lost.
         traceparent: the trace context of its spans' parent; empty if it is not traced.
         num_expected_cached: the cached tokens that its frontend expected.
@@ -57,6 +59,7 @@ class Request:
     client: Client = ANONYMOUS
     traceparent: str = ""
     num_expected_cached: int = 0
+    may_store: bool = True
 
 
 _PLAIN = Request()
@@ -114,7 +117,7 @@ class BlockTables:
     table, the sequence holds the blocks from number `first` on, which the places before repeat.
     """
 
-    __slots__ = ("capacity", "first", "names", "num_published", "tables")
+    __slots__ = ("capacity", "first", "loading", "names", "num_published", "tables")
 
     def __init__(self) -> None:
         # Of the leading full blocks of each table, as far as they are known. `clear` keeps them.
@@ -126,6 +129,7 @@ class BlockTables:
         self.first = 0
         self.capacity = 0  # leading tokens for which there are blocks in all tables
         self.num_published = 0  # tokens whose blocks are published, as far as they fill them
+        self.loading: list[tuple[int, int]] = []  # tables and places of blocks to be read
 
     def held(self) -> list[array[int]]:
         """The blocks that the sequence holds, table by table."""

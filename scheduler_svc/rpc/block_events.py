@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from scheduler_svc.block_watch import BlockEvent, Removed
-from scheduler_svc.core.cache_listener import StoredBlock
+from scheduler_svc.core.blocks.cache_listener import StoredBlock
 from shared.pb import scheduler_pb2 as pb
 
 _EVENTS_AT_ONCE = 512  # in a message

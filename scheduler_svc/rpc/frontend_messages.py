@@ -36,6 +36,7 @@ def read_sequence(connection: int, submit: scheduler_pb2.Submit, now: float) -> 
         client=_client(submit.client) if submit.client.name else ANONYMOUS,
         traceparent=submit.traceparent,
         num_expected_cached=submit.expected_cached_tokens,
+        may_store=not submit.never_store,
     )
     key, params = (connection, submit.request), _sampling_params(submit.sampling)
     return Sequence(key, prompt_ids, params, request, generated_ids=generated_ids)

@@ -190,6 +190,8 @@ class SchedulerServicer(SchedulerServiceServicer):
             queue_s=engine.load.queue_s(now),
             frontends=len(self._connections),
             evicted_blocks=blocks.num_evictions,
+            swapped=scheduler.swaps.num_swapped,
+            tier_blocks=len(blocks.tier),
             **dataclasses.asdict(scheduler.stats),
         )
 

@@ -6,10 +6,10 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
@@ -20,12 +20,14 @@ from scheduler_svc.block_records import BlockRecords, RecordedCache
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Row, Sequence
 from scheduler_svc.core.step import DROPPED, Answer, Step
+from scheduler_svc.core.swaps import TierContents, Transfer, TransferAnswer
 from scheduler_svc.engine import WorkersLostError
 from scheduler_svc.metrics import EngineMetrics
-from scheduler_svc.rpc.execute_stream import ExecuteStream
 from scheduler_svc.rpc.prompt_graphs import PromptGraphs
+from scheduler_svc.rpc.rank_stream import RankStream, together
 from scheduler_svc.rpc.step_encoding import encode_step, read_answer
 from scheduler_svc.rpc.step_features import MalformedAnswerError
+from scheduler_svc.rpc.transfers import Transfers
 from scheduler_svc.rpc.worker_group import WorkerGroup, WorkerMismatchError, agree
 from scheduler_svc.settings import SchedulerSettings
 from shared.backoff import Backoff
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
     from shared.pb.worker_pb2_grpc import WorkerServiceAsyncStub
 
 log = structlog.get_logger(__name__)
-
-Result = TypeVar("Result")
 
 # Workers that do not serve are asked again after this share of the time so far.
 _RETRY_SHARE, _MIN_RETRY_S, _MAX_RETRY_S = 0.2, 0.01, 0.1
@@ -76,7 +76,8 @@ class WorkerClient:
         self._channels = [self._dialer.open(address) for address in settings.worker_addresses]
         self.stubs: list[WorkerServiceAsyncStub] = [WorkerServiceStub(c) for c in self._channels]
         self._opened = time.monotonic()
-        self._streams: list[ExecuteStream] = []
+        self._streams: list[RankStream[worker_pb2.StepRequest, worker_pb2.StepResponse]] = []
+        self._transfers: Transfers | None = None
         self._group: WorkerGroup | None = None  # as configured last
         self._graphs = PromptGraphs()
         self._epoch = self._step_id = 0
@@ -139,7 +140,7 @@ class WorkerClient:
         while True:
             before = self._num_answers
             await asyncio.sleep(_POLL_SHARE * self._settings.hang_timeout_s)
-            for stream in self._streams:
+            for stream in self._all_streams:
                 if stream.done():
                     return await stream.end_reason()
             if self._num_answers == before and (reason := await self._silent_rank()):
@@ -158,17 +159,17 @@ class WorkerClient:
         has_features = request.HasField("features") or request.HasField("pooling")
         if not (has_features or request.HasField("prompt_logprobs")):
             request.graph = self._graphs.has(run[0], first)
-        await _together([stream.write(request) for stream in self._streams])
+        await together([stream.write(request) for stream in self._streams])
         self._step_id += len(run)
         self._sent.extend((step_id, request) for step_id in range(first, self._step_id + 1))
 
     async def cut(self) -> None:
         request = worker_pb2.StepRequest(epoch=self._epoch, cut=True)
-        await _together([stream.write(request) for stream in self._streams])
+        await together([stream.write(request) for stream in self._streams])
 
     async def receive(self) -> Answer:
         step_id, request = self._sent.popleft()
-        answers = await _together([stream.read() for stream in self._streams])
+        answers = await together([stream.read() for stream in self._streams])
         for answer in answers:
             if answer.step_id != step_id:
                 raise WorkersLostError(f"answer to step {answer.step_id}, not {step_id}")
@@ -180,6 +181,16 @@ class WorkerClient:
             return read_answer(request, answers[0])
         except MalformedAnswerError as error:
             raise WorkersLostError(str(error)) from error
+
+    async def send_transfer(self, transfer: Transfer) -> None:
+        assert self._transfers is not None
+        await self._transfers.send(transfer)
+
+    async def receive_transfer(self, *, loads: bool) -> TransferAnswer | TierContents:
+        if self._transfers is None:
+            await asyncio.get_running_loop().create_future()  # forever
+        assert self._transfers is not None
+        return await self._transfers.receive(loads=loads)
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -206,8 +217,12 @@ class WorkerClient:
             await self._channels[rank].close()
             self._channels[rank], self.stubs[rank] = channel, WorkerServiceStub(channel)
 
+    @property
+    def _all_streams(self) -> list[RankStream[Any, Any]]:
+        return [*self._streams, *(self._transfers.streams if self._transfers else ())]
+
     def _hang_up(self) -> None:
-        for stream in self._streams:
+        for stream in self._all_streams:
             stream.cancel()
 
     async def _silent_rank(self) -> str | None:
@@ -277,14 +292,8 @@ class WorkerClient:
             ids = [each.cache_id for each in configured]
             recorded = RecordedCache(ids, num_blocks, group.paging, group.model_fingerprint)
             self._records.begin(recorded)
-        self._streams = [ExecuteStream(stub) for stub in self.stubs]
+        self._streams = [RankStream(stub.Execute()) for stub in self.stubs]
+        self._transfers = Transfers(self.stubs, self._epoch) if group.has_tier else None
         self._metrics.epochs += 1
         self._group = replace(group, num_blocks=num_blocks, max_num_batched_tokens=num_tokens)
         return self._group, cache is not None
-
-
-async def _together(calls: Seq[Coroutine[Any, Any, Result]]) -> Seq[Result]:
-    """`asyncio.gather`, but without a task for a lone rank, which saves two loop iterations."""
-    if len(calls) == 1:
-        return [await calls[0]]
-    return await asyncio.gather(*calls)

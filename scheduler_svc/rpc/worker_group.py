@@ -27,6 +27,7 @@ class WorkerGroup:
     epoch: int  # the highest that any rank has seen
     model_fingerprint: str
     drafts: bool  # whether they have a draft model
+    has_tier: bool  # whether all ranks have a tier under the cache
     graph_tokens: int  # the maximum of prompt tokens in a step that runs from a CUDA graph
 
 
@@ -57,5 +58,6 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
         epoch=max(info.epoch for info in infos),
         model_fingerprint=infos[0].model_fingerprint,
         drafts=infos[0].drafts,
+        has_tier=all(info.has_tier for info in infos),
         graph_tokens=min(info.graph_tokens for info in infos),
     )

@@ -145,6 +145,7 @@ class Submit(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     CLIENT_FIELD_NUMBER: _builtins.int
     EXPECTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NEVER_STORE_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """The frontend chooses the number, and never uses a number again on a stream."""
     request_id: _builtins.str
@@ -170,6 +171,8 @@ class Submit(_message.Message):
     """
     expected_cached_tokens: _builtins.int
     """The number of the prompt's tokens that the frontend expects in this engine's cache."""
+    never_store: _builtins.bool
+    """Its blocks are not written to the workers' directory. Those that are there are erased."""
     @_builtins.property
     def sampling(self) -> Global___TokenSampling: ...
     @_builtins.property
@@ -190,10 +193,11 @@ class Submit(_message.Message):
         n: _builtins.int = ...,
         client: Global___Client | None = ...,
         expected_cached_tokens: _builtins.int = ...,
+        never_store: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "expected_cached_tokens", b"expected_cached_tokens", "generated_ids", b"generated_ids", "n", b"n", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "request_id", b"request_id", "resubmitted", b"resubmitted", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "client", b"client", "expected_cached_tokens", b"expected_cached_tokens", "generated_ids", b"generated_ids", "n", b"n", "never_store", b"never_store", "priority", b"priority", "prompt_ids", b"prompt_ids", "request", b"request", "request_id", b"request_id", "resubmitted", b"resubmitted", "sampling", b"sampling", "timeout_s", b"timeout_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -877,6 +881,11 @@ class GetLoadResponse(_message.Message):
     WAITING_UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_S_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
+    SWAPPED_FIELD_NUMBER: _builtins.int
+    TIER_BLOCKS_FIELD_NUMBER: _builtins.int
+    SAVED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LOADED_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAILED_LOADS_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
     """sequences"""
     running: _builtins.int
@@ -926,6 +935,18 @@ class GetLoadResponse(_message.Message):
     """seconds per token of a prompt, 0: not known yet"""
     queue_s: _builtins.float
     """seconds that a sequence arriving now would wait for room"""
+    swapped: _builtins.int
+    """The workers' directory of blocks.
+    sequences whose blocks are being read
+    """
+    tier_blocks: _builtins.int
+    """that it holds"""
+    saved_blocks: _builtins.int
+    """total"""
+    loaded_blocks: _builtins.int
+    """total"""
+    failed_loads: _builtins.int
+    """total of sequences whose blocks could not be read"""
     def __init__(
         self,
         *,
@@ -954,10 +975,15 @@ class GetLoadResponse(_message.Message):
         waiting_uncached_tokens: _builtins.int = ...,
         prompt_token_s: _builtins.float = ...,
         queue_s: _builtins.float = ...,
+        swapped: _builtins.int = ...,
+        tier_blocks: _builtins.int = ...,
+        saved_blocks: _builtins.int = ...,
+        loaded_blocks: _builtins.int = ...,
+        failed_loads: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "draft_tokens", b"draft_tokens", "evicted_blocks", b"evicted_blocks", "frontends", b"frontends", "lost_tokens", b"lost_tokens", "preemptions", b"preemptions", "prompt_token_s", b"prompt_token_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "running", b"running", "sampled_tokens", b"sampled_tokens", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "waiting_uncached_tokens", b"waiting_uncached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "draft_tokens", b"draft_tokens", "evicted_blocks", b"evicted_blocks", "failed_loads", b"failed_loads", "frontends", b"frontends", "loaded_blocks", b"loaded_blocks", "lost_tokens", b"lost_tokens", "preemptions", b"preemptions", "prompt_token_s", b"prompt_token_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "running", b"running", "sampled_tokens", b"sampled_tokens", "saved_blocks", b"saved_blocks", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "swapped", b"swapped", "tier_blocks", b"tier_blocks", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "waiting_uncached_tokens", b"waiting_uncached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

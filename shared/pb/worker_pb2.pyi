@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,32 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _TransferKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TransferKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TransferKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TRANSFER_KIND_UNSPECIFIED: _TransferKind.ValueType  # 0
+    TRANSFER_KIND_SAVE: _TransferKind.ValueType  # 1
+    """from the cache to the directory"""
+    TRANSFER_KIND_LOAD: _TransferKind.ValueType  # 2
+    """from the directory to the cache"""
+    TRANSFER_KIND_ERASE: _TransferKind.ValueType  # 3
+    """from the directory"""
+
+class TransferKind(_TransferKind, metaclass=_TransferKindEnumTypeWrapper):
+    """The kinds of transfers."""
+
+TRANSFER_KIND_UNSPECIFIED: TransferKind.ValueType  # 0
+TRANSFER_KIND_SAVE: TransferKind.ValueType  # 1
+"""from the cache to the directory"""
+TRANSFER_KIND_LOAD: TransferKind.ValueType  # 2
+"""from the directory to the cache"""
+TRANSFER_KIND_ERASE: TransferKind.ValueType  # 3
+"""from the directory"""
+Global___TransferKind: _TypeAlias = TransferKind  # noqa: Y015
 
 @_typing.final
 class GetInfoRequest(_message.Message):
@@ -55,6 +82,7 @@ class GetInfoResponse(_message.Message):
     GRAPH_TOKENS_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
     WINDOW_BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    HAS_TIER_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     world_size: _builtins.int
     device: _builtins.str
@@ -85,6 +113,8 @@ class GetInfoResponse(_message.Message):
     """The window, in tokens, of the layers of the last table. 0: they see all tokens."""
     window_block_size: _builtins.int
     """tokens of a block of the second table; 0: there is none"""
+    has_tier: _builtins.bool
+    """whether Transfer copies blocks to and from a directory"""
     def __init__(
         self,
         *,
@@ -106,10 +136,11 @@ class GetInfoResponse(_message.Message):
         graph_tokens: _builtins.int = ...,
         window: _builtins.int = ...,
         window_block_size: _builtins.int = ...,
+        has_tier: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "cache_id", b"cache_id", "device", b"device", "drafts", b"drafts", "dtype", b"dtype", "epoch", b"epoch", "graph_tokens", b"graph_tokens", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "window", b"window", "window_block_size", b"window_block_size", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "cache_id", b"cache_id", "device", b"device", "drafts", b"drafts", "dtype", b"dtype", "epoch", b"epoch", "graph_tokens", b"graph_tokens", "has_tier", b"has_tier", "incarnation", b"incarnation", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "vocab_size", b"vocab_size", "window", b"window", "window_block_size", b"window_block_size", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -495,6 +526,79 @@ class StepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
+
+@_typing.final
+class TransferRequest(_message.Message):
+    """A transfer of N blocks. No step may write to a block while it is saved, or use it while it is loaded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    transfer_id: _builtins.int
+    kind: Global___TransferKind.ValueType
+    names: _builtins.bytes
+    """uint8[N*16]; a name stands for the tokens of its block and all before it"""
+    blocks: _builtins.bytes
+    """int32[N]; empty if they are erased"""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        transfer_id: _builtins.int = ...,
+        kind: Global___TransferKind.ValueType = ...,
+        names: _builtins.bytes = ...,
+        blocks: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "kind", b"kind", "names", b"names", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferRequest: _TypeAlias = TransferRequest  # noqa: Y015
+
+@_typing.final
+class TransferResponse(_message.Message):
+    """The answer to a transfer, or the contents of the directory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.int
+    """0: the contents"""
+    done: _builtins.bytes
+    """uint8[N], 1: done"""
+    seconds: _builtins.float
+    """that the transfer took"""
+    names: _builtins.bytes
+    """of all blocks in the directory, the one used least recently first"""
+    capacity: _builtins.int
+    """blocks that fit now; 0: the directory cannot be used"""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.int = ...,
+        done: _builtins.bytes = ...,
+        seconds: _builtins.float = ...,
+        names: _builtins.bytes = ...,
+        capacity: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "done", b"done", "names", b"names", "seconds", b"seconds", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferResponse: _TypeAlias = TransferResponse  # noqa: Y015
 
 @_typing.final
 class ProfileRequest(_message.Message):

@@ -49,6 +49,11 @@ class WorkerServiceStub:
                 request_serializer=shared_dot_pb_dot_worker__pb2.StepRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_worker__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.Transfer = channel.stream_stream(
+                '/nanovllm.worker.v1.WorkerService/Transfer',
+                request_serializer=shared_dot_pb_dot_worker__pb2.TransferRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_worker__pb2.TransferResponse.FromString,
+                _registered_method=True)
         self.Profile = channel.unary_stream(
                 '/nanovllm.worker.v1.WorkerService/Profile',
                 request_serializer=shared_dot_pb_dot_worker__pb2.ProfileRequest.SerializeToString,
@@ -82,6 +87,14 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Transfer(self, request_iterator, context):
+        """Copies blocks between the KV cache and the rank's directory (CACHE_DIR), beside steps of the
+        current epoch. The first response says what the directory holds. Transfers are answered in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Profile(self, request, context):
         """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
         FAILED_PRECONDITION while another call records. Nothing is recorded after the end of the call.
@@ -107,6 +120,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Execute,
                     request_deserializer=shared_dot_pb_dot_worker__pb2.StepRequest.FromString,
                     response_serializer=shared_dot_pb_dot_worker__pb2.StepResponse.SerializeToString,
+            ),
+            'Transfer': grpc.stream_stream_rpc_method_handler(
+                    servicer.Transfer,
+                    request_deserializer=shared_dot_pb_dot_worker__pb2.TransferRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_worker__pb2.TransferResponse.SerializeToString,
             ),
             'Profile': grpc.unary_stream_rpc_method_handler(
                     servicer.Profile,
@@ -195,6 +213,33 @@ class WorkerService:
             '/nanovllm.worker.v1.WorkerService/Execute',
             shared_dot_pb_dot_worker__pb2.StepRequest.SerializeToString,
             shared_dot_pb_dot_worker__pb2.StepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Transfer(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/nanovllm.worker.v1.WorkerService/Transfer',
+            shared_dot_pb_dot_worker__pb2.TransferRequest.SerializeToString,
+            shared_dot_pb_dot_worker__pb2.TransferResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,10 @@ class WorkerServiceStub:
     """Runs the steps of one epoch and answers them in order. A step that cannot be run ends the stream
     with INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
     """
+    Transfer: _grpc.StreamStreamMultiCallable[_worker_pb2.TransferRequest, _worker_pb2.TransferResponse]
+    """Copies blocks between the KV cache and the rank's directory (CACHE_DIR), beside steps of the
+    current epoch. The first response says what the directory holds. Transfers are answered in order.
+    """
     Profile: _grpc.UnaryStreamMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileResponse]
     """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
     FAILED_PRECONDITION while another call records. Nothing is recorded after the end of the call.
@@ -58,6 +62,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepRequest, _worker_pb2.StepResponse]  # type: ignore[assignment]
     """Runs the steps of one epoch and answers them in order. A step that cannot be run ends the stream
     with INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
+    """
+    Transfer: _aio.StreamStreamMultiCallable[_worker_pb2.TransferRequest, _worker_pb2.TransferResponse]  # type: ignore[assignment]
+    """Copies blocks between the KV cache and the rank's directory (CACHE_DIR), beside steps of the
+    current epoch. The first response says what the directory holds. Transfers are answered in order.
     """
     Profile: _aio.UnaryStreamMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileResponse]  # type: ignore[assignment]
     """Records the next steps with torch's profiler, and sends the trace in pieces. The status is
@@ -91,6 +99,16 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.StepResponse], _abc.AsyncIterator[_worker_pb2.StepResponse]]:
         """Runs the steps of one epoch and answers them in order. A step that cannot be run ends the stream
         with INVALID_ARGUMENT (malformed), FAILED_PRECONDITION (stale) or INTERNAL.
+        """
+
+    @_abc_1.abstractmethod
+    def Transfer(
+        self,
+        request_iterator: _MaybeAsyncIterator[_worker_pb2.TransferRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.TransferResponse], _abc.AsyncIterator[_worker_pb2.TransferResponse]]:
+        """Copies blocks between the KV cache and the rank's directory (CACHE_DIR), beside steps of the
+        current epoch. The first response says what the directory holds. Transfers are answered in order.
         """
 
     @_abc_1.abstractmethod

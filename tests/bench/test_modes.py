@@ -133,6 +133,13 @@ def test_http(bench: Bench) -> None:
 
 
 @pytest.mark.system
+def test_cache_dir(bench: Bench) -> None:
+    found = bench("--mode cache-dir --conversations 4 --tokens 100 --turns 1 --streams 2")
+    for name in ("returning", "pressure", "cost"):
+        assert all(value > 0 for value in found[name].values())
+
+
+@pytest.mark.system
 def test_embeddings(bench: Bench) -> None:
     """This server's part. Both stacks have the same weights, in another format."""
     words = "--mode embeddings --only nano-float32 nano-int8 --texts 3 --rounds 1"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,6 +28,7 @@ _FRONTENDS = 2
 # The share of faults after which the next one hits before the stack has recovered.
 _AT_ONCE = 0.15
 _MB = 1e6
+_CACHE_DIR_GB = 0.05  # a few times the cache
 # Small enough for prompts to take several chunks, and for preemptions.
 _LIMITS: dict[str, Any] = {
     "kv_blocks": 512,
@@ -60,16 +63,28 @@ def run_campaign(
     requests = draw_requests(rng, _REQUESTS)
     with running_stack(**{**variables, "speculation": "none"}) as stack:
         expected = asyncio.run(undisturbed(stack.address, requests))
-    with running_stack(environment, **variables) as stack:
-        campaign = _Campaign(stack, seed, rng, report_fault)
+    with (
+        tempfile.TemporaryDirectory(prefix="blocks-") as folder,
+        running_stack(
+            environment, **{"cache_dir": folder, "cache_dir_gb": _CACHE_DIR_GB, **variables}
+        ) as stack,
+    ):
+        cache_dir = Path(str(variables.get("cache_dir", folder)))
+        campaign = _Campaign(stack, cache_dir, seed, rng, report_fault)
         return asyncio.run(campaign.run(requests, expected, faults, kinds, clients))
 
 
 class _Campaign:
     def __init__(
-        self, stack: RealStack, seed: int, rng: random.Random, report_fault: Callable[[str], None]
+        self,
+        stack: RealStack,
+        cache_dir: Path,
+        seed: int,
+        rng: random.Random,
+        report_fault: Callable[[str], None],
     ) -> None:
         self._stack = stack
+        self._cache_dir = cache_dir
         self._rng = rng
         self._report_fault = report_fault
         self._report = Report(seed)
@@ -88,7 +103,7 @@ class _Campaign:
         start = await self._rest()
         load = Load(self._stack.address, requests, expected)
         load.start(clients, self._report.seed)
-        target = Target(self._stack, requests, self._rng)
+        target = Target(self._stack, self._cache_dir, requests, self._rng)
         for kind in draw_faults(self._rng, faults, kinds):
             await self._harm(target, load, kind)
         await load.stop()

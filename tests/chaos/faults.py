@@ -9,6 +9,7 @@ import random
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
+from pathlib import Path
 
 import grpc
 
@@ -26,8 +27,11 @@ _STALLED = 8
 class Target:
     """A stack, and the means to harm it."""
 
-    def __init__(self, stack: RealStack, requests: list[Request], rng: random.Random) -> None:
+    def __init__(
+        self, stack: RealStack, cache_dir: Path, requests: list[Request], rng: random.Random
+    ) -> None:
         self.stack = stack
+        self.cache_dir = cache_dir
         self.rng = rng
         self.requests = requests
 
@@ -84,11 +88,31 @@ class Target:
             else:
                 raise AssertionError("a poisoned request was answered")
 
+    async def damage_blocks(self) -> None:
+        """Damages files of the directory under the cache."""
+        damage_blocks(self.cache_dir, self.rng)
+
     def any_index(self, service: str) -> int:
         return self.rng.randrange(self.stack.stack.count(service))
 
     def _any_requests(self, count: int) -> list[Request]:
         return self.rng.choices(self.requests, k=count)
+
+
+def damage_blocks(cache_dir: Path, rng: random.Random) -> None:
+    """Flips a bit in a third of the files, cuts off another third and deletes some of the rest."""
+    for path in sorted(each for each in cache_dir.rglob("*") if each.is_file()):
+        with suppress(FileNotFoundError):  # it was evicted
+            size, kind = path.stat().st_size, rng.randrange(6)
+            if kind < 2 and size:
+                with path.open("r+b") as file:
+                    place = rng.randrange(size)
+                    byte = os.pread(file.fileno(), 1, place)[0] ^ (1 << rng.randrange(8))
+                    os.pwrite(file.fileno(), bytes([byte]), place)
+            elif kind < 4 and size:
+                os.truncate(path, rng.randrange(size))
+            elif kind == 4:
+                path.unlink()
 
 
 async def _kill_two(target: Target) -> None:
@@ -121,6 +145,7 @@ FAULTS: dict[str, tuple[int, Fault]] = {
     "worker killed twice": (2, _kill_worker_twice),
     "mass cancel": (2, lambda target: target.cancel_many()),
     "stalled readers": (2, lambda target: target.stall_readers()),
+    "blocks damaged": (2, lambda target: target.damage_blocks()),
     "poisoned request": (2, lambda target: target.poison()),
 }
 

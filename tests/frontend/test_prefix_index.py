@@ -11,7 +11,7 @@ import pytest
 
 from frontend.engines.prefix_index import PrefixIndex
 from scheduler_svc.block_watch import BlockWatch, watched
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
 from scheduler_svc.rpc.block_events import event_messages, snapshot_parts
@@ -42,7 +42,7 @@ class Cache:
             self._running.append(seq)
 
     def matched_blocks(self, prompt: list[int], salt: str) -> int:
-        return self.blocks._match_prefix(sequence(prompt, salt)) // BLOCK_SIZE
+        return self.blocks._prefix_to_use(sequence(prompt, salt)) // BLOCK_SIZE
 
 
 def random_prompt(rng: random.Random) -> tuple[list[int], str]:

@@ -15,7 +15,7 @@ from hypothesis.stateful import invariant, rule
 
 from scheduler_svc.block_records import MAX_SALT_BYTES, BlockRecords, RecordedCache
 from scheduler_svc.block_watch import Removed, watched
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Request, Sequence
 from shared.paging import Paging
@@ -55,7 +55,7 @@ def compute(blocks: BlockManager, tokens: list[int], salt: str = "") -> None:
 
 
 def cached(blocks: BlockManager, tokens: list[int], salt: str = "") -> int:
-    return blocks._match_prefix(sequence([*tokens, 0], salt))
+    return blocks._prefix_to_use(sequence([*tokens, 0], salt))
 
 
 @pytest.mark.parametrize("cache", [CACHE, TWO_TABLES], ids=["one table", "two"])

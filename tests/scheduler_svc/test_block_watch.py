@@ -11,9 +11,9 @@ from grpc import aio
 
 from scheduler_svc.block_records import BlockRecords
 from scheduler_svc.block_watch import MAX_WATCHES
-from scheduler_svc.core import block_manager
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.cache_listener import StoredBlock
+from scheduler_svc.core.blocks import block_manager
+from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.blocks.cache_listener import StoredBlock
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Sequence
 from shared.pb import scheduler_pb2 as pb

@@ -143,14 +143,14 @@ def test_the_head_of_the_queue_is_not_matched_again_until_it_may_fit() -> None:
     add(scheduler, 1, 20, max_tokens=20)
     waiting = add(scheduler, 2, 24, max_tokens=5)
     matched = 0
-    original = scheduler.blocks._match_prefix
+    original = scheduler.blocks._prefix_to_use
 
-    def counted(seq: Sequence) -> list[int]:
+    def counted(seq: Sequence) -> int:
         nonlocal matched
         matched += seq is waiting
         return original(seq)
 
-    scheduler.blocks._match_prefix = counted  # type: ignore[method-assign]
+    scheduler.blocks._prefix_to_use = counted  # type: ignore[method-assign]
     while 2 not in step(scheduler):
         pass
     assert matched == 2

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler

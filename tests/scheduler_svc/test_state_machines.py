@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 from scheduler_svc.block_watch import Removed, watched
-from scheduler_svc.core.block_manager import BlockManager
-from scheduler_svc.core.cache_listener import StoredBlock
+from scheduler_svc.core.blocks.block_manager import BlockManager
+from scheduler_svc.core.blocks.cache_listener import StoredBlock
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Sequence
 from shared.paging import Paging

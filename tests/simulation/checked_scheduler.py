@@ -6,7 +6,7 @@ from array import array
 from weakref import WeakKeyDictionary
 
 from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.planning.speculation import Speculation
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceKey

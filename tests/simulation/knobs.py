@@ -84,6 +84,27 @@ class Knobs:
         return self.requests % 2 == 1
 
     @property
+    def tier_blocks(self) -> int:
+        """How many blocks fit into the tier under the cache; 0: there is none. Not drawn, like
+        those below."""
+        return [0, self.num_blocks // 2, 4 * self.num_blocks][self.requests % 3]
+
+    @property
+    def tier_faults(self) -> float:
+        """Per block, that it cannot be saved or read."""
+        return [0.0, 0.1, 0.5][self.max_waiting_tokens % 3]
+
+    @property
+    def tier_ends(self) -> float:
+        """Per transfer, that the directory fails for good."""
+        return 0.02 if self.max_losses % 3 == 0 else 0.0
+
+    @property
+    def tier_s(self) -> float:
+        """Seconds that workers claim to read for; 0: unknown, so that all is read."""
+        return self.step_s if self.max_losses % 2 else 0.0
+
+    @property
     def limits(self) -> Limits:
         return Limits(
             max_num_seqs=self.max_num_seqs,

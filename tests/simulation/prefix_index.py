@@ -7,7 +7,7 @@ from random import Random
 
 from frontend.engines.prefix_index import PrefixIndex
 from scheduler_svc.block_watch import watched
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.rpc.block_events import event_messages, snapshot_parts

@@ -11,7 +11,7 @@ from random import Random
 
 import numpy as np
 
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import Step
 from scheduler_svc.engine import Engine
@@ -71,13 +71,14 @@ class Simulation:
             BlockManager(knobs.num_blocks, knobs.paging),
             SimulatedSpeculation(knobs.drafting, rng, self._next_tokens),
         )
+        self._scheduler.blocks.tier.is_there = knobs.tier_blocks > 0
         self._workers = workers = SimulatedWorkers(
             knobs, rng, self._scheduler, self._beside, self._is_poisoned, counts
         )
         self._frontends = Frontends(knobs, rng, plan(knobs, rng), counts)
         clock = asyncio.get_running_loop().time
         engine = Engine(self._scheduler, workers, self._frontends.emit, clock, sync=knobs.sync)
-        running = asyncio.ensure_future(engine.run())
+        running = asyncio.ensure_future(engine.run(workers.tier))
         try:
             self._frontends.serve(engine, self._scheduler)
             await self._end(running)
@@ -88,6 +89,7 @@ class Simulation:
         counts["preemptions"] += self._scheduler.stats.preemptions
         counts["drafted tokens"] += self._scheduler.stats.draft_tokens
         counts["accepted drafts"] += self._scheduler.stats.accepted_tokens
+        counts["loads"] += self._scheduler.stats.loaded_blocks
         counts["cached prompt tokens"] += self._scheduler.stats.cached_prompt_tokens
         return Result(counts, workers.digest)
 
@@ -107,6 +109,7 @@ class Simulation:
         scheduler = self._scheduler
         scheduler.check_integrity()
         assert scheduler.num_waiting == scheduler.num_running == 0, "not at rest"
+        assert not scheduler.swaps.num_swapped, "not at rest"
         assert not scheduler.open_sequences(), "not at rest"
         free, blocks = scheduler.blocks.num_free_blocks, scheduler.blocks.num_blocks
         assert free == blocks, f"{free} blocks of {blocks} are free at rest"

@@ -20,6 +20,7 @@ from shared.pb import worker_pb2
 from tests.sanitizer import Beside, Limits, Sanitizer
 from tests.simulation.checked_scheduler import CheckedScheduler
 from tests.simulation.knobs import Knobs
+from tests.simulation.tier import SimulatedTier
 from tests.step_columns import describe, steps_of
 
 Pending = asyncio.Future[Answer | None]  # None if the workers were lost
@@ -60,6 +61,7 @@ class SimulatedWorkers:
         self._loop = asyncio.get_running_loop()
         self._epoch = 0
         self._lost_epoch = self._poisoned_epoch = 0
+        self.tier = SimulatedTier(knobs, lambda: scheduler.answered, self._lost, counts)
         self.digest = 0  # of all steps, to compare runs
         self._shown: deque[tuple[float, worker_pb2.StepRequest, list[str]]] = deque(
             maxlen=_SHOWN_STEPS
@@ -207,6 +209,7 @@ class SimulatedWorkers:
             )
         else:
             self._sanitizer.keep(self._epoch, answered, self._rng)
+        self.tier.configure(self._sanitizer.transfers)
 
     def _answered_at(self) -> float:
         """The time at which the last rank's answer arrives. A rank runs one step after another, and
@@ -225,12 +228,12 @@ class SimulatedWorkers:
 
     def _break(self, epoch: int) -> None:
         if epoch == self._epoch:
-            self._broken = True
+            self._broken = self.tier.broken = True
             for answer in self._answers:
                 _resolve(answer, None)
 
     def _lost(self, when: str) -> WorkersLostError:
-        self._broken = True
+        self._broken = self.tier.broken = True
         self._scheduler.cache_is_kept = False
         if self._lost_epoch != self._epoch:  # sender and receiver may both notice
             self._lost_epoch = self._epoch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,12 @@ class Platform(ABC):
             ModelError: the device does not compute in that dtype.
         """
 
+    def choose_num_batched_tokens(self, settings: WorkerSettings) -> int:
+        """The maximum number of tokens in a step."""
+        if settings.max_num_batched_tokens == "auto":
+            return max(self.num_batched_tokens, settings.max_num_seqs)
+        return settings.max_num_batched_tokens
+
     @abstractmethod
     def attention_backend(self, settings: WorkerSettings, shape: AttentionShape) -> Backend:
         """Makes the attention backend.
@@ -86,6 +93,10 @@ class Platform(ABC):
     ) -> Callable[..., torch.Tensor]:
         """Returns the device's way to do what a model's `Decoder.hidden_states` does."""
         return hidden_states
+
+    def beside_steps(self) -> AbstractContextManager[object]:
+        """Lets the current thread copy beside steps. The copies are done when the context ends."""
+        return nullcontext()
 
     @abstractmethod
     def start(self, multiply_adds: int) -> Stopwatch:

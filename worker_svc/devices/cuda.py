@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,7 @@ class CudaPlatform(Platform):
             )
         # One stream for all graphs: cuBLAS keeps 32 MiB of workspace per stream and never frees it.
         self._capture_stream = torch.cuda.Stream(self.device)
+        self._copy_stream = torch.cuda.Stream(self.device)
         self._capability = torch.cuda.get_device_capability(self.device)
         if self._capability < OLDEST:
             raise StartError(
@@ -147,6 +149,12 @@ class CudaPlatform(Platform):
 
     def weight_copies(self) -> PinnedCopies:
         return PinnedCopies()
+
+    @contextmanager
+    def beside_steps(self) -> Iterator[None]:
+        with torch.cuda.stream(self._copy_stream):
+            yield
+        self._copy_stream.synchronize()
 
     def start(self, multiply_adds: int) -> CudaStopwatch:
         return CudaStopwatch(self.device)

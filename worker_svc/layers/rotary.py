@@ -34,6 +34,11 @@ class RopeConfig:
     llama_4_scaling_beta: float = 0.0  # scales queries from the original maximum on
     partial_rotary_factor: float = 1.0  # of a head's channels, the first ones are rotated
 
+    def is_long(self, max_model_len: int) -> bool:
+        """Whether longrope uses its factors for long contexts."""
+        is_longrope = self.rope_type == "longrope"
+        return is_longrope and max_model_len > self.original_max_position_embeddings
+
     def rotated_size(self, head_dim: int) -> int:
         """How many channels of a head are rotated."""
         return int(head_dim * self.partial_rotary_factor)
@@ -52,8 +57,8 @@ def rotary_table(
     if rope is None:
         return table
     if rope.rope_type == "longrope":
-        is_long = max_model_len > rope.original_max_position_embeddings
-        rope = replace(rope, frequency_factors=rope.long_factor if is_long else rope.short_factor)
+        factors = rope.long_factor if rope.is_long(max_model_len) else rope.short_factor
+        rope = replace(rope, frequency_factors=factors)
     size = rope.rotated_size(head_dim)
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     scaling, _ = ROPE_TYPES[rope.rope_type]

@@ -122,7 +122,8 @@ class Forks:
         followers = []
         for seq, completions in self._completions.items():
             leader = completions[0]
-            assert leader.status in (Status.WAITING, Status.RUNNING), "a leader that has ended"
+            begun = leader.status not in (Status.FOLLOWING, Status.FINISHED)
+            assert begun, "a leader that has ended"
             assert leader.num_generated_tokens == 0, "a leader whose prompt is computed"
             assert seq in completions, "follows another"
             if seq is not leader:

@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 
 from nano_vllm_grpc.tls import ClientTls
 from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.metrics import EngineMetrics
 from shared.config import PREFIX

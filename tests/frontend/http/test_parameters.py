@@ -111,7 +111,9 @@ ROUTED: list[tuple[Json, Json]] = [
     ({"priority": -5}, {"priority": -5}),
     ({"priority": 2**31 - 1}, {"priority": 2**31 - 1}),
     ({"cache_salt": "s"}, {"cache_salt": ":s"}),  # a colon ends the name of the client
-    ({}, {"priority": 0, "cache_salt": ""}),
+    ({"store": False}, {"never_store": True}),
+    ({"store": True}, {"never_store": False}),
+    ({}, {"priority": 0, "cache_salt": "", "never_store": False}),
 ]
 
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.client import Client
 from scheduler_svc.core.forks.beam_search import BeamSearch, _token_ids
 from scheduler_svc.core.sampling import SamplingParams

@@ -11,7 +11,7 @@ from typing import Any
 
 from frontend.engines.prefix_index import PrefixIndex
 from frontend.engines.token_stream import TokenStream
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from shared.errors import (
     DeadlineError,
     FailedPreconditionError,

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from scheduler_svc.block_watch import watches_of
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from tests.simulation.cluster.hosts import Host
 from tests.simulation.cluster.world import World
 

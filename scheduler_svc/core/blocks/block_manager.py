@@ -8,12 +8,8 @@ A block is in one of three places:
     cached ──allocate───────┘ the least recently released first, when no free block is left; its
                               name is forgotten
 
-Prefix caching follows vLLM's automatic prefix caching. A full block's name is a hash of its tokens
-chained with the name of the block before it. A name therefore stands for the whole prefix. The
-first block is chained with the number of its table and the sequence's cache salt, so that only
-requests with that salt share its prefixes. Names with a salt are BLAKE2b hashes (RFC 7693) with a
-random key, which nobody can forge. For XXH3, input pairs are known that collide under any seed
-(issue 1127 of Cyan4973/xxHash).
+A full block has a name, which stands for the whole prefix (`block_names`). A prefix may continue in
+the tier under the cache (`cache_tier`), from which it is read into blocks of the sequence.
 
 A sequence has a table of blocks for each kind of layers, see `shared.paging`. In a table of layers
 with a window, blocks are handed out chunk by chunk, and taken back once no token that is not
@@ -27,21 +23,20 @@ holds it, until the step that copies is answered. A lost step's copies are made 
 
 from __future__ import annotations
 
-import hashlib
 from array import array
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import chain
 from weakref import WeakKeyDictionary
 
-import xxhash
-
-from scheduler_svc.core.cache_listener import CacheListener, Naming, StoredBlock
+from scheduler_svc.core.blocks.block_names import BlockNames
+from scheduler_svc.core.blocks.cache_listener import CacheListener, StoredBlock
+from scheduler_svc.core.blocks.cache_tier import CacheTier
 from scheduler_svc.core.sequence import Sequence
 from shared.paging import Paging, TableKind
 
-_NAME_BYTES = 16
+_IN_TIER = -1  # in place of a block's number
 
 
 class BlockManager:
@@ -49,29 +44,31 @@ class BlockManager:
     sequence, never to the size of the cache.
 
     Args:
-        naming, published: those of an earlier manager of this cache. The published blocks, in the
-            order in which they were published, are cached.
+        key: of names with a salt, see `BlockNames`.
+        published: by an earlier manager of this cache with this key, in the order in which they
+            were published. They are cached.
     """
 
     def __init__(
         self,
         num_blocks: int,
         paging: Paging,
-        naming: Naming | None = None,
+        key: bytes | None = None,
         published: Seq[tuple[int, StoredBlock]] = (),
     ) -> None:
         self.num_blocks = num_blocks
         self.paging = paging
         self.num_evictions = 0  # of cached blocks, to make room for new content
+        self.tier = CacheTier()
         self.listeners: list[CacheListener] = []
-        self._seed, key = naming or Naming.new()
-        # Copied for each hash: making a new object takes half as long again.
-        self._keyed = hashlib.blake2b(key=key, digest_size=_NAME_BYTES)
+        self._names = BlockNames(paging, key)
         self._empty()
         self._adopt(published)
 
     def reset(self) -> None:
         """Empties every block and forgets its holders. Call it when the cache has been lost."""
+        for content in self._contents.values():
+            self.tier.withdraw(content.name)
         self._empty()
         for listener in self.listeners:
             listener.cleared()
@@ -84,6 +81,7 @@ class BlockManager:
         self._contents: dict[int, StoredBlock] = {}  # by published block
         self._copies: dict[int, int] = {}  # to block -> from block; both in use
         self._copying: dict[int, int] = {}  # those of the steps in flight
+        self._pinned = Counter[int]()  # blocks that are being copied to the tier
         # The free blocks needed by each waiting sequence that found too few.
         self._needed: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
@@ -123,20 +121,24 @@ class BlockManager:
     def allocate_prompt(self, seq: Sequence) -> bool:
         """Gives a waiting sequence the longest published prefix, and blocks for all its tokens in
         tables without a window. In those with one, it only makes sure that there will be enough.
+        If the tier continues the prefix at less cost, `seq.blocks.loading` says what to read.
 
-        At least one token is left to compute, because the logits of the last token are needed.
-        Returns False and changes nothing when there are too few blocks. Another call then takes
-        constant time until there may be enough blocks.
+        At least one token is left to compute, for the logits of the last one are needed. Returns
+        False if there are too few blocks, or while another sequence reads one that is needed. Until
+        there may be enough blocks, another call takes constant time.
         """
         if self._needed.get(seq, 0) > self.num_free_blocks:
             return False
-        cached, kinds = self._match_prefix(seq), self._kinds_of(seq)
+        cached, kinds = self._prefix_to_use(seq), self._kinds_of(seq)
         tables, needed = [], 0
         for names, kind in zip(seq.blocks.names, kinds, strict=True):
             first = kind.first_needed(cached)
             names = names[first : cached // kind.block_size]
-            shared = array("i", [self._block_of[name] for name in names])
-            tables.append(shared[:1] * first + shared)
+            if not self.tier.reading.isdisjoint(names):
+                return False
+            found = array("i", [self._block_of.get(name, _IN_TIER) for name in names])
+            tables.append(found[:1] * first + found)
+            shared = [block for block in found if block != _IN_TIER]
             needed += kind.blocks_for(seq.num_tokens - first * kind.block_size) - len(shared)
             needed += sum(self._ref_counts[block] == 0 for block in shared)
         if needed > self.num_free_blocks:
@@ -144,21 +146,35 @@ class BlockManager:
             return False
         self._needed.pop(seq, None)
         seq.blocks.tables, seq.blocks.first = tables, kinds[-1].first_needed(cached)
-        for block in chain(*seq.blocks.held()):
-            if self._ref_counts[block] == 0:
-                del self._cached[block]
-            self._ref_counts[block] += 1
+        for block in (each for each in chain(*seq.blocks.held()) if each != _IN_TIER):
+            self._use(block)
+        self._take_for_loading(seq)
         for table, kind in zip(tables, kinds, strict=True):
             if not kind.window:
                 self._extend(table, kind.blocks_for(seq.num_tokens))
         self._begin(seq, cached, cached)
         return True
 
+    def loaded(self, seq: Sequence, num_read: int) -> None:
+        """Publishes the blocks that were read from the tier, the first `num_read`."""
+        for number, i in seq.blocks.loading[:num_read]:
+            self._publish(seq, number, i)
+        seq.blocks.loading = []
+
+    def pin(self, name: bytes) -> int:
+        """Keeps the published block with this name as it is until `unpin` -> the block."""
+        self._use(block := self._block_of[name])
+        self._pinned[block] += 1
+        return block
+
+    def unpin(self, block: int) -> None:
+        self._pinned[block] -= 1
+        self._release(block)
+
     def fork(self, parent: Sequence, child: Sequence) -> bool:
         """Gives a child, which holds no blocks, as many blocks as its tokens need. All its tokens
         but the last are its parent's, and those that the parent has computed are shared. Returns
-        False and changes nothing when there are too few blocks, or if the parent does not hold a
-        block any more that the child needs."""
+        False if there are too few blocks, or the parent lacks a block that the child needs."""
         shared, kinds = min(child.num_tokens - 1, parent.num_computed_tokens), self._kinds_of(child)
         full = [shared // kind.block_size for kind in kinds]
         wanted = [-(-child.num_tokens // kind.block_size) for kind in kinds]
@@ -236,16 +252,9 @@ class BlockManager:
         computed, kinds, blocks = seq.num_computed_tokens, self._kinds_of(seq), seq.blocks
         for number, kind in enumerate(kinds):
             full = computed // kind.block_size
-            self._extend_hashes(seq, number, full)
+            self._names.extend(seq, number, full)
             for i in range(blocks.num_published // kind.block_size, full):
-                name, block = blocks.names[number][i], blocks.tables[number][i]
-                old = self._block_of.get(name, -1)
-                if old < 0 or not self._ref_counts[old]:  # else others use it
-                    if old >= 0:  # computed again, because the prefix had gaps: the newer one stays
-                        del self._cached[old]
-                        self._forget(old)
-                        self._free.append(old)
-                    self._store(seq, number, i, block)
+                self._publish(seq, number, i)
         blocks.num_published = computed - computed % self.paging.part_size
         first, table = kinds[-1].first_needed(computed), blocks.tables[-1]
         if first > blocks.first:
@@ -256,6 +265,8 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Takes back a sequence's blocks. Their contents can be found until they are needed."""
+        if self.tier.is_there and not seq.request.cache_salt:
+            self._leave_to_tier(seq)
         for blocks in seq.blocks.held():
             # Last block first: a prefix is evicted from its end.
             for block in reversed(blocks):
@@ -275,7 +286,7 @@ class BlockManager:
             assert set(table[:first]) <= {*table[first : first + 1]}, "a block that is not held"
         assert all(references[block] == 1 for block in self._copies), "a copy for nobody"
         assert not self._copies.keys() & set(self._copies.values()), "a copy of a copy"
-        for block in (*self._copies.values(), *self._copying.values()):
+        for block in (*self._copies.values(), *self._copying.values(), *self._pinned.elements()):
             references[block] += 1
         assert references == self._ref_counts, "reference counts"
         free = [*self._free, *self._cached]
@@ -290,8 +301,7 @@ class BlockManager:
         return self.paging.keeping if keeps else self.paging.tables
 
     def _begin(self, seq: Sequence, num_tokens: int, published: int) -> None:
-        """Notes that a sequence which got its blocks begins after `num_tokens` tokens, of which
-        `published` are available to others."""
+        """Begins a sequence after `num_tokens` tokens, of which `published` are shared."""
         seq.blocks.num_published = published - published % self.paging.part_size
         seq.begin_at(num_tokens)
         seq.blocks.capacity = min(self._rooms(seq))
@@ -317,6 +327,7 @@ class BlockManager:
     def _forget(self, block: int) -> None:
         content = self._contents.pop(block)
         del self._block_of[content.name]
+        self.tier.withdraw(content.name)
         for listener in self.listeners:
             listener.removed(block, content)
 
@@ -330,56 +341,59 @@ class BlockManager:
             if block in self._copies:  # in vain
                 self._release(self._copies.pop(block))
 
-    def _store(self, seq: Sequence, number: int, i: int, block: int) -> None:
+    def _publish(self, seq: Sequence, number: int, i: int) -> None:
         """Publishes block `i` of a table of the sequence, and records its contents."""
-        names, tokens = seq.blocks.names[number], b"" if number else self._tokens(seq, number, i)
-        parent = names[i - 1] if i else None
-        stored = StoredBlock(names[i], parent, tokens, seq.request.cache_salt)
+        names, block = seq.blocks.names[number], seq.blocks.tables[number][i]
+        old = self._block_of.get(names[i], -1)
+        if old >= 0:
+            if self._ref_counts[old]:  # others use it
+                return
+            # It was computed again, because the prefix had gaps. The newer one stays.
+            del self._cached[old]
+            self._forget(old)
+            self._free.append(old)
+        tokens = b"" if number else self._names.tokens(seq, number, i)
+        parent, salt = names[i - 1] if i else None, seq.request.cache_salt
+        stored = StoredBlock(names[i], parent, tokens, salt)
         self._block_of[stored.name], self._contents[block] = block, stored
         for listener in self.listeners:
             listener.stored(block, stored)
+        if not salt and seq.request.may_store:
+            self.tier.offer(names[i], parent)
 
-    def _match_prefix(self, seq: Sequence) -> int:
-        """The number of leading tokens whose blocks are published, as far as later tokens see
-        them. Names these blocks."""
-        seq.blocks.names = seq.blocks.names or [[] for _ in self.paging.tables]
-        cached, size = seq.num_cacheable_tokens, self.paging.slots_per_block
-        for number, kind in enumerate(self._kinds_of(seq)):
-            if kind.window:
-                cached -= cached % size
-                i = cached // kind.block_size
-                while i > kind.first_needed(cached):
-                    i -= 1
-                    if not self._is_published(seq, number, i):
-                        cached = i * kind.block_size // size * size
-                        i = cached // kind.block_size
-            else:
-                i = 0
-                while (i + 1) * kind.block_size <= cached and self._is_published(seq, number, i):
-                    i += 1
-                cached = i * kind.block_size
-        return cached
+    def _leave_to_tier(self, seq: Sequence) -> None:
+        """Offers a sequence's published blocks to the tier, or erases them there."""
+        if not seq.request.may_store:
+            self.tier.erase(self._names.all_of(seq))
+            return
+        for names in seq.blocks.names:
+            for parent, name in zip([None, *names], names, strict=False):
+                if name in self._block_of:
+                    self.tier.offer(name, parent)
+            self.tier.use(names)
 
-    def _is_published(self, seq: Sequence, number: int, i: int) -> bool:
-        self._extend_hashes(seq, number, i + 1)
-        return seq.blocks.names[number][i] in self._block_of
+    def _use(self, block: int) -> None:
+        self._cached.pop(block, None)
+        self._ref_counts[block] += 1
 
-    def _extend_hashes(self, seq: Sequence, number: int, num_blocks: int) -> None:
-        """Names the first `num_blocks` blocks of a table. Tokens are not compared, because at 128
-        bits no collision is expected in the life of a cluster."""
-        salt, names = seq.request.cache_salt.encode(), seq.blocks.names[number]
-        for i in range(len(names), num_blocks):
-            parent = names[i - 1] if i else self._hash(bytes([number]) + salt, salt)
-            names.append(self._hash(parent + self._tokens(seq, number, i), salt))
+    def _take_for_loading(self, seq: Sequence) -> None:
+        """Replaces `_IN_TIER` in a sequence's tables by blocks to read into, and notes them."""
+        blocks = seq.blocks
+        for number, table in enumerate(blocks.tables):
+            first = blocks.first if number == len(blocks.tables) - 1 else 0
+            for i in range(first, len(table)):
+                if table[i] == _IN_TIER:
+                    table[i] = self._take()
+                    blocks.loading.append((number, i))
+                    self.tier.reading.add(blocks.names[number][i])
+            table[:first] = table[first : first + 1] * first
 
-    def _tokens(self, seq: Sequence, number: int, i: int) -> bytes:
-        """The tokens of block `i` of a table of the sequence."""
-        size = self.paging.tables[number].block_size
-        return seq.tokens[i * size : (i + 1) * size].tobytes()
-
-    def _hash(self, data: bytes, salt: bytes) -> bytes:
-        if not salt:
-            return xxhash.xxh3_128_digest(data, self._seed)
-        hashed = self._keyed.copy()
-        hashed.update(data)
-        return hashed.digest()
+    def _prefix_to_use(self, seq: Sequence) -> int:
+        """The leading tokens that a sequence takes from the cache, or from cache and tier if that
+        costs less than to compute them."""
+        kinds, tier, published = self._kinds_of(seq), self.tier, self._block_of
+        cached = self._names.match(seq, kinds, published.__contains__)
+        if not tier.is_open or seq.request.cache_salt:
+            return cached
+        found = self._names.match(seq, kinds, lambda name: name in published or name in tier)
+        return found if found > cached and tier.decide_to_load(found) else cached

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import NamedTuple, Protocol
 
 
@@ -13,17 +12,6 @@ class StoredBlock(NamedTuple):
     parent: bytes | None
     token_ids: bytes  # int32[block_size], or empty if it is not of a first table
     cache_salt: str
-
-
-class Naming(NamedTuple):
-    """The numbers on which the names of blocks depend, besides tokens and salts."""
-
-    seed: int  # of names without a salt, 64 bits
-    key: bytes  # of names with a salt
-
-    @classmethod
-    def new(cls) -> Naming:
-        return cls(secrets.randbits(64), secrets.token_bytes(32))
 
 
 class CacheListener(Protocol):

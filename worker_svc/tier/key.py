@@ -1,0 +1,53 @@
+"""Names all that the bytes of a cached block depend on, except its tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from worker_svc.rank_models.info import RunnerInfo
+from worker_svc.rank_models.rank_model import RankModel
+from worker_svc.settings import WorkerSettings
+
+# Sources on which keys and values, or their order in a file, depend.
+_SOURCES = """
+    attention devices distributed.py gguf kernels kv_cache.py layers loader.py models rank_models
+    step tier weights
+"""
+
+
+def block_key(settings: WorkerSettings, model: RankModel, info: RunnerInfo, layout: str) -> str:
+    """The key of the blocks of a rank. `layout` is that of `Ops`, which names a CPU's kernels."""
+    device = torch.device(info.device)
+    rope = model.config.rope
+    return repr(
+        (
+            info.fingerprint,
+            info.dtype,
+            rope,
+            rope.is_long(info.max_model_len),
+            settings.kv_dtype,
+            (settings.speculation, settings.draft_quantization) if settings.draft_model else None,
+            info.attention_backend,
+            info.paging,
+            settings.batch_invariant,
+            (settings.rank, settings.tp),
+            layout,
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            torch.__version__,
+            _sources(),
+        )
+    )
+
+
+def _sources() -> str:
+    """The digest of these sources."""
+    root, found = Path(__file__).parent.parent, hashlib.sha256()
+    for name in _SOURCES.split():
+        for path in [root / name, *sorted((root / name).rglob("*"))]:
+            if path.suffix in (".py", ".h", ".cpp"):
+                content = path.read_bytes()
+                found.update(f"\n{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return found.hexdigest()
