@@ -139,6 +139,7 @@ class Generations:
             check_resume(message.resume_token_ids, sampling, info.vocab_size),
             client,
             message.engine,
+            may_store=message.store or not message.HasField("store"),
         )
 
     async def _token_ids_of(

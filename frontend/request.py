@@ -57,3 +57,4 @@ class GenerationRequest:
     resume_token_ids: Sequence[int] = ()
     client: Tenant | None = None  # None: anonymous
     engine: str = ""  # the name of the engine that it asks for; empty: any
+    may_store: bool = True  # blocks of it in the workers' directory

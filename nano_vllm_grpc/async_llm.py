@@ -20,10 +20,10 @@ from nano_vllm_grpc.types import (
     Chat,
     Chunk,
     Completion,
+    GenerateOptions,
     Message,
     ModelInfo,
     Prompt,
-    RequestOptions,
     SamplingParams,
     as_prompts,
     as_resume_ids,
@@ -86,7 +86,7 @@ class AsyncLLM:
         use_tqdm: bool = True,
         *,
         resume_token_ids: Sequence[int] | Sequence[Sequence[int]] = (),
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
         """Returns completions in the order of the prompts, `n` or `beam_width` for each if set.
 
@@ -99,7 +99,7 @@ class AsyncLLM:
             use_tqdm: show progress with prefill and decode tokens/s on stderr.
             resume_token_ids: the tokens that the completion already has and resumes after. Give a
                 list of such lists for several prompts.
-            options: timeout_s, priority and cache_salt, see `RequestOptions`.
+            options: timeout_s, priority, cache_salt and store, see `GenerateOptions`.
         """
         items = as_prompts(prompts)
         params = as_sampling_params(sampling_params, len(items))
@@ -132,7 +132,7 @@ class AsyncLLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
         """Returns the answers to one conversation or a list of them. `generate` and `stream` take a
         `Chat` instead.
@@ -160,6 +160,7 @@ class AsyncLLM:
         timeout_s: float | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        store: bool = True,
         resume_token_ids: Sequence[int] = (),
     ) -> AsyncGenerator[Chunk, None]:
         """Yields a completion's chunks as they arrive. Several completions are interleaved.
@@ -167,11 +168,13 @@ class AsyncLLM:
         request.
 
         Args:
-            timeout_s, priority, cache_salt: see `RequestOptions`.
+            timeout_s, priority, cache_salt, store: see `GenerateOptions`.
             resume_token_ids: the tokens that the completion already has and resumes after.
         """
         params = sampling_params or SamplingParams()
-        message = wire.encode_request(prompt, params, priority, cache_salt, resume_token_ids)
+        message = wire.encode_request(
+            prompt, params, priority, cache_salt, resume_token_ids, store=store
+        )
         return self._calls.stream(ResumableRequest(message, timeout_s))
 
     async def embed(

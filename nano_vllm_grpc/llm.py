@@ -18,6 +18,7 @@ from nano_vllm_grpc.types import (
     Chat,
     Chunk,
     Completion,
+    GenerateOptions,
     Message,
     ModelInfo,
     Prompt,
@@ -91,7 +92,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         resume_token_ids: Sequence[int] | Sequence[Sequence[int]] = (),
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
         """Returns completions in the order of the prompts, as `AsyncLLM.generate` does."""
         return self._run(
@@ -109,7 +110,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> list[Completion]:
         """Returns the answers to one conversation or a list of them, as `AsyncLLM.chat` does."""
         return self._run(
@@ -130,7 +131,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         resume_token_ids: Sequence[int] = (),
-        **options: Unpack[RequestOptions],
+        **options: Unpack[GenerateOptions],
     ) -> Generator[Chunk, None, None]:
         """Yields a completion's chunks as they arrive, as `AsyncLLM.stream` does. Closing the
         generator cancels the request."""

@@ -82,6 +82,12 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str  # cached prefixes are shared only among requests with equal salts
 
 
+class GenerateOptions(RequestOptions, total=False):
+    """The options of a request for completions."""
+
+    store: bool  # whether workers may keep its blocks in their directory, default True
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     cached_prompt_tokens: int

@@ -57,11 +57,14 @@ def encode_request(
     priority: int = 0,
     cache_salt: str = "",
     resume_token_ids: Sequence[int] = (),
+    *,
+    store: bool = True,
 ) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
         sampling=_encode_sampling(params),
         priority=priority,
         cache_salt=cache_salt,
+        store=store,
         resume_token_ids=resume_token_ids,
     )
     if isinstance(prompt, str):

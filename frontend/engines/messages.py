@@ -65,6 +65,7 @@ def submit_message(
             priority=request.priority,
             timeout_s=timeout_s,
             cache_salt=request.cache_salt,
+            never_store=not request.may_store,
             resubmitted=resubmitted,
             n=n,
             expected_cached_tokens=expected_cached,

@@ -37,7 +37,6 @@ class ChatBody(ChatFields, CompletionFields):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     # These parameters have no effect on the answer.
-    store: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
 

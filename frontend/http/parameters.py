@@ -93,6 +93,7 @@ class RequestFields(ModelFields):
 class SamplingFields(RequestFields):
     """Sampling parameters. None is an unset parameter, in JSON as well."""
 
+    store: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None  # -1: off, as for vLLM
@@ -183,7 +184,7 @@ def generate_request(fields: SamplingFields) -> pb.GenerateRequest:
     Raises:
         ParameterError: a value is out of range, or two parameters contradict each other.
     """
-    message = pb.GenerateRequest(sampling=_sampling(fields), **fields.common)
+    message = pb.GenerateRequest(sampling=_sampling(fields), store=fields.store, **fields.common)
     if isinstance(fields, CompletionFields):
         message.resume_token_ids.extend(fields.resume_token_ids or ())
     return message

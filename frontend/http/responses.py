@@ -69,7 +69,6 @@ class ResponseBody(SamplingFields):
     chat_template_kwargs: Object | None = None
     include: Items[str] | None = None
     top_logprobs: Int32 | None = None
-    store: bool | None = None  # only background responses are stored
     truncation: Literal["disabled"] | None = None
     # These parameters have no effect on the answer.
     stream_options: Object | None = None
