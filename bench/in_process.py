@@ -15,7 +15,7 @@ from bench.stack import EngineStats, Run
 from bench.workload import TEMPERATURE, WorkloadRequest
 from nano_vllm_grpc import ModelInfo
 from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence

@@ -22,6 +22,7 @@ MODES = {
     "recovery": "bench.recovery",
     "peers": "bench.peers.compare",
     "embeddings": "bench.embeddings",
+    "cache-dir": "bench.cache_dir",
 }
 
 

@@ -10,7 +10,7 @@ from deploy.native.supervisor import SupervisorMetrics
 from frontend.callers.call import Call, Work
 from frontend.metrics import RequestMetrics
 from scheduler_svc.core.admission import Limits
-from scheduler_svc.core.block_manager import BlockManager
+from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.metrics import EngineMetrics
 from shared.paging import Paging
