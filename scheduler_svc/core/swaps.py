@@ -25,7 +25,7 @@ _MAX_ERASED = 1000  # at once
 
 
 class TransferKind(IntEnum):
-    """What to do with blocks. The numbers are those of `worker.proto`."""
+    """The kinds of transfers. The numbers are those of `worker.proto`."""
 
     SAVE = 1  # from the cache to the tier
     LOAD = 2  # from the tier to the cache
@@ -55,8 +55,8 @@ class TransferAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TierContents:
-    """What the workers' directory holds when an epoch begins, least recently used first, and how
-    many blocks fit. `orphans` are blocks that only some ranks have."""
+    """The blocks in the workers' directory when an epoch begins, least recently used first, and how
+    many fit. `orphans` are blocks that only some ranks have."""
 
     names: Seq[bytes]
     capacity: int

@@ -73,15 +73,21 @@ def run(scheduler: Scheduler, directory: Directory | None = None) -> None:
             directory.make_all()
 
 
+def saved(scheduler: Scheduler) -> Directory:
+    """A directory to which a scheduler has saved the prompt's ten blocks."""
+    directory = Directory(scheduler)
+    add(scheduler, 1, PROMPT)
+    run(scheduler, directory)
+    return directory
+
+
 @pytest.fixture
 def scheduler() -> Scheduler:
     return make_scheduler()
 
 
 def test_a_new_scheduler_finds_what_the_last_one_saved(scheduler: Scheduler) -> None:
-    directory = Directory(scheduler)
-    add(scheduler, 1, PROMPT)
-    run(scheduler, directory)
+    directory = saved(scheduler)
     assert len(directory.names) == 10
 
     after = make_scheduler()
@@ -101,9 +107,7 @@ def test_a_new_scheduler_finds_what_the_last_one_saved(scheduler: Scheduler) -> 
 
 
 def test_only_the_part_that_the_cache_lacks_is_read(scheduler: Scheduler) -> None:
-    directory = Directory(scheduler)
-    add(scheduler, 1, PROMPT)
-    run(scheduler, directory)
+    directory = saved(scheduler)
     after = make_scheduler()
     add(after, 2, PROMPT[:16])
     run(after)
@@ -132,9 +136,7 @@ def test_a_sequence_that_is_being_read_may_end_or_lose_its_workers(
     scheduler: Scheduler, ends: str
 ) -> None:
     """Its blocks are free only when nothing writes to them any more."""
-    directory = Directory(scheduler)
-    add(scheduler, 1, PROMPT)
-    run(scheduler, directory)
+    directory = saved(scheduler)
     after = make_scheduler(num_blocks=12)
     directory.serve(after)
     seq = add(after, 2, [*PROMPT, 7])
@@ -155,9 +157,7 @@ def test_a_sequence_that_is_being_read_may_end_or_lose_its_workers(
 
 
 def test_a_block_that_cannot_be_read_is_computed(scheduler: Scheduler) -> None:
-    directory = Directory(scheduler)
-    add(scheduler, 1, PROMPT)
-    run(scheduler, directory)
+    directory = saved(scheduler)
     after = make_scheduler()
     directory.serve(after)
     seq = add(after, 2, [*PROMPT, 7])
@@ -218,9 +218,7 @@ def test_the_blocks_used_least_recently_leave_from_the_ends_of_their_prefixes(
 
 def test_what_is_not_read_faster_is_computed(scheduler: Scheduler) -> None:
     """A slow tier is tried again later."""
-    directory = Directory(scheduler)
-    add(scheduler, 1, PROMPT)
-    run(scheduler, directory)
+    directory = saved(scheduler)
     after = make_scheduler()
     directory.serve(after)
     add(after, 2, [9] * 8, max_tokens=1)
@@ -263,9 +261,7 @@ def test_more_than_can_be_saved_is_offered_again_in_order() -> None:
 
 
 def test_a_tier_that_ends_leaves_no_sequence_behind(scheduler: Scheduler) -> None:
-    directory = Directory(scheduler)
-    add(scheduler, 1, PROMPT)
-    run(scheduler, directory)
+    directory = saved(scheduler)
     after = make_scheduler()
     directory.serve(after)
     add(after, 2, [*PROMPT, 7])
@@ -294,9 +290,7 @@ def test_a_save_that_was_not_answered_is_not_trusted(scheduler: Scheduler) -> No
 
 
 def test_a_prefix_that_is_being_read_is_read_once(scheduler: Scheduler) -> None:
-    directory = Directory(scheduler)
-    add(scheduler, 1, PROMPT)
-    run(scheduler, directory)
+    directory = saved(scheduler)
     after = make_scheduler()
     directory.serve(after)
     for number in (2, 3, 4):
@@ -328,9 +322,7 @@ def test_an_aborted_read_stops(scheduler: Scheduler) -> None:
 def test_a_request_that_may_not_be_stored_erases_though_the_tier_is_closed(
     scheduler: Scheduler,
 ) -> None:
-    directory = Directory(scheduler)
-    add(scheduler, 1, PROMPT)
-    run(scheduler, directory)
+    directory = saved(scheduler)
     assert len(directory.names) == 10
     scheduler.swaps.lost()
     scheduler.rewind_all()

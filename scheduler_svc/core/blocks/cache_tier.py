@@ -15,12 +15,11 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import islice
 
-from scheduler_svc.core.planning.step_times import StepTimes
+from scheduler_svc.core.planning.step_times import USUAL_CONTEXT, StepTimes
 
 _READ_WEIGHT = 0.3  # how far a new measurement moves the time of a read
 # Each time that reading seems too slow, its time counts for less, so that it is measured again.
 _DOUBT = 0.9
-_USUAL_CONTEXT = 512  # tokens
 
 
 class CacheTier:
@@ -93,7 +92,7 @@ class CacheTier:
                 self._to_erase[name] = None
 
     def erase_later(self, names: Iterable[bytes]) -> None:
-        """Has files erased of which it is unknown what they are."""
+        """Drops blocks, and erases files of these names, if there are any."""
         self.erase(names)
         self._to_erase |= dict.fromkeys(names)
 
@@ -148,7 +147,7 @@ class CacheTier:
         token_s, known_s = seconds / num_tokens, self._token_read_s
         self._token_read_s += (token_s - known_s) * (_READ_WEIGHT if known_s else 1)
 
-    def is_slow(self, context: int = _USUAL_CONTEXT) -> bool:
+    def is_slow(self, context: int = USUAL_CONTEXT) -> bool:
         """Whether to read a token takes longer than to compute it after `context` others."""
         token_s = self.times.prompt_token_s(context) if self.times else 0.0
         return 0 < token_s < self._token_read_s

@@ -24,7 +24,7 @@ _MIN_GAIN = 1.1  # below which guesses are not worth the time that they take
 # The part of a step's time that is due to its rows, before two sizes have shown it. With a quarter,
 # likely drafts are tried once, and then the time of that step is known.
 _UNKNOWN_PART = 0.25
-_USUAL_CONTEXT = 512  # tokens
+USUAL_CONTEXT = 512  # tokens
 
 
 class StepTimes:
@@ -107,7 +107,7 @@ class StepTimes:
         """The time of a step, as far as it is known."""
         return self.seconds(step.num_decodes) + self._prompts_s(_prompt_tokens(step))
 
-    def prompt_token_s(self, context: int = _USUAL_CONTEXT) -> float:
+    def prompt_token_s(self, context: int = USUAL_CONTEXT) -> float:
         """The time of a prompt token with `context` tokens before it; 0 before the first prompt."""
         return self._token_s(context.bit_length())
 
