@@ -7,7 +7,7 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -63,6 +63,19 @@ def digest_of(file: Path | int) -> str:
     with open(file, "rb", buffering=0, closefd=not isinstance(file, int)) as opened:
         opened.seek(0)
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def digest_of_sources(root: Path, paths: Iterable[Path], others: str = "") -> str:
+    """The SHA-256 of `others`, and of the names in `root` and the bytes of files, in hex digits.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    found = hashlib.sha256(others.encode())
+    for path in paths:
+        content = path.read_bytes()
+        found.update(f"\n{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return found.hexdigest()
 
 
 def state_of(status: os.stat_result) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from worker_svc.rank_models.info import RunnerInfo
 from worker_svc.rank_models.rank_model import RankModel
 from worker_svc.settings import WorkerSettings
+from worker_svc.user_cache import digest_of_sources
 
 # Sources on which keys and values, or their order in a file, depend.
 _SOURCES = """
@@ -20,7 +20,6 @@ _SOURCES = """
 
 def block_key(settings: WorkerSettings, model: RankModel, info: RunnerInfo, layout: str) -> str:
     """The key of the blocks of a rank. `layout` is that of `Ops`, which names a CPU's kernels."""
-    device = torch.device(info.device)
     rope = model.config.rope
     return repr(
         (
@@ -35,7 +34,7 @@ def block_key(settings: WorkerSettings, model: RankModel, info: RunnerInfo, layo
             settings.batch_invariant,
             (settings.rank, settings.tp),
             layout,
-            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            torch.cuda.get_device_name(info.device) if "cuda" in info.device else info.device,
             torch.__version__,
             _sources(),
         )
@@ -44,10 +43,7 @@ def block_key(settings: WorkerSettings, model: RankModel, info: RunnerInfo, layo
 
 def _sources() -> str:
     """The digest of these sources."""
-    root, found = Path(__file__).parent.parent, hashlib.sha256()
-    for name in _SOURCES.split():
-        for path in [root / name, *sorted((root / name).rglob("*"))]:
-            if path.suffix in (".py", ".h", ".cpp"):
-                content = path.read_bytes()
-                found.update(f"\n{path.relative_to(root)} {len(content)}\n".encode() + content)
-    return found.hexdigest()
+    root = Path(__file__).parent.parent
+    named = map(root.joinpath, _SOURCES.split())
+    paths = sorted(path for each in named for path in (each, *each.rglob("*")))
+    return digest_of_sources(root, (p for p in paths if p.suffix in (".py", ".h", ".cpp")))

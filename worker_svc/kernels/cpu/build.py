@@ -35,6 +35,7 @@ from worker_svc.kernels.cpu_features import has
 from worker_svc.user_cache import (
     DamagedError,
     digest_of,
+    digest_of_sources,
     keep,
     make_folders,
     private_file,
@@ -78,11 +79,9 @@ def choose_variant(has: Callable[[str], bool] = has) -> str:
 
 def digest() -> str:
     """The digest of the sources, the flags and the kind of machine."""
-    found = hashlib.sha256(repr((FLAGS, VARIANTS, platform.machine())).encode())
-    for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
-        content = path.read_bytes()
-        found.update(f"\n{path.name} {len(content)}\n".encode() + content)
-    return found.hexdigest()[:_DIGITS]
+    paths = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    others = repr((FLAGS, VARIANTS, platform.machine()))
+    return digest_of_sources(SOURCES, paths, others)[:_DIGITS]
 
 
 def find(base: Path, variant: str) -> Path | None:
