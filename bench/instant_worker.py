@@ -39,6 +39,7 @@ class InstantWorker(WorkerServiceServicer):
         self._info = worker_pb2.GetInfoResponse(
             rank=0,
             world_size=1,
+            num_stages=1,
             device="none",
             dtype="none",
             model_fingerprint="instant",

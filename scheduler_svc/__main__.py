@@ -99,7 +99,8 @@ async def _run_engine(
         blocks.tier.is_there = group.has_tier
         if kept:
             log.info("cache of the last scheduler kept", blocks=blocks.num_cached_blocks)
-        scheduler = Scheduler(limits, blocks, _speculation(settings, group))
+        speculation = _speculation(settings, group)
+        scheduler = Scheduler(limits, blocks, speculation, group.num_stages)
         engine = Engine(
             scheduler,
             workers,
@@ -118,7 +119,8 @@ async def _run_engine(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_waiting=limits.max_waiting,
-            tensor_parallel_size=len(settings.worker_addresses),
+            tensor_parallel_size=len(settings.worker_addresses) // group.num_stages,
+            pipeline_parallel_size=group.num_stages,
             name=settings.engine_name,
             model_fingerprint=group.model_fingerprint,
         )
@@ -130,7 +132,7 @@ async def _run_engine(
 
 
 def _speculation(settings: SchedulerSettings, group: WorkerGroup) -> Speculation | None:
-    if settings.speculation == "none":
+    if settings.speculation == "none" or group.num_stages > 1:
         return None
     by_model = settings.speculation not in ("auto", "ngram")
     if by_model and not group.drafts:

@@ -1,9 +1,9 @@
 """The engine loop: schedules a step, has it run, applies its answer and informs the frontends.
 
 The loop runs one step ahead. While the workers run step N, they already hold step N + 1, so that
-they never wait for the scheduler. While nothing waits, step N + 1 may begin a run of decodes, which
-are sent at once. If something arrives, the run is cut: workers drop the steps that have not begun,
-and the scheduler plans them again."""
+they never wait for the scheduler. Pipeline stages get a step each. While nothing waits, step N + 1
+may begin a run of decodes, which are sent at once. If something arrives, the run is cut: workers
+drop the steps that have not begun, and the scheduler plans them again."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class Engine:
         self.emit = emit
         self._on_serving = on_serving
         self._serving = True
-        self._steps_ahead = 0 if sync else 1
-        self._max_in_flight = 1 + self._steps_ahead  # when steps are sent; a run may exceed it
+        self._max_steps = 1 if sync else max(2, scheduler.num_stages)
+        self._max_in_flight = self._max_steps  # when steps are sent; a run may exceed it
         self._max_run = 1 if sync else executor.max_run
         self._runs = False  # whether a run was sent last
         self._is_cut = False
@@ -307,11 +307,11 @@ class Engine:
 
     def _masks_wait_s(self) -> float:
         """The seconds that the next step waits for masks, so that it includes their sequences. The
-        workers are busy with the previous step for longer than that."""
-        if not self._in_flight or not self._constraints or not self._constraints.are_due:
+        workers are busy with the previous step for longer than that; a first stage is not."""
+        due = self._constraints is not None and self._constraints.are_due
+        if not due or not self._in_flight or self.scheduler.num_stages > 1:
             return 0.0
-        step, _ = self._in_flight[-1]
-        wait_s = _SHARE_FOR_MASKS * self.scheduler.step_times.seconds_of(step)
+        wait_s = _SHARE_FOR_MASKS * self.scheduler.step_times.seconds_of(self._in_flight[-1][0])
         return max(0.0, self._free_since + wait_s - self.clock())
 
     async def _recover(self, reason: str) -> None:
@@ -354,7 +354,7 @@ class Engine:
                 self._suspects.forget(seq)
         group = self._suspects.on_trial
         self._trying = bool(group)
-        self._max_in_flight = 1 if group else 1 + self._steps_ahead
+        self._max_in_flight = 1 if group else self._max_steps
         if not group:
             self.scheduler.restrict(None)
         elif not self._in_flight:

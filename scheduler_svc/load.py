@@ -40,9 +40,11 @@ class Load:
 
     @property
     def step_time_s(self) -> float:
-        """Seconds that a decode of all running sequences takes; 0 if unknown."""
-        scheduler = self._scheduler
-        return scheduler.step_times.seconds(max(scheduler.num_running, 1))
+        """Seconds that a decode of all running sequences takes; 0 if unknown. A pipeline takes a step
+        for each stage, if there are sequences for it."""
+        scheduler, running = self._scheduler, max(self._scheduler.num_running, 1)
+        num_steps = min(scheduler.num_stages, running)
+        return num_steps * scheduler.step_times.seconds(math.ceil(running / num_steps))
 
     @property
     def prompt_token_s(self) -> float:

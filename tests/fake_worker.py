@@ -40,10 +40,12 @@ class FakeWorker(WorkerServiceServicer):
         rank: int = 0,
         world_size: int = 1,
         fingerprint: str = "fake",
+        num_stages: int = 1,
     ) -> None:
         self.info = worker_pb2.GetInfoResponse(
             rank=rank,
             world_size=world_size,
+            num_stages=num_stages,
             device="cpu",
             dtype="float32",
             model_fingerprint=fingerprint,

@@ -179,6 +179,7 @@ def model(facts: ModelFacts, info: scheduler_pb2.EngineInfo) -> pb.GetModelRespo
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_waiting=info.max_waiting,
             tensor_parallel_size=info.tensor_parallel_size,
+            pipeline_parallel_size=info.pipeline_parallel_size,
         ),
     )
 

@@ -1213,6 +1213,7 @@ class EngineCapacity(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_WAITING_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     num_blocks: _builtins.int
     """of the KV caches of all engines"""
     block_size: _builtins.int
@@ -1224,7 +1225,9 @@ class EngineCapacity(_message.Message):
     max_waiting: _builtins.int
     """waiting requests, sum over engines"""
     tensor_parallel_size: _builtins.int
-    """ranks of one engine"""
+    """ranks of a stage"""
+    pipeline_parallel_size: _builtins.int
+    """stages of one engine"""
     def __init__(
         self,
         *,
@@ -1234,10 +1237,11 @@ class EngineCapacity(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         max_waiting: _builtins.int = ...,
         tensor_parallel_size: _builtins.int = ...,
+        pipeline_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "num_blocks", b"num_blocks", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "num_blocks", b"num_blocks", "pipeline_parallel_size", b"pipeline_parallel_size", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

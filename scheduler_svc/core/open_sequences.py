@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
+from math import ceil
+from operator import attrgetter
 
 from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.forks.beams import Advance
@@ -69,6 +71,25 @@ class OpenSequences:
     def num_admitted(self) -> int:
         """The number of sequences that hold blocks and run or will run."""
         return len(self.running) + len(self.swapped)
+
+    def unscheduled(self, num_stages: int) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences from which the next step is planned: those with one token, and
+        those with more. With several pipeline stages, these are in no step in flight, and at most a
+        stage's share of the running sequences has one token: those whose last step is oldest."""
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        latest = self.last_step if num_stages == 1 else self.last_answered
+        for seq in self.running:
+            if seq.last_step > latest:
+                continue
+            if seq.num_unscheduled_tokens > 1:
+                prompts.append(seq)
+            elif seq.num_unscheduled_tokens:  # else it ends when a step in flight is answered
+                decodes.append(seq)
+        share = ceil(len(self.running) / num_stages)
+        if len(decodes) > share:
+            decodes = sorted(decodes, key=attrgetter("last_step"))[:share]
+        return decodes, prompts
 
     def expired(self, now: float) -> Sequence | None:
         """A sequence whose deadline has passed at `now`, or None."""

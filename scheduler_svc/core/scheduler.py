@@ -34,15 +34,21 @@ _rank_of, _usage_of = attrgetter("rank"), attrgetter("seq.usage")
 class Scheduler:
     """Plans steps and applies their answers. Every sequence that `add` accepts ends exactly once,
     with an `Output` that carries its `end`, or silently by `abort`. Without `speculation`, no token
-    is drafted."""
+    is drafted. With several pipeline stages, steps in flight have no sequence in common, so that
+    each stage can run another step."""
 
     # Seconds that a run may take. Longer steps gain nothing from runs, and drafts need the answers.
     max_run_s = 0.02
 
     def __init__(
-        self, limits: Limits, blocks: BlockManager, speculation: Speculation | None = None
+        self,
+        limits: Limits,
+        blocks: BlockManager,
+        speculation: Speculation | None = None,
+        num_stages: int = 1,
     ) -> None:
         self.limits = limits
+        self.num_stages = num_stages
         self.blocks = blocks
         self.speculation = speculation
         self.may_draft = True
@@ -144,28 +150,21 @@ class Scheduler:
             return None
         for beam in self._forks.beams_to_stop():
             sequences.preempt(beam)
-        decodes: list[Sequence] = []
-        prompts: list[Sequence] = []
-        for seq in self._running:
-            if seq.num_unscheduled_tokens > 1:
-                prompts.append(seq)
-            elif seq.num_unscheduled_tokens:  # else it ends when a step in flight is answered
-                decodes.append(seq)
-        # Those that need blocks for their next token. Prompts may only if layers have windows.
-        full = [seq for seq in decodes + prompts if seq.num_scheduled_tokens == seq.blocks.capacity]
-        crowded = self.blocks.missing(full) > self.blocks.num_free_blocks
-        if crowded and in_flight:
-            return None
+        crowded = False
+        while True:
+            decodes, prompts = sequences.unscheduled(self.num_stages)
+            # Need blocks for their next token. Prompts may only if layers have windows.
+            full = [s for s in decodes + prompts if s.num_scheduled_tokens == s.blocks.capacity]
+            if self.blocks.missing(full) <= self.blocks.num_free_blocks:
+                break
+            if in_flight:
+                return None
+            crowded = True
+            sequences.preempt(max(self._running, key=_rank_of))
         room = self._draft_room()
         speculation = self.speculation if self.may_draft and room else None
         if in_flight and speculation and speculation.waits(decodes, room):
             return None
-        while self.blocks.missing(full) > self.blocks.num_free_blocks:
-            preempted = max(self._running, key=_rank_of)
-            sequences.preempt(preempted)
-            for queue in (decodes, prompts, full):
-                if preempted in queue:
-                    queue.remove(preempted)
         for seq in full:
             self.blocks.reserve(seq, 1)
 

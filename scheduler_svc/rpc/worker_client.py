@@ -1,4 +1,4 @@
-"""The workers of an engine, one per tensor-parallel rank, behind the `Executor` interface."""
+"""The workers of an engine, one per rank, behind the `Executor` interface."""
 
 from __future__ import annotations
 
@@ -178,9 +178,15 @@ class WorkerClient:
         if answers[0].dropped:
             return DROPPED
         try:
-            return read_answer(request, answers[0])
+            return read_answer(request, answers[self._sampling_rank])
         except MalformedAnswerError as error:
             raise WorkersLostError(str(error)) from error
+
+    @property
+    def _sampling_rank(self) -> int:
+        """The rank whose answers have the tokens: the first one of the last stage."""
+        assert self._group is not None
+        return len(self.stubs) - len(self.stubs) // self._group.num_stages
 
     async def send_transfer(self, transfer: Transfer) -> None:
         assert self._transfers is not None

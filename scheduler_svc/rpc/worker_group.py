@@ -29,6 +29,7 @@ class WorkerGroup:
     drafts: bool  # whether they have a draft model
     has_tier: bool  # whether all ranks have a tier under the cache
     graph_tokens: int  # the maximum of prompt tokens in a step that runs from a CUDA graph
+    num_stages: int  # of the pipeline
 
 
 def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
@@ -43,7 +44,8 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
                 f"worker_addresses: rank {rank} of {len(infos)} expected at place {rank}, "
                 f"found rank {info.rank} of {info.world_size}"
             )
-        for name in (*_PAGING, "model_fingerprint", "dtype", "vocab_size", "drafts"):
+        names = "model_fingerprint", "dtype", "vocab_size", "drafts", "num_stages"
+        for name in (*_PAGING, *names):
             if getattr(info, name) != getattr(infos[0], name):
                 raise WorkerMismatchError(
                     f"{name}: {getattr(infos[0], name)} on rank 0, "
@@ -60,4 +62,5 @@ def agree(infos: Seq[worker_pb2.GetInfoResponse]) -> WorkerGroup:
         drafts=infos[0].drafts,
         has_tier=all(info.has_tier for info in infos),
         graph_tokens=min(info.graph_tokens for info in infos),
+        num_stages=infos[0].num_stages,
     )

@@ -472,6 +472,7 @@ class EngineInfo(_message.Message):
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     max_model_len: _builtins.int
     """limit on prompt and completion together, tokens"""
     vocab_size: _builtins.int
@@ -485,6 +486,7 @@ class EngineInfo(_message.Message):
     """of the engine"""
     model_fingerprint: _builtins.str
     """engines with the same fingerprint generate the same tokens"""
+    pipeline_parallel_size: _builtins.int
     def __init__(
         self,
         *,
@@ -498,10 +500,11 @@ class EngineInfo(_message.Message):
         tensor_parallel_size: _builtins.int = ...,
         name: _builtins.str = ...,
         model_fingerprint: _builtins.str = ...,
+        pipeline_parallel_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "model_fingerprint", b"model_fingerprint", "name", b"name", "num_blocks", b"num_blocks", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_waiting", b"max_waiting", "model_fingerprint", b"model_fingerprint", "name", b"name", "num_blocks", b"num_blocks", "pipeline_parallel_size", b"pipeline_parallel_size", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

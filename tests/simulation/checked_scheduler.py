@@ -17,9 +17,13 @@ class CheckedScheduler(Scheduler):
     """A scheduler that counts answers, checks itself after each, and computes nothing twice."""
 
     def __init__(
-        self, limits: Limits, blocks: BlockManager, speculation: Speculation | None = None
+        self,
+        limits: Limits,
+        blocks: BlockManager,
+        speculation: Speculation | None = None,
+        num_stages: int = 1,
     ) -> None:
-        super().__init__(limits, blocks, speculation)
+        super().__init__(limits, blocks, speculation, num_stages)
         self.max_run_s = 100.0  # so that no run takes too long
         self.answered = 0  # steps since the workers were last lost
         self.cache_is_kept = False  # whether they came back with their cache
@@ -27,6 +31,7 @@ class CheckedScheduler(Scheduler):
         # Each sequence's answered tokens, and its block tables, which preemption replaces.
         self._known: WeakKeyDictionary[Sequence, tuple[int, list[array[int]]]]
         self._known = WeakKeyDictionary()
+        self._last_steps: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
     def sequence(self, key: SequenceKey) -> Sequence:
         """Returns a sequence that has not ended."""
@@ -35,6 +40,9 @@ class CheckedScheduler(Scheduler):
     def schedule(self, now: float = 0.0) -> Step | None:
         step = super().schedule(now)
         for row in step.rows if step else ():
+            in_flight = self._last_steps.get(row.seq, 0) > self._open.last_answered
+            assert not in_flight or self.num_stages == 1, f"{row.seq.key} is in two steps in flight"
+            self._last_steps[row.seq] = step.number if step else 0
             known, tables = self._known.get(row.seq, (0, row.seq.blocks.tables))
             if tables is row.seq.blocks.tables:
                 assert row.start >= known, f"{row.seq.key}: position {row.start} again, of {known}"

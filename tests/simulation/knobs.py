@@ -72,7 +72,7 @@ class Knobs:
             waits=rng.choice([0.0, 0.5, 1.0]),
             by_model=rng.random() < 0.3,
         )
-        self.max_run = rng.choice([1, 2, 4, 4])  # here, several ranks drop the same steps
+        self._max_run = rng.choice([1, 2, 4, 4])  # here, several ranks drop the same steps
 
     def __str__(self) -> str:
         return f"knobs: {vars(self)}"
@@ -84,9 +84,17 @@ class Knobs:
         return self.requests % 2 == 1
 
     @property
+    def max_run(self) -> int:
+        return 1 if self.stages > 1 else self._max_run
+
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages. Not drawn, like those below."""
+        return [1, 1, 1, 2, 3][self.max_num_batched_tokens % 5]
+
+    @property
     def tier_blocks(self) -> int:
-        """How many blocks fit into the tier under the cache; 0: there is none. Not drawn, like
-        those below."""
+        """How many blocks fit into the tier under the cache; 0: there is none."""
         return [0, self.num_blocks // 2, 4 * self.num_blocks][self.requests % 3]
 
     @property
@@ -119,7 +127,8 @@ class Knobs:
     @property
     def longest_turn_s(self) -> float:
         """The longest time between two checks of the deadlines by the engine."""
-        return 2 * (self.send_s + self.step_s) + self.answer_s + self.recover_s
+        step_s = self.stages * self.step_s
+        return 2 * (self.send_s + step_s) + self.answer_s + self.recover_s
 
 
 def _paging(rng: Random) -> Paging:

@@ -66,10 +66,12 @@ class Simulation:
 
     async def run(self) -> Result:
         knobs, rng, counts = self._knobs, self._rng, self._counts
+        speculation = SimulatedSpeculation(knobs.drafting, rng, self._next_tokens)
         self._scheduler = CheckedScheduler(
             knobs.limits,
             BlockManager(knobs.num_blocks, knobs.paging),
-            SimulatedSpeculation(knobs.drafting, rng, self._next_tokens),
+            None if knobs.stages > 1 else speculation,
+            knobs.stages,
         )
         self._scheduler.blocks.tier.is_there = knobs.tier_blocks > 0
         self._workers = workers = SimulatedWorkers(

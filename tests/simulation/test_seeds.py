@@ -29,6 +29,7 @@ SEEDS: dict[str, tuple[range, list[str]]] = {
             "copies made again",
             "disconnects",
             "drafted tokens",
+            "full pipelines",
             "kept caches",
             "logprobs",
             "losses",

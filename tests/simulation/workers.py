@@ -58,6 +58,7 @@ class SimulatedWorkers:
         self._beside = beside
         self._is_poisoned = is_poisoned
         self._counts = counts
+        self._num_ranks = knobs.ranks * knobs.stages
         self._loop = asyncio.get_running_loop()
         self._epoch = 0
         self._lost_epoch = self._poisoned_epoch = 0
@@ -109,7 +110,7 @@ class SimulatedWorkers:
         if not dropped:
             return
         self._counts["dropped steps"] += len(dropped)
-        self._free_at = [*begun[-1].ends_at] if begun else [now] * self._knobs.ranks
+        self._free_at = [*begun[-1].ends_at] if begun else [now] * self._num_ranks
         self._sanitizer.drop(dropped[0].step_id - 1)
         self._steps[-len(dropped) :] = [Step(0, [])] * len(dropped)
         for each in dropped:
@@ -121,6 +122,10 @@ class SimulatedWorkers:
     def _run(self, step: Step, request: worker_pb2.StepRequest, beside: Beside) -> None:
         response = self._sanitizer.run(request, beside)
         self._counts["steps"] += 1
+        num_stages, num_sent = self._knobs.stages, len(self._steps)
+        in_flight = num_sent - self._scheduler.answered
+        assert in_flight <= max(2, num_stages) or self._knobs.max_run > 1, "too many steps"
+        self._counts["full pipelines"] += in_flight == num_stages > 1
         self._counts["tokens changed by the batch"] += self._sanitizer.num_changed
         self._counts["rows"] += len(step.rows)
         self._counts["rows mid-prompt"] += sum(not row.samples for row in step.rows)
@@ -157,7 +162,7 @@ class SimulatedWorkers:
         suspicious = self._find_suspects()
         assert not (keep and suspicious), f"keeps a cache that {suspicious} was lost with twice"
         await asyncio.sleep(self._rng.uniform(0, self._knobs.recover_s))
-        survives = [self._happens(self._knobs.keeps) for _ in range(self._knobs.ranks)]
+        survives = [self._happens(self._knobs.keeps) for _ in range(self._num_ranks)]
         kept = keep and all(survives)
         self._counts["kept caches"] += kept
         self._counts["copies made again"] += self._scheduler.num_copied_again if kept else 0
@@ -200,7 +205,7 @@ class SimulatedWorkers:
         self._answers: list[Pending] = []
         self._running: list[_Running] = []
         self._unread: deque[Pending] = deque()
-        self._free_at = [0.0] * knobs.ranks
+        self._free_at = [0.0] * self._num_ranks
         if answered is None:
             limits = Limits(knobs.max_num_seqs, knobs.max_num_batched_tokens, knobs.max_model_len)
             by_batch = knobs.by_batch
@@ -213,11 +218,16 @@ class SimulatedWorkers:
 
     def _answered_at(self) -> float:
         """The time at which the last rank's answer arrives. A rank runs one step after another, and
-        ranks do not wait for each other."""
-        knobs, now = self._knobs, self._loop.time()
-        for rank, free_at in enumerate(self._free_at):
-            self._free_at[rank] = max(free_at, now) + self._rng.uniform(0, knobs.step_s)
-        return max(self._free_at) + self._rng.uniform(0, knobs.answer_s)
+        ranks do not wait for each other. A stage waits for the one before."""
+        knobs, begins_at = self._knobs, self._loop.time()
+        for first in range(0, self._num_ranks, knobs.ranks):
+            ends_at = begins_at
+            for rank in range(first, first + knobs.ranks):
+                seconds = self._rng.uniform(0, knobs.step_s)
+                self._free_at[rank] = max(self._free_at[rank], begins_at) + seconds
+                ends_at = max(ends_at, self._free_at[rank])
+            begins_at = ends_at
+        return begins_at + self._rng.uniform(0, knobs.answer_s)
 
     def _happens(self, probability: float) -> bool:
         return self._rng.random() < probability
