@@ -31,7 +31,7 @@ from torch import Tensor
 from shared.config import load_settings
 from tools.model_shapes import BASE_CONFIG, SHAPES
 from worker_svc.devices.choice import choose_platform
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Ranks
 from worker_svc.errors import StartError
 from worker_svc.kv_cache import choose_max_model_len
 from worker_svc.rank_models.rank_model import RankModel
@@ -290,7 +290,7 @@ def pack(model_dir: Path) -> None:
         StartError: the model cannot be served here, for example because memory is short.
     """
     settings = load_settings(WorkerSettings, ["--model", str(model_dir)])
-    model = RankModel(settings, choose_platform(settings), TensorParallel())
+    model = RankModel(settings, choose_platform(settings), Ranks())
     model.load(choose_max_model_len(settings, model.config.max_model_len))
 
 

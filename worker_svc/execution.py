@@ -71,7 +71,7 @@ class Execution:
         self._settings = settings
         self._waiting: deque[Launch] = deque()  # for their turn; threads take from both ends
         # Several ranks run no runs, and a new epoch must not wait for what hangs in a collective.
-        self._room = threading.Semaphore(_MAX_LAUNCHED if settings.tp == 1 else _ANY_NUMBER)
+        self._room = threading.Semaphore(_MAX_LAUNCHED if settings.num_ranks == 1 else _ANY_NUMBER)
         self._launches = ThreadPoolExecutor(1, thread_name_prefix="execution")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="results")
         self._watch = HangWatch(settings.hang_timeout_s, self._waits_for_ranks, self._compiles)
@@ -88,9 +88,9 @@ class Execution:
         self.runner = await loop.run_in_executor(
             self._launches, lambda: ModelRunner(self._settings, memory=self._memory)
         )
-        if self._settings.tp > 1 and self.runner.info.device != "cpu":
+        if self._settings.num_ranks > 1 and self.runner.info.device != "cpu":
             # On GPUs, a collective waits on the device. The host cannot tell which rank hangs.
-            self._min_step_s = COLLECTIVE_TIMEOUT.total_seconds()
+            self._min_step_s = self._settings.pp * COLLECTIVE_TIMEOUT.total_seconds()
         self._watch.start()
 
     def close(self) -> None:

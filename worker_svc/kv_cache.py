@@ -39,25 +39,35 @@ class CacheLayout:
 
     paging: Paging
     num_tensors: int
-    places: Sequence[LayerPlace]  # by layer
+    places: Sequence[LayerPlace]  # by layer, those of this rank's stage
 
     @staticmethod
-    def of(windows: Sequence[int | None], part_size: int, max_model_len: int) -> CacheLayout:
-        """The layout for layers with these windows. Windows from `max_model_len` tokens on count as
-        none."""
+    def of(
+        windows: Sequence[int | None],
+        part_size: int,
+        max_model_len: int,
+        stage: range | None = None,
+    ) -> CacheLayout:
+        """The layout for a stage of a model whose layers have these windows. Windows from
+        `max_model_len` tokens on count as none. All stages have blocks of the same tokens.
+
+        Args:
+            stage: the numbers of the stage's layers; None: all.
+        """
         short = [window is not None and window < max_model_len for window in windows]
         counts = [short.count(False), short.count(True)]
         window = max((each for each in windows if each and each < max_model_len), default=0)
+        own = short if stage is None else short[stage.start : stage.stop]
         if not all(counts):
-            places = [LayerPlace(0, number, 0) for number in range(len(windows))]
+            places = [LayerPlace(0, number, 0) for number in range(len(own))]
             return CacheLayout(Paging(part_size, window), len(places), places)
-        num_tensors = min(counts)
-        num_parts = -(-max(counts) // num_tensors)
-        large = counts.index(num_tensors)  # the table with the larger blocks
+        large = counts.index(min(counts))  # the table with the larger blocks
+        num_parts = -(-max(counts) // min(counts))
+        num_tensors = max(own.count(large == 1), -(-own.count(large == 0) // num_parts))
         sizes = [part_size * (num_parts if table == large else 1) for table in range(2)]
         numbers = [count(), count()]
         places = []
-        for is_short in short:
+        for is_short in own:
             part, tensor = divmod(next(numbers[is_short]), num_tensors)
             places.append(LayerPlace(int(is_short), tensor, part))
         return CacheLayout(Paging(sizes[0], window, sizes[1]), num_tensors, places)

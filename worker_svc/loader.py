@@ -141,6 +141,10 @@ class WeightLoader:
         """Allows these tensors, or all tensors of layers with these names, to stay unread."""
         self._reader.skip(*names)
 
+    def skip_under(self, *prefixes: str) -> None:
+        """Allows all tensors whose names begin so to stay unread."""
+        self._reader.skip_under(*prefixes)
+
     def finish(self) -> None:
         """Checks that every tensor has been read or skipped.
 
@@ -291,6 +295,9 @@ class KeptLoader(WeightLoader):
         return next(self._states)[""]
 
     def skip(self, *names: str) -> None:
+        pass
+
+    def skip_under(self, *prefixes: str) -> None:
         pass
 
     def finish(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from worker_svc.devices.warm_up import (
     tokens_in_a_launch,
     warm_up_steps,
 )
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Pipeline, Ranks, TensorParallel
 from worker_svc.kept_memory.memory import KeptMemory
 from worker_svc.kv_cache import (
     TOKEN_ID_BYTES,
@@ -32,14 +32,10 @@ from worker_svc.kv_cache import (
     choose_max_model_len,
     copy_blocks,
 )
-from worker_svc.layers.embedding import VocabPartition
-from worker_svc.layers.pooling import pool, score
 from worker_svc.rank_models.draft_model import DraftModel
 from worker_svc.rank_models.info import RunnerInfo
+from worker_svc.rank_models.output import Found, Output
 from worker_svc.rank_models.rank_model import RankModel
-from worker_svc.sampling.features import FeatureRunner
-from worker_svc.sampling.logprobs import Logprobs
-from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors, upload
@@ -73,8 +69,11 @@ class ModelRunner:
         self._platform = platform = platform or choose_platform(settings)
         device = platform.memory() if memory else None
         self._memory = memory.use(device) if memory and device else None
-        self._tp = TensorParallel(settings.rank, settings.tp, settings.batch_invariant)
-        self._model = RankModel(settings, platform, self._tp)
+        self._ranks = Ranks(
+            TensorParallel(settings.tensor_rank, settings.tp, settings.batch_invariant),
+            Pipeline(settings.stage, settings.pp),
+        )
+        self._model = RankModel(settings, platform, self._ranks)
         self.config, self._backend = self._model.config, self._model.backend
         self._max_model_len = choose_max_model_len(settings, self.config.max_model_len)
         self._max_num_batched_tokens = platform.choose_num_batched_tokens(settings)
@@ -87,21 +86,18 @@ class ModelRunner:
         )
         self._draft: DraftModel | None = None
         if settings.draft_model:
-            self._draft = DraftModel(settings, platform, self._tp, self._model, self._last_tokens)
+            self._draft = DraftModel(
+                settings, platform, self._ranks, self._model, self._last_tokens
+            )
         self._models = [self._model, *([self._draft] if self._draft else [])]
         key = repr(([each.config for each in self._models], settings, platform.ops.layout))
         notes = self._memory.weights.notes(key) if self._memory else None
         fingerprint = self._load(notes)
-        self._vocab = vocab = VocabPartition(self.config.vocab_size, settings.rank, settings.tp)
-        self._sampler = Sampler(vocab, self._tp, platform.ops)
         self._upload = partial(upload, device=platform.device, pinned=platform.pinned)
-        self._features = FeatureRunner(
-            vocab, self._tp, platform.ops, self._model.decoder.lm_head, self._upload
-        )
-        self._logits: torch.Tensor | None = None
-        if platform.captures:  # all graphs share one buffer
-            shape = settings.max_num_seqs + NUM_PROMPTS, vocab.shard_size
-            self._logits = torch.empty(shape, dtype=self.config.dtype, device=platform.device)
+        self._output: Output | None = None  # on the last stage
+        if head := self._model.decoder.lm_head:
+            of_rank = platform, self._ranks.tensor, self.config, head
+            self._output = Output(settings, *of_rank, self._last_tokens, self._upload)
         self._allocated_blocks = 0
         self._configured = (0, 0)  # blocks, and prompt tokens in a graph
         self.cache_id = self._memory.cache.id if self._memory else ""
@@ -178,17 +174,17 @@ class ModelRunner:
             raise FailedPreconditionError("keep_cache_id: this worker has no such cache")
         if not keep:
             self.forget_cache()
-        alone = self._tp.size == 1
+        alone = self._ranks.size == 1
         if not alone or (num_blocks, graph_tokens) != self._configured:
             self._configured = (0, 0)  # until everything below has succeeded
-            self._tp.leave()  # otherwise, a lost rank may keep the GPU busy
+            self._ranks.leave()  # otherwise, a lost rank may keep the GPU busy
             for each in self._models:
                 each.graphs = None
             if not keep:
                 self._allocate(0)  # frees the old cache before the new cache is allocated
             settings = self._settings
             device = self._platform.device
-            self._tp.join(epoch, device, settings.master_addr, settings.master_port, superseded)
+            self._ranks.join(epoch, device, settings.master_addr, settings.master_port, superseded)
             if num_blocks != self._allocated_blocks:
                 try:
                     self._allocate(num_blocks, self._memory.cache.tensor if self._memory else None)
@@ -250,20 +246,21 @@ class ModelRunner:
             num_drafted = 0
             if self._draft:
                 step, num_drafted = self._draft.draft(step, superseded)
-            of_prompts: list[Logprobs] = []
-            pooled: list[torch.Tensor] = []
+            found = Found([], [])
             graphs = self._model.graphs
             if graphs and (step.graph or step.decodes_only) and not step.reads_hidden_states:
                 tensors, logits = graphs.replay(step, superseded)
             else:
-                tensors = self._model.to_device(step)
-                logits, of_prompts, pooled = self._run_eagerly(step, tensors)
-            of_samples: list[Logprobs] = []
-            if step.features is not None:
-                of_samples = self._features.sample(
-                    step.features, step, tensors, logits, self._last_tokens, self._tokens
+                tensors, longest = self._model.to_device(step), int(step.context_lens.max())
+                logits = self._hidden_states(
+                    step, tensors, longest, every_token=step.reads_every_token
                 )
-            return self._fetch(step, stopwatch, of_samples + of_prompts, num_drafted, pooled)
+                if self._output:
+                    logits, found = self._output.find(step, tensors, logits)
+            if self._output:
+                of_samples = self._output.resample(step, tensors, logits, self._tokens)
+                found = Found(of_samples + found.logprobs, found.pooled)
+            return self._fetch(step, stopwatch, found, num_drafted)
 
     def run(self, step: StepArrays) -> Int32s:
         """Runs `step` to its end -> the token sampled per row [S]."""
@@ -275,13 +272,19 @@ class ModelRunner:
         with torch.inference_mode():
             tensors, longest = self._model.to_device(step), int(step.context_lens.max())
             hidden = self._hidden_states(step, tensors, longest, every_token=every_token)
+            assert self._model.decoder.lm_head
             logits = self._model.decoder.lm_head(hidden)
             return logits if every_token else logits[np.flatnonzero(step.samples)]
 
     @property
     def waits_for_ranks(self) -> bool:
         """Whether a collective on a CPU is waiting for other ranks right now."""
-        return self._tp.waiting
+        return self._ranks.waiting
+
+    @property
+    def stage_wait_s(self) -> float:
+        """The seconds so far that this rank waited for other stages, on a CPU."""
+        return self._ranks.pipeline.waited_s
 
     @property
     def compiling(self) -> bool:
@@ -300,27 +303,10 @@ class ModelRunner:
         self._allocated_blocks = num_blocks
 
     def _run(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
-        """Runs a step -> this rank's logits [S, shard_size]. The tokens go to `_last_tokens`."""
-        return self._sample(self._hidden_states(step, tensors, max_context_len), tensors)
-
-    def _run_eagerly(
-        self, step: StepArrays, tensors: StepTensors
-    ) -> tuple[torch.Tensor, list[Logprobs], list[torch.Tensor]]:
-        """Does what `_run` does -> its logits, the log-probabilities of prompts, and the hidden
-        states and scores of pooled rows, if there are any."""
-        targets, pooling = step.prompt_targets, step.pooling
-        every_token = targets is not None or (pooling is not None and bool(pooling.sums.any()))
-        longest = int(step.context_lens.max())
-        hidden = self._hidden_states(step, tensors, longest, every_token=every_token)
-        last = hidden[tensors.query_starts[1:] - 1] if every_token else hidden
-        logprobs = self._features.score(targets, step, hidden) if targets else []
-        logits = self._sample(last, tensors)
-        pooled: list[torch.Tensor] = []
-        if pooling:
-            head, ops = self._model.decoder.lm_head, self._platform.ops
-            scores = score(pooling, last, head, self._vocab, self._tp, ops)
-            pooled = [torch.cat((pool(pooling, last, hidden, step.query_lens), scores))]
-        return logits, logprobs, pooled
+        """Runs a step -> this rank's logits [S, shard_size]. The tokens go to `_last_tokens`. A
+        stage before the last one has only hidden states [T, hidden]."""
+        hidden = self._hidden_states(step, tensors, max_context_len)
+        return self._output.sample(hidden, tensors) if self._output else hidden
 
     def _hidden_states(
         self,
@@ -338,32 +324,20 @@ class ModelRunner:
             step, tensors, self._last_tokens, max_context_len, every_token=every_token
         )
 
-    def _sample(self, hidden: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
-        logits = self._model.decoder.lm_head(hidden, self._logits)
-        tokens = self._sampler(logits, tensors.temperatures, tensors.uniforms)
-        if len(tensors.places):
-            self._platform.ops.store_tokens(
-                self._last_tokens, tensors.places, tokens, self._last_tokens
-            )
-        else:
-            self._last_tokens[: len(tokens)] = tokens
-        return logits
-
     def _fetch(
         self,
         step: StepArrays,
         stopwatch: Stopwatch,
-        logprobs: Sequence[Logprobs],
+        found: Found,
         num_drafted: int,
-        pooled: Sequence[torch.Tensor],
     ) -> PendingStep:
-        results = [self._last_tokens[: step.num_seqs]]
-        for each in logprobs:
+        results, pooled = [self._last_tokens[: step.num_seqs]], found.pooled
+        for each in found.logprobs:
             results += [each.ids, each.values]
         if num_drafted:
             first = self._settings.max_num_seqs
             results.append(self._last_tokens[first : first + num_drafted])
-        counts = [each.counts for each in logprobs]
+        counts = [each.counts for each in found.logprobs]
         return PendingStep(step.samples, counts, stopwatch.fetch([*results, *pooled]), bool(pooled))
 
     def _warm_up(self) -> tuple[int, int]:
@@ -380,7 +354,7 @@ class ModelRunner:
             self._max_model_len,
             self._backend.block_size,
             len(self._backend.layout.paging.tables),
-            self._vocab.vocab_size,
+            self.config.vocab_size,
         )
         decodes = half_drafted(decodes) if self._draft else decodes
         self._allocate(1)

@@ -106,7 +106,8 @@ class WorkerService(WorkerServiceServicer):
         info = runner.info
         return GetInfoResponse(
             rank=self._settings.rank,
-            world_size=self._settings.tp,
+            world_size=self._settings.num_ranks,
+            num_stages=self._settings.pp,
             device=info.device,
             dtype=info.dtype,
             model_fingerprint=info.fingerprint,
@@ -237,12 +238,13 @@ class WorkerService(WorkerServiceServicer):
         if result is None:
             return StepResponse(step_id=step_id, dropped=True)
         self._metrics.execution.observe(result.seconds)
+        self._metrics.stage_wait_s = launch.runner.stage_wait_s
         if self._tracing:
             began_at = time.monotonic() - result.seconds
             for traceparent in traceparents:
                 self._tracing.add("execution", traceparent, began_at, rank=self._settings.rank)
         response = StepResponse(step_id=step_id, step_time_s=result.seconds)
-        if self._settings.rank == 0:
+        if self._settings.is_sampling_rank:
             response.token_ids = result.token_ids.tobytes()
             response.logprob_ids = result.logprob_ids.tobytes()
             response.logprob_values = result.logprob_values.tobytes()

@@ -1,4 +1,4 @@
-"""Settings of `python -m worker_svc`, one process per tensor-parallel rank."""
+"""Settings of `python -m worker_svc`, one process per rank."""
 
 from __future__ import annotations
 
@@ -42,8 +42,14 @@ class WorkerSettings(ServiceSettings):
     draft_quantization: Literal["auto", "none", "int8", "int4", "fp8"] = Field(
         "auto", description="format of the draft model's weights (auto: its checkpoint's)"
     )
-    rank: int = Field(0, ge=0, description="tensor-parallel rank of this worker")
-    tp: int = Field(1, gt=0, description="number of tensor-parallel ranks")
+    rank: int = Field(0, ge=0, description="rank of this worker: stage x tp + its place there")
+    tp: int = Field(1, gt=0, description="number of ranks that share each layer")
+    pp: int = Field(1, gt=0, le=8, description="number of pipeline stages, of tp ranks each")
+    pp_layers: str = Field(
+        "",
+        pattern=r"^([1-9]\d{0,4}(,[1-9]\d{0,4})*)?$",
+        description="layers of each stage, such as 19,9 (empty: divided by their weights)",
+    )
     index: int | None = Field(
         None, ge=0, description="number of this process among those of its service on the host"
     )
@@ -107,18 +113,40 @@ class WorkerSettings(ServiceSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.rank >= self.tp:
-            raise ValueError(f"rank: {self.rank} is not below tp, which is {self.tp}")
-        if len(self.worker_addresses) != self.tp:
+        if self.rank >= self.num_ranks:
+            raise ValueError(f"rank: {self.rank} is not below tp x pp, which is {self.num_ranks}")
+        if len(self.worker_addresses) != self.num_ranks:
             raise ValueError(
-                f"worker_addresses: {len(self.worker_addresses)} given, tp is {self.tp}"
+                f"worker_addresses: {len(self.worker_addresses)} given, tp x pp is {self.num_ranks}"
             )
+        if self.pp > 1 and self.speculation not in ("auto", "none"):
+            raise ValueError(f"speculation: {self.speculation} is not served with pp above 1")
         share = self.memory_utilization
         if share != "auto" and not 0 < share <= 1:
             raise ValueError(f"memory_utilization: {share} is not in (0, 1]")
         check_step_limits(self.max_num_seqs, self.max_num_batched_tokens)
         self._check_listening("worker_addresses", self.worker_addresses[self.rank])
         return self
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the engine."""
+        return self.tp * self.pp
+
+    @property
+    def stage(self) -> int:
+        """The number of this rank's pipeline stage."""
+        return self.rank // self.tp
+
+    @property
+    def tensor_rank(self) -> int:
+        """This rank's number among those of its stage."""
+        return self.rank % self.tp
+
+    @property
+    def is_sampling_rank(self) -> bool:
+        """Whether this rank answers steps with tokens: the first one of the last stage."""
+        return self.rank == self.num_ranks - self.tp
 
     @property
     def draft_model(self) -> str:

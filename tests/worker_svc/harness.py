@@ -17,7 +17,7 @@ from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
 from shared.sampling_params import COLUMNS, SamplingNumbers
 from tests.worker_svc.device import DEVICE
 from worker_svc.devices.cpu import CpuPlatform
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Ranks, TensorParallel
 from worker_svc.model_runner import ModelRunner
 from worker_svc.rank_models.rank_model import RankModel
 from worker_svc.settings import WorkerSettings
@@ -66,7 +66,9 @@ def save_model(
 
 def worker_settings(model: Path, **overrides: Any) -> WorkerSettings:
     """The settings of a worker with one thread, and with an address for each rank."""
-    addresses = tuple(f"unix:{rank}" for rank in range(overrides.get("tp", 1)))
+    addresses = tuple(
+        f"unix:{rank}" for rank in range(overrides.get("tp", 1) * overrides.get("pp", 1))
+    )
     settings = {"device": DEVICE.type, "threads": 1, "worker_addresses": addresses, **overrides}
     return WorkerSettings(model=str(model), **settings)
 
@@ -75,7 +77,7 @@ def load_rank(model: Path, tp: TensorParallel, **overrides: Any) -> RankModel:
     """Loads a rank's part of a model on a CPU."""
     of_rank = {"device": "cpu", "threads": "auto", "rank": tp.rank, "tp": tp.size}
     settings = worker_settings(model, **of_rank, **overrides)
-    loaded = RankModel(settings, CpuPlatform(settings), tp)
+    loaded = RankModel(settings, CpuPlatform(settings), Ranks(tp))
     loaded.load(max_model_len=512)
     return loaded
 

@@ -10,7 +10,7 @@ from tests.worker_svc.kernels.triton.precision import poisoned_memory
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
 from worker_svc.devices.cpu import CpuPlatform
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Ranks
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton import ops as triton_ops
@@ -42,7 +42,7 @@ class InterpretedPlatform(CpuPlatform):
         return choose_backend(settings.attention, shape, size, capability=(9, 0), num_sms=NUM_SMS)
 
     def prepare(
-        self, hidden_states: Callable[..., torch.Tensor], backend: Backend, tp: TensorParallel
+        self, hidden_states: Callable[..., torch.Tensor], backend: Backend, ranks: Ranks
     ) -> Callable[..., torch.Tensor]:
         return hidden_states
 

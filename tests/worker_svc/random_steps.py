@@ -19,7 +19,7 @@ from shared.graph_sizes import graph_size
 from tests.worker_svc.harness import Batch, batch_for, save_model, worker_settings
 from tests.worker_svc.kernels.cpu.eager_ops import eager
 from worker_svc.devices.cpu import CpuPlatform
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Ranks
 from worker_svc.kernels.triton.advance import advance
 from worker_svc.model_runner import ModelRunner
 from worker_svc.step.arrays import StepArrays
@@ -50,13 +50,13 @@ class PaddedPlatform(CpuPlatform):
     captures = True
 
     def prepare(
-        self, hidden_states: Callable[..., torch.Tensor], backend: Any, tp: TensorParallel
+        self, hidden_states: Callable[..., torch.Tensor], backend: Any, ranks: Ranks
     ) -> Callable[..., torch.Tensor]:
         def run(
             tensors: StepTensors, last_tokens: torch.Tensor, caches: Any, plans: Any, **named: bool
         ) -> torch.Tensor:
             layers, tables = range(len(caches)), range(len(plans))
-            with eager(tensors, last_tokens, map(backend.cache_of, caches), tp):
+            with eager(tensors, last_tokens, map(backend.cache_of, caches), ranks.tensor):
                 return hidden_states(tensors, last_tokens, layers, tables, **named)
 
         return run

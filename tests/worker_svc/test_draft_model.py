@@ -24,7 +24,7 @@ from tests.worker_svc.test_model_runner import prompts
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc import model_runner
 from worker_svc.devices.cpu import CpuPlatform
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Ranks, TensorParallel
 from worker_svc.errors import StartError
 from worker_svc.kept_memory.memory import KeptMemory, kept_version
 from worker_svc.model_runner import ModelRunner
@@ -224,7 +224,7 @@ def test_two_ranks_draft_the_tokens_of_one(
 ) -> None:
     """They accept them, too, if both models are the same."""
     ranks: dict[int, TensorParallel] = {}
-    monkeypatch.setattr(TensorParallel, "join", lambda *_: None)
+    monkeypatch.setattr(Ranks, "join", lambda *_: None)
     monkeypatch.setattr(model_runner, "TensorParallel", lambda rank, *_: ranks.get(rank, ALONE))
     expected = plain_tokens(make_runner(tiny_dir), TEXTS, LENGTH, temperature)
     alone = speculate(make_runner(tiny_dir, other_dir), temperature)

@@ -219,7 +219,8 @@ def test_neither_chunks_nor_neighbours_change_a_bit(
 def test_small_steps_run_on_one_thread(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, batch = make_runner(tiny_dir, threads=2)
     short, long = prompts(301, [40, 200])
-    for small, threads in ((cpu.SMALL_STEP, [1, 1]), (100 * runner.config.num_weights, [1, 2])):
+    num_weights = runner._model.num_weights(active=False)
+    for small, threads in ((cpu.SMALL_STEP, [1, 1]), (100 * num_weights, [1, 2])):
         monkeypatch.setattr(cpu, "SMALL_STEP", small)
         for text, expected in zip((short, long), threads, strict=True):
             runner.run(batch.step([(0, text)]))

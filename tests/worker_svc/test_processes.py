@@ -36,6 +36,7 @@ from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.waiting import WAIT_S, wait_for
 from tests.worker_svc.families import EXPERTS, GEMMA3
 from tests.worker_svc.harness import Asked, Batch, batch_for, limits, save_model, worker_settings
+from worker_svc import distributed
 from worker_svc.distributed import JOIN_TIMEOUT, TensorParallel
 from worker_svc.errors import SupersededError
 from worker_svc.model_runner import ModelRunner
@@ -272,7 +273,7 @@ def test_a_newer_epoch_ends_the_wait_for_the_store_of_rank_0(
         monkeypatch.setenv(name, "lo")
     asked = itertools.count()
     with pytest.raises(SupersededError):
-        TensorParallel(1, 2).join(
+        distributed.Ranks(TensorParallel(1, 2)).join(
             1, torch.device("cpu"), "127.0.0.1", free_port(), lambda: next(asked) == 2
         )
 

@@ -30,7 +30,7 @@ def test_where_ranks_meet_is_known_from_the_usual_variables(
     ("args", "message"),
     [
         (["--max-num-seqs", "0"], r"max_num_seqs: .*greater than 0.*'0'"),
-        (["--rank", "3"], r"rank: 3 is not below tp, which is 1"),
+        (["--rank", "3"], r"rank: 3 is not below tp x pp, which is 1"),
         (["--tp", "2"], r"worker_addresses: 1 given, tp is 2"),
         (["--device", "tpu"], r"device: .*'cpu' or 'cuda'.*'tpu'"),
         (["--memory-utilization", "1.5"], r"memory_utilization: 1.5 is not in \(0, 1\]"),

@@ -35,6 +35,7 @@ class AttentionShape:
     multiplier: float | None = None  # of the scores, if not that of the heads' size
     # Tokens of the longest sequence whose blocks may be freed; 0: no block is freed before the end.
     max_model_len: int = 0
+    stage: range | None = None  # the numbers of this rank's layers; None: all
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -67,7 +68,7 @@ class AttentionBackend(ABC, Generic[Metadata]):
     def __init__(self, shape: AttentionShape, block_size: int) -> None:
         self.shape = shape
         self.block_size = block_size
-        self.layout = CacheLayout.of(shape.windows, block_size, shape.max_model_len)
+        self.layout = CacheLayout.of(shape.windows, block_size, shape.max_model_len, shape.stage)
 
     def allocate(self, num_blocks: int, new: NewTensor | None = None) -> list[torch.Tensor]:
         """Allocates the tensors of a cache of `num_blocks` blocks, by `new` if it is given."""

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionShape, Backend
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Ranks
 from worker_svc.kept_memory.device import DeviceMemory
 from worker_svc.kept_memory.host import HostMemory
 from worker_svc.kernels.ops import Ops
@@ -89,7 +89,7 @@ class Platform(ABC):
         return HostMemory()
 
     def prepare(
-        self, hidden_states: Callable[..., torch.Tensor], backend: Backend, tp: TensorParallel
+        self, hidden_states: Callable[..., torch.Tensor], backend: Backend, ranks: Ranks
     ) -> Callable[..., torch.Tensor]:
         """Returns the device's way to do what a model's `Decoder.hidden_states` does."""
         return hidden_states

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.devices.base import Platform
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Ranks
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu.library import library, set_threads
@@ -77,7 +77,7 @@ class CpuPlatform(Platform):
         if settings.batch_invariant:
             self.ops = cast(Ops, SimpleNamespace(**vars(cpu_ops) | {"pack": cpu_ops.pack_panels}))
             log.info("tokens of a CPU do not depend on the batch", setting="batch_invariant")
-        share = max(num_cores() // (settings.engines_on_host * settings.tp), 1)
+        share = max(num_cores() // (settings.engines_on_host * settings.num_ranks), 1)
         threads = share if settings.threads == "auto" else settings.threads
         self._max_threads = threads
         self._use(threads)
@@ -99,10 +99,10 @@ class CpuPlatform(Platform):
         return CpuBackend(shape, DEFAULT_BLOCK_SIZE if size == "auto" else size)
 
     def prepare(
-        self, hidden_states: Callable[..., torch.Tensor], backend: Backend, tp: TensorParallel
+        self, hidden_states: Callable[..., torch.Tensor], backend: Backend, ranks: Ranks
     ) -> Callable[..., torch.Tensor]:
         assert isinstance(backend, CpuBackend)
-        return TracedModel(hidden_states, tp, backend.layout, backend.cache_of)
+        return TracedModel(hidden_states, ranks.groups, backend.layout, backend.cache_of)
 
     def start(self, multiply_adds: int) -> CpuStopwatch:
         """Begins a step, which runs on one thread if it is small.
@@ -127,7 +127,7 @@ class CpuPlatform(Platform):
         share = settings.memory_utilization
         free = psutil.virtual_memory().available
         # All ranks share one memory.
-        parts = settings.engines_on_host * settings.tp
+        parts = settings.engines_on_host * settings.num_ranks
         return int(free * (CACHE_SHARE if share == "auto" else share)) // parts
 
     def memory_bytes(self) -> int:

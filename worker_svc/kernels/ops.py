@@ -148,6 +148,11 @@ class Ops(Protocol):
         id − start."""
         ...
 
+    def new_rows(self, input_ids: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """New rows [T, columns] for tokens input_ids [T], to be filled. A CPU computes in
+        float32."""
+        ...
+
     def rms_norm(
         self,
         x: torch.Tensor,

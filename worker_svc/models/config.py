@@ -82,23 +82,19 @@ class ModelConfig:
         return self.experts is None or len(self.experts.layers) < self.num_layers
 
     @property
-    def num_weights(self) -> int:
-        """The number of weights in products."""
-        return self._weights(self.experts.count if self.experts else 0)
+    def head_weights(self) -> int:
+        """The number of weights in the output head."""
+        return self.hidden_size * self.vocab_size
 
-    @property
-    def num_weights_per_token(self) -> int:
-        """The number of weights by which each token is multiplied."""
-        return self._weights(self.experts.per_token if self.experts else 0)
-
-    def _weights(self, num_experts: int) -> int:
-        experts = self.experts
-        sparse = len(experts.layers) if experts else 0
+    def layer_weights(self, number: int, *, active: bool) -> int:
+        """The number of weights in a layer's products, or only of the `active` ones, by which each
+        token is multiplied."""
+        experts, size = self.experts, 3 * self.intermediate_size
+        if experts and number in experts.layers:
+            num_experts = experts.per_token if active else experts.count
+            size = experts.count + num_experts * 3 * experts.size
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        layers = self.num_layers * heads + (self.num_layers - sparse) * 3 * self.intermediate_size
-        if experts:
-            layers += sparse * (experts.count + num_experts * 3 * experts.size)
-        return self.hidden_size * (layers + self.vocab_size)
+        return self.hidden_size * (heads + size)
 
 
 class _ConfigFile(BaseModel, strict=True):

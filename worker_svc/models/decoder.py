@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from worker_svc.attention.base import AttentionShape, Backend, KvDtype, QKNorm
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Pipeline, TensorParallel
 from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import Experts, Ops
 from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead, VocabPartition
@@ -24,6 +24,9 @@ from worker_svc.layers.rotary import RopeConfig
 from worker_svc.loader import Rows, WeightLoader
 from worker_svc.models.config import ModelConfig
 from worker_svc.step.tensors import StepTensors
+
+# The names of weights in a checkpoint.
+EMBEDDING, LAYERS, NORM, HEAD = "model.embed_tokens", "model.layers", "model.norm", "lm_head"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Parts:
     tp: TensorParallel
     backend: Backend
     tables: Mapping[RopeConfig | None, torch.Tensor]  # `rotary_table`, by what it is made of
+    pipeline: Pipeline
+    stage: range  # the numbers of this rank's layers
     norm_offset: int = 0  # added to the weights of norms
     number: int = 0  # of the layer whose parts these are
 
@@ -72,14 +77,16 @@ class Parts:
         sizes = self._vocab, name, self.config.hidden_size, self.config.embedding_scale
         return VocabParallelEmbedding(self.loader, self.ops, self.tp, *sizes)
 
-    def head(self, name: str, embedding: VocabParallelEmbedding) -> VocabParallelHead:
-        """Makes the output head, with the weights of `embedding` if the configuration ties them.
+    def head(self, name: str, embedding: VocabParallelEmbedding | None) -> VocabParallelHead:
+        """Makes the output head, with the weights of the embedding if the configuration ties them.
         Some checkpoints hold a copy, which is not loaded. If it differs, it is the head, because
-        transformers 5 does not tie such weights either."""
+        transformers 5 does not tie such weights either. The embedding may be on another stage."""
         config, vocab = self.config, self._vocab
         rows = vocab.rows(name)
-        if config.tie_word_embeddings and not self.loader.differs(rows, embedding.name):
-            return VocabParallelHead(self.loader.tied_head(embedding.weight))
+        if config.tie_word_embeddings and not self.loader.differs(rows, EMBEDDING):
+            if embedding:
+                return VocabParallelHead(self.loader.tied_head(embedding.weight))
+            rows = vocab.rows(EMBEDDING)
         weight = self.loader.head(rows, vocab.shard_size, config.hidden_size)
         return VocabParallelHead(weight)
 
@@ -137,7 +144,7 @@ class Attention:
         )
         self._norm, self._joint_norm = norm, joint_norm
         self._window, rope = config.layers[parts.number]
-        self._table = parts.backend.layout.places[parts.number].table
+        self._table = parts.backend.layout.places[parts.number - parts.stage.start].table
         self._cos_sin = parts.tables[rope]
         self._backend = parts.backend
 
@@ -283,19 +290,24 @@ class PostNormLayer(DecoderLayer):
 
 
 class Decoder:
-    """Embedding, layers, a norm and the output head, of which one rank computes its part.
+    """Embedding, layers, a norm and the output head, of which one rank computes its part. In a
+    pipeline, the first stage has the embedding, the last one norm and head, and each has some of
+    the layers.
 
     Args:
         layer: makes a layer from the name of its weights.
     """
 
     def __init__(self, parts: Parts, layer: Callable[[Parts, str], DecoderLayer]) -> None:
-        numbers = range(parts.config.num_layers)
-        self.embed_tokens = parts.embedding("model.embed_tokens")
-        self.layers = [layer(parts.of_layer(n), f"model.layers.{n}") for n in numbers]
-        self.norm = parts.norm("model.norm", parts.config.output_scale)
-        self.lm_head = parts.head("lm_head", self.embed_tokens)
-        self._ops = parts.ops
+        pipeline = parts.pipeline
+        self.embed_tokens = parts.embedding(EMBEDDING) if pipeline.is_first else None
+        self.layers = [layer(parts.of_layer(n), f"{LAYERS}.{n}") for n in parts.stage]
+        self.norm = RMSNorm(parts.ops, None, 0.0)  # only adds the residual
+        self.lm_head: VocabParallelHead | None = None
+        if pipeline.is_last:
+            self.norm = parts.norm(NORM, parts.config.output_scale)
+            self.lm_head = parts.head(HEAD, self.embed_tokens)
+        self._ops, self._pipeline, self._config = parts.ops, pipeline, parts.config
 
     def hidden_states(
         self,
@@ -307,20 +319,26 @@ class Decoder:
         every_token: bool = False,
     ) -> torch.Tensor:
         """Runs the layers on a step -> the input of `lm_head`, which is the normalized hidden
-        states [S, hidden] of each sequence's last token, or [T, hidden] of every token.
+        states [S, hidden] of each sequence's last token, or [T, hidden] of every token. A stage
+        that is not the last one passes those of every token on, and returns them.
 
         last_tokens [R] int32 are the tokens that the previous step sampled. caches has one cache
         per layer, and metadata is the backend's plan of the step for each block table.
         """
-        x, residual = self.embed_tokens(tensors.input_ids, last_tokens), None
+        if self.embed_tokens:
+            x = self.embed_tokens(tensors.input_ids, last_tokens)
+        else:
+            size, dtype = self._config.hidden_size, self._config.dtype
+            x = self._pipeline.receive(self._ops.new_rows(tensors.input_ids, size, dtype))
+        residual, picks = None, not every_token and self._pipeline.is_last
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer.attend(x, residual, cache, metadata)
-            if layer is self.layers[-1] and not every_token:
+            if layer is self.layers[-1] and picks:
                 x = self._ops.last_rows(x, tensors.query_starts)
                 residual = self._ops.last_rows(residual, tensors.query_starts)
             x, residual = layer.transform(x, residual)
         x, _ = self.norm(x, residual)
-        return x
+        return x if self._pipeline.is_last else self._pipeline.send(x)
 
 
 def attention_shape(
@@ -329,8 +347,9 @@ def attention_shape(
     device: torch.device,
     kv_dtype: KvDtype = "auto",
     max_model_len: int = 0,
+    stage: range | None = None,
 ) -> AttentionShape:
-    """The shape of attention on one of `ranks` ranks. For `max_model_len`, see there.
+    """The shape of attention on one of `ranks` ranks. For `max_model_len` and `stage`, see there.
 
     Raises:
         ModelError: the model cannot be split across that many ranks.
@@ -354,6 +373,7 @@ def attention_shape(
         kv_dtype,
         config.attention_multiplier,
         max_model_len,
+        stage,
     )
 
 

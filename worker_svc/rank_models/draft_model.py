@@ -16,7 +16,7 @@ import torch
 
 from shared.model_directory import MAX_TOKENIZER_BYTES, ModelFileError, check_file
 from worker_svc.devices.base import Platform
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Ranks
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kept_memory.weights import WeightMemory
 from worker_svc.layers.embedding import VocabPartition
@@ -48,7 +48,7 @@ class DraftModel(RankModel):
         self,
         settings: WorkerSettings,
         platform: Platform,
-        tp: TensorParallel,
+        ranks: Ranks,
         target: RankModel,
         last_tokens: torch.Tensor,
     ) -> None:
@@ -58,10 +58,11 @@ class DraftModel(RankModel):
             "block_size": target.backend.block_size,
         }
         with _naming_the_setting():
-            super().__init__(settings.model_copy(update=updates), platform, tp)
+            super().__init__(settings.model_copy(update=updates), platform, ranks)
             size, expected = self.config.vocab_size, target.config.vocab_size
             if size != expected:
                 raise ModelError(f"vocab_size: {size}, but the model's is {expected}")
+        tp = ranks.tensor
         self._sampler = Sampler(VocabPartition(size, tp.rank, tp.size), tp, platform.ops)
         self._last_tokens = last_tokens
         self._first_place = settings.max_num_seqs
@@ -103,6 +104,7 @@ class DraftModel(RankModel):
             self._sample(hidden, tensors)
 
     def _sample(self, hidden: torch.Tensor, tensors: StepTensors) -> torch.Tensor:
+        assert self.decoder.lm_head
         logits = self.decoder.lm_head(hidden)
         tokens = self._sampler(logits, tensors.temperatures, tensors.uniforms)
         last_tokens = self._last_tokens

@@ -13,7 +13,7 @@ import torch
 from shared.graph_sizes import GraphSize
 from worker_svc.devices.base import Platform
 from worker_svc.devices.cuda_graph import StepGraphs
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Ranks
 from worker_svc.errors import ModelError
 from worker_svc.kept_memory.weights import State, WeightMemory
 from worker_svc.kv_cache import NewTensor, choose_max_model_len
@@ -21,6 +21,7 @@ from worker_svc.loader import KeptLoader, WeightLoader
 from worker_svc.models.config import load_model_config
 from worker_svc.models.decoder import Decoder, attention_shape
 from worker_svc.models.registry import load_model
+from worker_svc.models.stages import layers_of_stages
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors, upload_step
@@ -43,7 +44,7 @@ class RankModel:
         StartError: the model or the settings cannot be served.
     """
 
-    def __init__(self, settings: WorkerSettings, platform: Platform, tp: TensorParallel) -> None:
+    def __init__(self, settings: WorkerSettings, platform: Platform, ranks: Ranks) -> None:
         config = load_model_config(Path(settings.model))
         dtype = platform.choose_dtype(settings.dtype, config.dtype)
         self.config = config = dataclasses.replace(config, dtype=dtype)
@@ -52,14 +53,19 @@ class RankModel:
         longest = 0
         if not settings.draft_model:
             longest = choose_max_model_len(settings, config.max_model_len)
-        shape = attention_shape(config, settings.tp, platform.device, settings.kv_dtype, longest)
+        given = [int(each) for each in settings.pp_layers.split(",") if each]
+        stages = layers_of_stages(config, settings.pp, given)
+        self.stage = stages[settings.stage]
+        shape = attention_shape(
+            config, settings.tp, platform.device, settings.kv_dtype, longest, self.stage
+        )
         self.backend = platform.attention_backend(settings, shape)
         self.tensors: Sequence[torch.Tensor] = []  # of the cache, see `CacheLayout`
         self.caches: Sequence[torch.Tensor] = []  # one per layer
         self.graphs: StepGraphs | None = None
         self._settings = settings
         self._platform = platform
-        self._tp = tp
+        self._ranks = ranks
 
     def load(self, max_model_len: int, memory: WeightMemory | None = None) -> str:
         """Reads the model's files -> its fingerprint.
@@ -76,8 +82,9 @@ class RankModel:
         quantization, model_dir = self._quantization, Path(settings.model)
         files, cache = ModelFiles(model_dir), None
         if quantization.format != "none":
-            packing = quantization.name, ops.layout, dtype, settings.rank, settings.tp
-            cache = open_cache(model_dir, files.fingerprint, *packing)
+            packing = quantization.name, ops.layout, dtype, settings.tensor_rank, settings.tp
+            layers = self.stage if settings.pp > 1 else None
+            cache = open_cache(model_dir, files.fingerprint, *packing, layers)
         copies = self._platform.weight_copies()
         with WeightReader(model_dir, dtype, self._platform.device, copies) as reader:
             loader = WeightLoader(reader, ops, quantization, cache, memory)
@@ -94,7 +101,7 @@ class RankModel:
             ModelError: they do not.
         """
         bits = _BITS.get(self._quantization.format, 8 * self.config.dtype.itemsize)
-        size = self.config.num_weights * bits // 8 // self._settings.tp
+        size = self.num_weights(active=False) * bits // 8
         free = psutil.virtual_memory().available
         if self._platform.device.type == "cpu" and size > free:
             raise ModelError(
@@ -109,22 +116,30 @@ class RankModel:
         self._make(loader, max_model_len)
 
     def _make(self, loader: WeightLoader, max_model_len: int) -> None:
-        platform, tp, backend = self._platform, self._tp, self.backend
+        platform, ranks, backend = self._platform, self._ranks, self.backend
         self._max_model_len = max_model_len
         self.decoder: Decoder = load_model(
-            loader, self.config, max_model_len, platform.ops, tp, backend
+            loader, self.config, max_model_len, platform.ops, ranks.tensor, backend, ranks.pipeline
         )
         self._run_layers: Callable[..., torch.Tensor] = platform.prepare(
-            self.decoder.hidden_states, backend, tp
+            self.decoder.hidden_states, backend, ranks
         )
+
+    def num_weights(self, *, active: bool) -> int:
+        """The number of this rank's weights in products, see `ModelConfig.layer_weights`."""
+        config = self.config
+        num_weights = sum(config.layer_weights(n, active=active) for n in self.stage)
+        if self._ranks.pipeline.is_last:
+            num_weights += config.head_weights
+        return num_weights // self._settings.tp
 
     def multiply_adds(self, step: StepArrays) -> int:
         """This rank's multiply-adds in a step, with `_READING` more for each weight to read."""
         config = self.config
         attended = int(np.dot(step.query_lens.astype(np.int64), step.context_lens))
-        attention = 2 * attended * config.num_layers * config.num_heads * config.head_dim
-        products = (len(step.input_ids) + _READING) * config.num_weights_per_token
-        return (products + attention) // self._settings.tp
+        attention = 2 * attended * len(self.stage) * config.num_heads * config.head_dim
+        products = (len(step.input_ids) + _READING) * self.num_weights(active=True)
+        return products + attention // self._settings.tp
 
     def allocate(self, num_blocks: int, new: NewTensor | None = None) -> None:
         """Allocates a cache of `num_blocks` blocks, by `new` if it is given. 0 frees the cache."""

@@ -63,6 +63,12 @@ class StepArrays:
         return self.prompt_targets is not None or self.pooling is not None
 
     @property
+    def reads_every_token(self) -> bool:
+        """Whether the hidden states of all tokens are read, not only those of last tokens."""
+        sums = self.pooling is not None and bool(self.pooling.sums.any())
+        return sums or self.prompt_targets is not None
+
+    @property
     def first_tokens(self) -> Int32s:
         """The index [S] of each row's first token."""
         starts: Int32s = np.cumsum(self.query_lens, dtype=np.int32) - self.query_lens

@@ -32,7 +32,7 @@ def block_key(settings: WorkerSettings, model: RankModel, info: RunnerInfo, layo
             info.attention_backend,
             info.paging,
             settings.batch_invariant,
-            (settings.rank, settings.tp),
+            (settings.rank, settings.tp, model.stage),
             layout,
             torch.cuda.get_device_name(info.device) if "cuda" in info.device else info.device,
             torch.__version__,

@@ -174,6 +174,10 @@ class WeightReader:
         self._unread -= found
         self._progress.update(len(found))
 
+    def skip_under(self, *prefixes: str) -> None:
+        """Allows all tensors whose names begin so to stay unread."""
+        self.skip(*(name for name in self._unread if name.startswith(prefixes)))
+
     def check_all_read(self) -> None:
         """Checks that no tensor is left over that may change the model.
 

@@ -43,10 +43,11 @@ def open_cache(
     dtype: torch.dtype,
     rank: int,
     ranks: int,
+    layers: range | None = None,
 ) -> PackedCache | None:
     """Opens the cache of the weights of `model_dir` that this rank packs in `layout` (see `Ops`),
     and quantizes to `format` unless the checkpoint holds them so. It is in `nano-vllm-grpc/packed`
-    in the user's cache directory.
+    in the user's cache directory. `layers` are those of a pipeline stage; None: all.
 
     Returns None if the user has no home directory.
     """
@@ -59,7 +60,10 @@ def open_cache(
     name = re.sub(r"[^\w.-]", "_", path.name)
     place = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
     key = fingerprint, _VERSION, layout, str(dtype)
-    return PackedCache(folder / f"{name}-{place}", f"{format}-{rank}-of-{ranks}", key)
+    variant = f"{format}-{rank}-of-{ranks}"
+    if layers is not None:
+        variant += f"-layers-{layers.start}-{layers.stop}"
+    return PackedCache(folder / f"{name}-{place}", variant, key)
 
 
 class PackedCache:

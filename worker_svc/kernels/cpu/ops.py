@@ -42,6 +42,10 @@ def embed(
     return current_trace().embed(table, codes, size, start, count, scale)
 
 
+def new_rows(input_ids: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return current_trace().new_rows(columns)[1]
+
+
 def rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float
 ) -> torch.Tensor:

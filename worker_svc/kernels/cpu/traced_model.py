@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from worker_svc.distributed import TensorParallel
+from worker_svc.distributed import Group
 from worker_svc.kernels.cpu.program import (
     SEQUENCES,
     TOKENS,
@@ -136,18 +136,19 @@ class TracedModel:
     needed. The result is valid until the next step.
 
     Args:
+        groups: of ranks, with which the decoder exchanges rows.
         cache_of: a layer's cache -> the structure that phases take.
     """
 
     def __init__(
         self,
         hidden_states: Callable[..., torch.Tensor],
-        tp: TensorParallel,
+        groups: Sequence[Group],
         layout: CacheLayout,
         cache_of: Callable[[torch.Tensor], Any],
     ) -> None:
         self._hidden_states = hidden_states
-        self._tp = tp
+        self._groups = [group for group in groups if group.size > 1]
         self._layout = layout
         self._cache_of = cache_of
         self._programs: dict[bool, Program] = {}  # by `every_token`
@@ -172,8 +173,8 @@ class TracedModel:
         layers = range(len(self._layout.places))
         step, last_tokens = StepTensors(**columns), torch.empty(0, device="meta")
         with new_trace() as trace:
-            if self._tp.size > 1:
-                self._tp.defer = trace.in_place
+            for group in self._groups:
+                group.defer = trace.in_place
             tables = range(len(self._layout.paging.tables))
             try:
                 # With numbers of layers in place of their caches, and of tables in place of plans.
@@ -181,7 +182,8 @@ class TracedModel:
                     step, last_tokens, layers, tables, every_token=every_token
                 )
             finally:
-                self._tp.defer = None
+                for group in self._groups:
+                    group.defer = None
         result = trace.rows(out)
         result.last_use = len(trace.parts)
         return Program(trace, result, self._cache_of)

@@ -27,6 +27,10 @@ from worker_svc.weights.quantization.quantize import quantize
 layout = "triton"
 
 
+def new_rows(input_ids: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(len(input_ids), columns, dtype=dtype, device=input_ids.device)
+
+
 def last_rows(x: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
     if len(query_starts) - 1 == len(x):
         return x

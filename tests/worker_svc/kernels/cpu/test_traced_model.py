@@ -99,7 +99,7 @@ class Pair:
 def load(path: Path, quantization: str, dtype: torch.dtype, tp: TensorParallel) -> Pair:
     model = load_rank(path, tp, quantization=quantization, dtype=str(dtype)[6:], block_size=16)
     backend: Any = model.backend
-    traced = TracedModel(model.decoder.hidden_states, tp, backend.layout, backend.cache_of)
+    traced = TracedModel(model.decoder.hidden_states, (tp,), backend.layout, backend.cache_of)
     return Pair(model.decoder, backend, traced, tp)
 
 
