@@ -41,13 +41,17 @@ LAUNCHERS = ("http_port",)
 
 # What `--help` shows; `--help-all` shows all.
 _COMMON = (
-    *("model", "device", "dtype", "quantization", "kv_dtype", "speculation", "tp"),
+    *("model", "device", "dtype", "quantization", "kv_dtype", "speculation", "tp", "pp"),
     *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_blocks", "memory_utilization"),
     *("attention", "enforce_eager", "max_waiting", "host", "port", "served_model_name"),
     *("tls_cert", "tls_key", "auth_tokens_file", "http_port", "ui_port"),
 )
 # vLLM's names, which are accepted beside ours.
-_VLLM_NAMES = {"tp": "tensor_parallel_size", "memory_utilization": "gpu_memory_utilization"}
+_VLLM_NAMES = {
+    "tp": "tensor_parallel_size",
+    "pp": "pipeline_parallel_size",
+    "memory_utilization": "gpu_memory_utilization",
+}
 
 _Host = partial(typer.Option, rich_help_panel="This host")
 

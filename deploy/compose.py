@@ -70,7 +70,7 @@ def up(environment: Environment, layout: Layout) -> int:
     has_docker = bool(shutil.which("docker"))
     if layout.frontends > 1 and not has_docker:
         raise LaunchError("FRONTENDS: must be 1 with podman, which cannot give each replica a port")
-    ranks = rank_services(settings.tp, layout.engines, profile)
+    ranks = rank_services(settings.ranks_per_engine, layout.engines, profile)
     make_directory(run_directory(settings.port))
     replace_file(_ranks_file(settings.port), json.dumps({"services": ranks}, indent=1))
     # podman can wait for healthy containers only where systemd runs their health checks.
@@ -138,7 +138,7 @@ def compose_variables(settings: StackSettings, layout: Layout) -> dict[str, str]
         "FRONTENDS": str(layout.frontends),
         f"{PREFIX}SERVED_MODEL_NAME": settings.served_model_name
         or model_name(settings.model, model),
-        f"{PREFIX}WORKER_ADDRESSES": _worker_addresses(0, settings.tp),
+        f"{PREFIX}WORKER_ADDRESSES": _worker_addresses(0, settings.ranks_per_engine),
     }
     if port := published_http_port(settings):
         variables["HTTP_PORTS"] = _port_range(port, layout.frontends)
@@ -178,25 +178,31 @@ def _without_links(model: Path) -> Path:
     return directory
 
 
-def rank_services(tp: int, engines: int, profile: str) -> dict[str, object]:
+def rank_services(num_ranks: int, engines: int, profile: str) -> dict[str, object]:
     """Returns the services that compose.yaml lacks: all ranks but the first, and the schedulers of
     further engines. Ranks are numbered over all engines."""
     services: dict[str, object] = {}
-    for index in range(1, engines * tp):
-        engine, rank = divmod(index, tp)
-        flags = {"rank": rank, "index": index, "master-addr": f"worker-{engine * tp}"}
-        extended = _extend("worker.yaml", profile, tp, engine, flags)
+    for index in range(1, engines * num_ranks):
+        engine, rank = divmod(index, num_ranks)
+        flags = {"rank": rank, "index": index, "master-addr": f"worker-{engine * num_ranks}"}
+        extended = _extend("worker.yaml", profile, num_ranks, engine, flags)
         services[f"worker-{index}"] = extended | {"profiles": [profile]}
     for engine in range(1, engines):
         flags = {"scheduler-address": _scheduler_address(engine)}
-        services[f"scheduler-{engine}"] = _extend("compose.yaml", "scheduler", tp, engine, flags)
+        services[f"scheduler-{engine}"] = _extend(
+            "compose.yaml", "scheduler", num_ranks, engine, flags
+        )
     return services
 
 
 def _extend(
-    file: str, service: str, tp: int, engine: int, flags: Mapping[str, object]
+    file: str, service: str, num_ranks: int, engine: int, flags: Mapping[str, object]
 ) -> dict[str, object]:
-    flags = {"engine-name": engine, "worker-addresses": _worker_addresses(engine, tp), **flags}
+    flags = {
+        "engine-name": engine,
+        "worker-addresses": _worker_addresses(engine, num_ranks),
+        **flags,
+    }
     return {
         "extends": {"file": str(DOCKER / file), "service": service},
         "command": [word for name, value in flags.items() for word in (f"--{name}", str(value))],
@@ -218,8 +224,10 @@ def _scheduler_address(engine: int) -> str:
     return f"scheduler-{engine}:50052" if engine else "scheduler:50052"
 
 
-def _worker_addresses(engine: int, tp: int) -> str:
-    return ",".join(f"worker-{index}:50053" for index in range(engine * tp, (engine + 1) * tp))
+def _worker_addresses(engine: int, num_ranks: int) -> str:
+    return ",".join(
+        f"worker-{index}:50053" for index in range(engine * num_ranks, (engine + 1) * num_ranks)
+    )
 
 
 def _ranks_file(port: int) -> Path:

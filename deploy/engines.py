@@ -35,7 +35,7 @@ def check_engines(stack: Stack) -> None:
         return
     if not {"worker", "scheduler"} <= set(stack.services):
         raise LaunchError("ENGINES: several engines need worker and scheduler in SERVICES")
-    if stack.num_ranks < stack.tp:
+    if stack.num_ranks < stack.ranks_per_engine:
         raise LaunchError("ENGINES: must be 1 with RANKS, whose other ranks run on other hosts")
     sockets = f"unix:{stack.directory}/"
     given = {"SCHEDULER_ADDRESS": [stack.scheduler_address]}
@@ -50,7 +50,7 @@ def check_engines(stack: Stack) -> None:
 def extra_master_ports(stack: Stack, engines: int, taken: int = 0) -> tuple[int, ...]:
     """Returns the ports at which the ranks of engines but the first meet; adds missing ones."""
     ports = list(stack.master_ports)[: engines - 1]
-    while stack.tp > 1 and len(ports) < engines - 1:
+    while stack.ranks_per_engine > 1 and len(ports) < engines - 1:
         if (port := free_port()) not in (taken, *ports):
             ports.append(port)
     return tuple(ports)

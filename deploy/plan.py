@@ -37,6 +37,7 @@ class StackSettings(PublicSettings):
     speculation: str = "auto"
     served_model_name: str = ""
     tp: int = Field(1, gt=0)
+    pp: int = Field(1, gt=0)
     device: str = "auto"
     threads: AutoInt = "auto"
     scheduler_address: str = ""
@@ -56,6 +57,10 @@ class StackSettings(PublicSettings):
         "", description="PEM file of the launcher's certificate, if clients must have one"
     )
     client_key: str = Field("", description="PEM file of the key of client_cert")
+
+    @property
+    def ranks_per_engine(self) -> int:
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True)
@@ -106,8 +111,8 @@ def plan_stack(
     check_engines(stack)
     _check_internal_tls(settings, stack)
     variables = _shared_variables(settings, layout, stack)
-    if settings.tp > 1:
-        if not settings.master_port and stack.num_ranks < settings.tp:
+    if settings.ranks_per_engine > 1:
+        if not settings.master_port and stack.num_ranks < settings.ranks_per_engine:
             raise LaunchError("NANO_MASTER_PORT: must be set to the same port on all ranks' hosts")
         master_port = settings.master_port or free_port()
         variables["MASTER_PORT"] = str(master_port)
@@ -116,7 +121,7 @@ def plan_stack(
     shared = environment | {PREFIX + name: value for name, value in variables.items()}
     worker = stack_settings(shared, first_rank=stack.first_rank)["workers"]
     assert isinstance(worker, WorkerSettings)
-    if "worker" in stack.services and worker.tp > 1 and stack.first_rank == 0:
+    if "worker" in stack.services and worker.num_ranks > 1 and stack.first_rank == 0:
         # Otherwise, ranks would wait until the port is free.
         host, port = worker.master_addr, worker.master_port
         if port in (stack.port, stack.http_port, stack.ui_port) or not is_free(host, port):
@@ -127,7 +132,7 @@ def plan_stack(
 def _plan_processes(settings: StackSettings, layout: Layout, directory: Path, port: int) -> Stack:
     """Returns the stack, with an address for each process."""
     services = set(layout.services)
-    ranks = _parse_ranks(layout.ranks, settings.tp)
+    ranks = _parse_ranks(layout.ranks, settings)
     sockets = f"unix:{directory}"
     http_port = ui_port = 0
     if "frontend" in services:
@@ -150,7 +155,7 @@ def _plan_processes(settings: StackSettings, layout: Layout, directory: Path, po
         frontends=layout.frontends,
         scheduler_address=settings.scheduler_address or f"{sockets}/scheduler.sock",
         worker_addresses=settings.worker_addresses
-        or tuple(f"{sockets}/worker-{rank}.sock" for rank in range(settings.tp)),
+        or tuple(f"{sockets}/worker-{rank}.sock" for rank in range(settings.ranks_per_engine)),
         drain_timeout_s=settings.drain_timeout_s,
         public_tls=public_tls(settings) if has_frontend else None,
         internal_tls=settings.dialer.tls,
@@ -248,13 +253,17 @@ def _check_internal_tls(settings: StackSettings, stack: Stack) -> None:
         check_roles(server, stack.internal_tls, services, required)
 
 
-def _parse_ranks(text: str | None, tp: int) -> range:
+def _parse_ranks(text: str | None, settings: StackSettings) -> range:
+    count = settings.ranks_per_engine
     if text is None:
-        return range(tp)
+        return range(count)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if not match:
         raise LaunchError(f"RANKS: {text!r} is neither a rank nor FIRST-LAST")
     first, last = int(match[1]), int(match[2] or match[1])
-    if not first <= last < tp:
-        raise LaunchError(f"RANKS: {text!r} is not within 0-{tp - 1}, the ranks of TP={tp}")
+    if not first <= last < count:
+        stages = f" PP={settings.pp}" if settings.pp > 1 else ""
+        raise LaunchError(
+            f"RANKS: {text!r} is not within 0-{count - 1}, the ranks of TP={settings.tp}{stages}"
+        )
     return range(first, last + 1)

@@ -91,7 +91,10 @@ class Stack:
         engines = range(self.engines)
         ranks = range(self.first_rank, self.first_rank + self.engines * self.num_ranks)
         found = [
-            *(Process("worker", i, self._worker_address(i), i // self.tp) for i in ranks),
+            *(
+                Process("worker", i, self._worker_address(i), i // self.ranks_per_engine)
+                for i in ranks
+            ),
             *(Process("scheduler", i, self.scheduler_address_of(i), i) for i in engines),
             *(Process("frontend", i, self.address) for i in range(self.frontends)),
             *([Process("dashboard", 0, self.dashboard_url)] if self.ui_port else []),
@@ -103,7 +106,7 @@ class Stack:
         return sum(each.service == service for each in self.processes())
 
     @property
-    def tp(self) -> int:
+    def ranks_per_engine(self) -> int:
         return len(self.worker_addresses)
 
     def scheduler_address_of(self, engine: int) -> str:
@@ -112,11 +115,11 @@ class Stack:
         return f"unix:{self.directory}/scheduler-{engine}.sock"
 
     def worker_addresses_of(self, engine: int) -> tuple[str, ...]:
-        first = engine * self.tp
-        return tuple(map(self._worker_address, range(first, first + self.tp)))
+        first = engine * self.ranks_per_engine
+        return tuple(map(self._worker_address, range(first, first + self.ranks_per_engine)))
 
     def _worker_address(self, index: int) -> str:
-        if index < self.tp:
+        if index < self.ranks_per_engine:
             return self.worker_addresses[index]
         return f"unix:{self.directory}/worker-{index}.sock"
 

@@ -43,8 +43,8 @@ def _checks(environment: Environment, layout: Layout) -> Iterator[Check]:
     yield from host.check_stacks()
     try:
         settings = read_settings(environment)
-        yield host.check_cores(layout.engines * settings.tp)
-        if settings.tp > 1 and shutil.which("nvidia-smi"):
+        yield host.check_cores(layout.engines * settings.ranks_per_engine)
+        if settings.ranks_per_engine > 1 and shutil.which("nvidia-smi"):
             yield host.check_shared_memory()
         if settings.device != "cpu" and shutil.which("nvidia-smi"):
             yield from host.check_kept_memory()

@@ -166,7 +166,7 @@ def command(stack: Stack, process: Process) -> list[str]:
     if process.service == "worker":
         if stack.engines > 1:
             flags["engines-on-host"] = stack.engines
-        flags["rank"] = process.index % stack.tp
+        flags["rank"] = process.index % stack.ranks_per_engine
     if process.service == "frontend":
         flags["index"] = process.index
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]

@@ -165,7 +165,7 @@ def plan(
     example = f"{bracket_host(min(nodes, key=lambda each: stays_on_host(f'{each}:1')))}:1"
     addresses = {
         f"{PREFIX}SCHEDULER_ADDRESS": example,
-        f"{PREFIX}WORKER_ADDRESSES": ",".join([example] * settings.tp),
+        f"{PREFIX}WORKER_ADDRESSES": ",".join([example] * settings.ranks_per_engine),
     }
     stack_settings(shared | addresses)
     return RayStack(settings, shared, _rank_resources(settings, cluster))

@@ -41,13 +41,15 @@ class RayStack:
         return published_http_port(self.settings)
 
     @property
-    def tp(self) -> int:
-        return self.settings.tp
+    def ranks_per_engine(self) -> int:
+        return self.settings.ranks_per_engine
 
     def engine(self, index: int) -> list[Process]:
         """Returns the processes of an engine; their addresses are not known yet."""
-        first = index * self.tp
-        ranks = (Process("worker", first + rank, engine=index) for rank in range(self.tp))
+        first = index * self.ranks_per_engine
+        ranks = (
+            Process("worker", first + rank, engine=index) for rank in range(self.ranks_per_engine)
+        )
         return [*ranks, Process("scheduler", index, engine=index)]
 
     def frontends(self, count: int) -> list[Process]:
@@ -60,18 +62,22 @@ class RayStack:
     def arguments(self, process: Process) -> list[str]:
         """Returns the command line after the service's name."""
         if process.service == "worker":
-            return ["--rank", str(process.index % self.tp)]
+            return ["--rank", str(process.index % self.ranks_per_engine)]
         return ["--index", str(process.index)] if process.service == "frontend" else []
 
     def meets(self, process: Process) -> bool:
         """Whether the engine's ranks meet at this process."""
-        return self.tp > 1 and process.service == "worker" and process.index % self.tp == 0
+        return (
+            self.ranks_per_engine > 1
+            and process.service == "worker"
+            and process.index % self.ranks_per_engine == 0
+        )
 
     def peers(self, process: Process) -> list[str]:
         """Returns the names of the processes whose endpoints a process needs before it starts."""
         if process.service == "scheduler":
-            return [each.name for each in self.engine(process.index)[: self.tp]]
-        rank = process.index % self.tp if process.service == "worker" else 0
+            return [each.name for each in self.engine(process.index)[: self.ranks_per_engine]]
+        rank = process.index % self.ranks_per_engine if process.service == "worker" else 0
         return [f"worker-{process.index - rank}"] if rank else []
 
     def address(self, process: Process, node: str, port: int) -> str:
@@ -106,7 +112,7 @@ class RayStack:
             ours["WORKER_ADDRESSES"] = ",".join(peers[name].address for name in needed)
         else:
             # A worker reads only its own entry.
-            ours["WORKER_ADDRESSES"] = ",".join([own.address] * self.tp)
+            ours["WORKER_ADDRESSES"] = ",".join([own.address] * self.ranks_per_engine)
             meeting = peers[needed[0]].meeting if needed else own.meeting
             if meeting:
                 host, _, port = meeting.rpartition(":")
