@@ -35,6 +35,7 @@ NOT_OPTIONS = (
     "metrics_address",
     "metrics_directory",
     "rank",
+    "ranks_on_host",
 )
 # The launcher allows other values than the services.
 LAUNCHERS = ("http_port",)

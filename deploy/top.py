@@ -55,7 +55,9 @@ def top(directory: Path) -> int:
 
 def _render(stack: Stack, loads: Loads) -> RenderableType:
     """Returns the screen: a line for each engine, and one for all of them."""
-    title = Text.assemble(("nano-vllm-grpc", "bold"), f"  {stack.address}")
+    stages = max((load.num_stages for load in loads if load), default=1)
+    pipeline = f"  {stages} pipeline stages" if stages > 1 else ""
+    title = Text.assemble(("nano-vllm-grpc", "bold"), f"  {stack.address}{pipeline}")
     table = Table(box=None, padding=(0, 1, 0, 0))
     for name in _COLUMNS:
         table.add_column(name, justify="right")

@@ -40,8 +40,8 @@ class Load:
 
     @property
     def step_time_s(self) -> float:
-        """Seconds that a decode of all running sequences takes; 0 if unknown. A pipeline takes a step
-        for each stage, if there are sequences for it."""
+        """Seconds that a decode of all running sequences takes; 0 if unknown. A pipeline takes as
+        many steps as stages, if there are sequences for them."""
         scheduler, running = self._scheduler, max(self._scheduler.num_running, 1)
         num_steps = min(scheduler.num_stages, running)
         return num_steps * scheduler.step_times.seconds(math.ceil(running / num_steps))

@@ -4,40 +4,45 @@ from stage to stage."""
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
-from typing import Any, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, _abort_process_group, _set_pg_timeout
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    _abort_process_group,
+    _set_pg_timeout,
+    _world,
+)
 
-from worker_svc.errors import RanksLostError, SupersededError
+from worker_svc.errors import RanksLostError
+from worker_svc.meeting import (
+    JOIN_TIMEOUT,
+    at_first_address,
+    keep_to_interface_towards,
+    listen,
+    listens,
+    wait_until,
+)
 
 # The maximum wait for the other ranks of a stage in a step. After it, a rank gives up the step.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-# The maximum wait for the other ranks in Configure.
-JOIN_TIMEOUT = timedelta(seconds=30)
 # How long ranks that have met may take to connect. Gloo waits that long whatever else happens.
 CONNECT_TIMEOUT = timedelta(seconds=10)
 _GATHERED_ROWS = 1024  # at a time, because the parts of all ranks take memory
 # Between stages on a CPU: the maximum of numbers in a message, of messages that may be on the way,
 # and of those that a rank is ready for.
 _MESSAGE, _MAX_SENDING, _NUM_EXPECTED = 1 << 16, 64, 4
-_POLL_S = 0.01
-_CONNECTION_S = 1.0  # for a connection to rank 0's store
 
 # Renamed in torch 2.13, which warns about the old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-Result = TypeVar("Result")
 Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -93,6 +98,10 @@ class TensorParallel(Group):
         self._group = group
         self._joined = self.size > 1
 
+    def leave(self) -> None:
+        super().leave()
+        self._group = None  # its connections close with the last reference to it
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums `x` over the ranks, in place."""
         if self.defer is not None:
@@ -131,6 +140,8 @@ class Pipeline(Group):
     def __init__(self, stage: int = 0, num_stages: int = 1) -> None:
         super().__init__(stage, num_stages)
         self._ranks_per_stage, self._tensor_rank = 1, 0
+        # The maximum wait for another stage in a step: the stages before may each have to run one.
+        self.timeout = num_stages * COLLECTIVE_TIMEOUT
         # Messages that are being sent, and buffers for those that may come, oldest first.
         self._sending: _Messages = deque()
         self._receiving: _Messages = deque()
@@ -159,8 +170,7 @@ class Pipeline(Group):
             return self.defer(self.receive, x)
         if not self._joined:
             return x.zero_()
-        with self._collective():
-            self._receive(x)
+        self._receive(x)
         return x
 
     def send(self, x: torch.Tensor) -> torch.Tensor:
@@ -169,35 +179,42 @@ class Pipeline(Group):
         if self.defer is not None:
             return self.defer(self.send, x)
         if self._joined:
-            with self._collective():
-                self._send(x)
+            self._send(x if x.is_cuda else x.flatten().clone())  # the next step overwrites x
         return x
 
     def _receive(self, x: torch.Tensor) -> None:
+        source = self._rank_of(self.rank - 1)
         if x.is_cuda:
-            dist.recv(x, self._rank_of(self.rank - 1))
+            with self._collective():
+                dist.recv(x, source)
             return
         for piece in x.view(-1).split(_MESSAGE):
             # Gloo sends what is expected already without asking first.
             while len(self._receiving) < _NUM_EXPECTED:
                 buffer = x.new_empty(_MESSAGE)
-                work = dist.irecv(buffer, self._rank_of(self.rank - 1))
-                self._receiving.append((work, buffer))
-            work, buffer = self._receiving.popleft()
-            if work:
-                work.wait()
-            piece.copy_(buffer[: len(piece)])
+                with self._collective():
+                    self._receiving.append((dist.irecv(buffer, source), buffer))
+            piece.copy_(self._oldest(self._receiving)[: len(piece)])
 
     def _send(self, x: torch.Tensor) -> None:
+        target = self._rank_of(self.rank + 1)
         if x.is_cuda:  # the stream waits, not this thread
-            dist.send(x, self._rank_of(self.rank + 1))
+            with self._collective():
+                dist.send(x, target)
             return
         while len(self._sending) >= _MAX_SENDING:
-            work, _ = self._sending.popleft()
+            self._oldest(self._sending)
+        for piece in x.split(_MESSAGE):
+            with self._collective():
+                self._sending.append((dist.isend(piece, target), piece))
+
+    def _oldest(self, messages: _Messages) -> torch.Tensor:
+        """Takes the oldest message once it has arrived."""
+        work, message = messages.popleft()
+        with self._collective():
             if work:
-                work.wait()
-        for piece in x.flatten().clone().split(_MESSAGE):  # the next step overwrites x
-            self._sending.append((dist.isend(piece, self._rank_of(self.rank + 1)), piece))
+                work.wait(self.timeout)
+        return message
 
     def _rank_of(self, stage: int) -> int:
         """The rank of the engine, at this one's place in another stage."""
@@ -251,10 +268,11 @@ class Ranks:
         if self.size == 1:
             return
         self.leave()
+        _world.group_count = 0  # which names groups, and also counts attempts that failed
         if self._store is None or self._rank != 0:  # rank 0 may be new: connect again
-            _keep_to_interface_towards(master_addr, master_port)
+            keep_to_interface_towards(master_addr, master_port)
             if self._rank != 0:
-                _wait(lambda: _listens(master_addr, master_port), superseded)
+                wait_until(lambda: listens(master_addr, master_port), superseded)
             self._store = self._open_store(master_addr, master_port)
         store = PrefixStore(f"epoch-{epoch}", self._store)
         self._meet(store, superseded)
@@ -270,8 +288,7 @@ class Ranks:
             timeout=COLLECTIVE_TIMEOUT if on_gpu else CONNECT_TIMEOUT,
             device_id=device if on_gpu else None,  # connects now, not in the first collective
         )
-        # A stage waits until those before it have run a step.
-        _set_pg_timeout(COLLECTIVE_TIMEOUT * self.pipeline.size)
+        _set_pg_timeout(self.pipeline.timeout)
         self.tensor.join(self._group_of_stage())
         self.pipeline.join(self.tensor)
 
@@ -290,7 +307,7 @@ class Ranks:
     def _open_store(self, host: str, port: int) -> TCPStore:
         """Opens the store, which rank 0 serves to the other ranks. Rank 0 listens only on the
         address that `host` names; by default the store would listen on all addresses."""
-        listener = _at_first_address(host, port, _listen) if self._rank == 0 else None
+        listener = at_first_address(host, port, listen) if self._rank == 0 else None
         return TCPStore(
             host,
             port,
@@ -308,7 +325,7 @@ class Ranks:
         """
         keys = [f"rank-{rank}" for rank in range(self.size)]
         store.set(keys[self._rank], "")
-        _wait(lambda: store.check(keys), superseded)
+        wait_until(lambda: store.check(keys), superseded)
 
     def leave(self) -> None:
         """Ends the connections, if any, even if a rank is lost. NCCL's kernels would wait for that
@@ -321,73 +338,3 @@ class Ranks:
             _abort_process_group()
         else:
             dist.destroy_process_group()
-
-
-def _wait(met: Callable[[], bool], superseded: Callable[[], bool]) -> None:
-    """Waits until `met`.
-
-    Raises:
-        SupersededError, RuntimeError: as `Ranks.join`.
-    """
-    deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
-    while not met():
-        if superseded():
-            raise SupersededError
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not all ranks met within {JOIN_TIMEOUT.total_seconds():g} s")
-        time.sleep(_POLL_S)
-
-
-def _listens(host: str, port: int) -> bool:
-    """Whether rank 0's store takes connections. A client of the store that is refused tries again
-    only after about half a second, and does not notice a newer epoch meanwhile."""
-    try:
-        socket.create_connection((host, port), _CONNECTION_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def _keep_to_interface_towards(host: str, port: int) -> None:
-    """Makes collectives listen only on the interface through which this rank reaches rank 0, even
-    if it is loopback. By default Gloo takes the address of the host's own name, and NCCL takes
-    every interface but loopback. Interfaces that the user has named are kept."""
-    address = _at_first_address(host, port, _source_address)
-    for interface, addresses in psutil.net_if_addrs().items():
-        if address in (each.address for each in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, a prefix
-            return
-    raise RuntimeError(f"no interface of this host has {address}, its address towards {host}")
-
-
-def _at_first_address(host: str, port: int, use: Callable[[int, Any], Result]) -> Result:
-    """Calls `use` on each address of `host` in turn -> its first result without an OSError.
-
-    Raises:
-        RuntimeError: `host` has no address, or `use` failed on all of them.
-    """
-    try:
-        candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise RuntimeError(f"ranks cannot meet at {host}, port {port}: {error}") from error
-    reasons = []
-    for family, _, _, _, address in candidates:
-        try:
-            return use(family, address)
-        except OSError as error:
-            reasons.append(str(error))
-    raise RuntimeError(f"ranks cannot meet at {host}, port {port}: {'; '.join(reasons)}")
-
-
-def _listen(family: int, address: Any) -> socket.socket:
-    """Listens at `address`, even while connections of a dead rank 0 linger (SO_REUSEADDR)."""
-    return socket.create_server(address, family=family)
-
-
-def _source_address(family: int, address: Any) -> str:
-    """The source address of this host's packets to `address`. Sends no packet."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        source: str = probe.getsockname()[0]
-        return source

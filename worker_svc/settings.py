@@ -56,6 +56,9 @@ class WorkerSettings(ServiceSettings):
     engines_on_host: int = Field(
         1, gt=0, description="number of engines that share the host's cores and memory"
     )
+    ranks_on_host: AutoInt = Field(
+        "auto", description="number of an engine's ranks on this host (auto: all)"
+    )
     engine_name: EngineName = "0"
     worker_addresses: Addresses = Field(
         ("127.0.0.1:50053",), description="addresses of the workers, by rank"
@@ -132,6 +135,12 @@ class WorkerSettings(ServiceSettings):
     def num_ranks(self) -> int:
         """The number of ranks of the engine."""
         return self.tp * self.pp
+
+    @property
+    def num_sharing(self) -> int:
+        """The number of ranks that share the host's cores and memory."""
+        here = self.num_ranks if self.ranks_on_host == "auto" else self.ranks_on_host
+        return self.engines_on_host * here
 
     @property
     def stage(self) -> int:

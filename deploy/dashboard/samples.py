@@ -24,6 +24,7 @@ class Sample(TypedDict, total=False):
 
     at: Required[float]  # time.monotonic
     tokens_per_s: float | None
+    stages: int  # of an engine's pipeline
     running: int
     waiting: int  # or swapped
     cache: float  # share of blocks in use
@@ -44,6 +45,7 @@ class Sampler:
         answers = ask_loads(self._stack.reloaded(), _TIMEOUT_S)
         loads = {engine: load for engine, load in enumerate(answers) if load is not None}
         if loads:
+            sample["stages"] = max(load.num_stages for load in loads.values())
             sample["running"] = sum(load.running for load in loads.values())
             sample["waiting"] = sum(load.waiting + load.swapped for load in loads.values())
             used = sum(load.blocks_used for load in loads.values())

@@ -167,6 +167,8 @@ def command(stack: Stack, process: Process) -> list[str]:
         if stack.engines > 1:
             flags["engines-on-host"] = stack.engines
         flags["rank"] = process.index % stack.ranks_per_engine
+        if stack.num_ranks < stack.ranks_per_engine:
+            flags["ranks-on-host"] = stack.num_ranks
     if process.service == "frontend":
         flags["index"] = process.index
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]

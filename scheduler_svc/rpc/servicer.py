@@ -192,6 +192,7 @@ class SchedulerServicer(SchedulerServiceServicer):
             evicted_blocks=blocks.num_evictions,
             swapped=scheduler.swaps.num_swapped,
             tier_blocks=len(blocks.tier),
+            num_stages=scheduler.num_stages,
             **dataclasses.asdict(scheduler.stats),
         )
 

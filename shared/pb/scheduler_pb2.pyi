@@ -889,6 +889,7 @@ class GetLoadResponse(_message.Message):
     SAVED_BLOCKS_FIELD_NUMBER: _builtins.int
     LOADED_BLOCKS_FIELD_NUMBER: _builtins.int
     FAILED_LOADS_FIELD_NUMBER: _builtins.int
+    NUM_STAGES_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
     """sequences"""
     running: _builtins.int
@@ -950,6 +951,8 @@ class GetLoadResponse(_message.Message):
     """total"""
     failed_loads: _builtins.int
     """total of sequences whose blocks could not be read"""
+    num_stages: _builtins.int
+    """of the workers' pipeline"""
     def __init__(
         self,
         *,
@@ -983,10 +986,11 @@ class GetLoadResponse(_message.Message):
         saved_blocks: _builtins.int = ...,
         loaded_blocks: _builtins.int = ...,
         failed_loads: _builtins.int = ...,
+        num_stages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "draft_tokens", b"draft_tokens", "evicted_blocks", b"evicted_blocks", "failed_loads", b"failed_loads", "frontends", b"frontends", "loaded_blocks", b"loaded_blocks", "lost_tokens", b"lost_tokens", "preemptions", b"preemptions", "prompt_token_s", b"prompt_token_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "running", b"running", "sampled_tokens", b"sampled_tokens", "saved_blocks", b"saved_blocks", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "swapped", b"swapped", "tier_blocks", b"tier_blocks", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "waiting_uncached_tokens", b"waiting_uncached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "admissions", b"admissions", "blocks", b"blocks", "blocks_cached", b"blocks_cached", "blocks_free", b"blocks_free", "blocks_used", b"blocks_used", "cached_prompt_tokens", b"cached_prompt_tokens", "draft_tokens", b"draft_tokens", "evicted_blocks", b"evicted_blocks", "failed_loads", b"failed_loads", "frontends", b"frontends", "loaded_blocks", b"loaded_blocks", "lost_tokens", b"lost_tokens", "num_stages", b"num_stages", "preemptions", b"preemptions", "prompt_token_s", b"prompt_token_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "running", b"running", "sampled_tokens", b"sampled_tokens", "saved_blocks", b"saved_blocks", "step_sequences", b"step_sequences", "step_time_s", b"step_time_s", "step_tokens", b"step_tokens", "steps", b"steps", "swapped", b"swapped", "tier_blocks", b"tier_blocks", "tokens_per_s", b"tokens_per_s", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "waiting_uncached_tokens", b"waiting_uncached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deploy.compose import DOCKER, compose_variables
+from deploy.compose import DOCKER, compose_variables, rank_services
 from deploy.errors import LaunchError
 from deploy.plan import HttpPort, Layout, StackSettings, published_http_port
 from deploy.stack import make_directory, run_directory
@@ -16,9 +17,10 @@ from .conftest import Launcher
 ROOT = DOCKER.parent
 
 
-def test_variables_given_to_compose() -> None:
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"pp": 2}])
+def test_variables_given_to_compose(ranks: dict[str, Any]) -> None:
     model = str(ROOT / "models" / "demo")
-    settings = StackSettings(model=model, tp=2, port=6000)
+    settings = StackSettings(model=model, port=6000, **ranks)
     assert compose_variables(settings, Layout(frontends=3)) == {
         "MODEL_DIRECTORY": model,
         "HOST": "127.0.0.1",
@@ -27,6 +29,15 @@ def test_variables_given_to_compose() -> None:
         "NANO_SERVED_MODEL_NAME": "demo",
         "NANO_WORKER_ADDRESSES": "worker-0:50053,worker-1:50053",
     }
+
+
+def test_each_rank_of_each_stage_has_a_container() -> None:
+    services = rank_services(StackSettings(tp=2, pp=2).ranks_per_engine, 2, "cpu")
+    assert [*services] == [*(f"worker-{index}" for index in range(1, 8)), "scheduler-1"]
+    last: Any = services["worker-7"]
+    addresses = ",".join(f"worker-{index}:50053" for index in range(4, 8))
+    flags = ["--engine-name", "1", "--worker-addresses", addresses, "--rank", "3", "--index", "7"]
+    assert last["command"] == [*flags, "--master-addr", "worker-4"]
 
 
 @pytest.mark.parametrize(

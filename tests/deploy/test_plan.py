@@ -26,6 +26,7 @@ ADDRESS = {"SCHEDULER_ADDRESS": "127.0.0.1:7"}
 ADDRESSES = {"SCHEDULER_ADDRESSES": "127.0.0.1:7,127.0.0.1:8"}
 RANKS = {"TP": "4", "WORKER_ADDRESSES": "a:1,b:2,c:3,d:4", "ALLOW_PLAINTEXT": "1"}
 RANKS |= {"MASTER_PORT": "4321"}
+STAGES = RANKS | {"TP": "2", "PP": "2", "PP_LAYERS": "1,3"}
 
 
 @pytest.fixture
@@ -134,6 +135,7 @@ FILE_OF_ENGINES = {"SCHEDULER_ADDRESSES": "file:.run/50051/engines"}
         (Layout(services=ENGINE_SERVICES), ADDRESS, ADDRESS | FILE_OF_ENGINES),
         (Layout(services=("worker", "scheduler")), {}, {"SCHEDULER_ADDRESSES": None}),
         (Layout(services=("worker",), ranks="2-3"), RANKS, RANKS),
+        (Layout(services=("worker",), ranks="2-3"), STAGES, STAGES),
     ],
 )
 def test_shared_environment(
@@ -147,6 +149,8 @@ def test_ranks_meet_at_a_port_that_no_other_stack_has(busy: set[int]) -> None:
     _, first = plan(TP="2")
     _, second = plan(TP="2")
     assert first["NANO_WORKER_ADDRESSES"].count("worker-") == 2
+    assert plan(TP="2", PP="3")[1]["NANO_WORKER_ADDRESSES"].count("worker-") == 6
+    assert plan(PP="2")[1]["NANO_MASTER_PORT"]
     assert first["NANO_MASTER_PORT"] != second["NANO_MASTER_PORT"]
     busy.add(23457)
     for port in ("23457", "50051"):
@@ -216,6 +220,7 @@ def test_an_impossible_setting_is_named(variables: dict[str, str], named: str) -
         (Layout(services=("worker", "database")), {}, "SERVICES: database"),
         (Layout(ranks="1"), {}, "RANKS"),
         (Layout(ranks="0-x"), {}, "RANKS"),
+        (Layout(ranks="4"), STAGES, "RANKS: '4' is not within 0-3, the ranks of TP=2 PP=2"),
         (Layout(services=("worker",), ranks="1"), {**RANKS, "MASTER_PORT": "0"}, "MASTER_PORT"),
         (Layout(), {"METRICS_ADDRESS": "0.0.0.0:9464"}, "NANO_METRICS_ADDRESS"),
         (Layout(engines=2), ADDRESS, "ENGINES: must be 1 with NANO_SCHEDULER_ADDRESS"),

@@ -15,8 +15,8 @@ from .conftest import Launcher
 FILE = Path("/state/schedulers")
 
 
-def stack(tp: int = 2, host: str = "127.0.0.1") -> RayStack:
-    settings = StackSettings(tp=tp, host=host, port=6000, allow_public_plaintext=True)
+def stack(tp: int = 2, host: str = "127.0.0.1", pp: int = 1) -> RayStack:
+    settings = StackSettings(tp=tp, pp=pp, host=host, port=6000, allow_public_plaintext=True)
     return RayStack(settings, {"NANO_TP": str(tp)}, {"CPU": 0.5})
 
 
@@ -25,6 +25,20 @@ def test_an_engine_is_its_ranks_and_their_scheduler() -> None:
     assert [each.name for each in found] == ["worker-2", "worker-3", "scheduler-1"]
     assert [stack().resources(each)["CPU"] for each in found] == [0.5, 0.5, 0.25]
     assert stack().arguments(found[1]) == ["--rank", "1"]
+
+
+def test_ranks_of_stages_are_numbered_over_all_stages() -> None:
+    found = stack(pp=2).engine(1)
+    ranks = [f"worker-{index}" for index in range(4, 8)]
+    assert [each.name for each in found] == [*ranks, "scheduler-1"]
+    assert stack(pp=2).arguments(found[3]) == ["--rank", "3"]
+    assert [stack(pp=2).meets(each) for each in found] == [True, False, False, False, False]
+    assert stack(pp=2).peers(found[3]) == ["worker-4"]
+    assert stack(pp=2).peers(found[4]) == ranks
+    own = Endpoint("10.0.0.1:2000", "10.0.0.1:3000")
+    environment = stack(pp=2).environment_of(found[0], own, {}, FILE)
+    assert environment
+    assert environment["NANO_WORKER_ADDRESSES"] == ",".join(["10.0.0.1:2000"] * 4)
 
 
 def test_ranks_meet_at_rank_0() -> None:

@@ -15,8 +15,11 @@ from .conftest import Launcher
 pytestmark = pytest.mark.system
 
 
-def test_engines_come_and_go_while_the_others_serve(launcher: Launcher, port: int) -> None:
-    launcher.succeed("up", "--port", port, "--engines", 2, "--tp", 2)
+@pytest.mark.parametrize("ranks", ["--tp", "--pp"])
+def test_engines_come_and_go_while_the_others_serve(
+    launcher: Launcher, port: int, ranks: str
+) -> None:
+    launcher.succeed("up", "--port", port, "--engines", 2, ranks, 2)
     two = launcher.rows(port)
     assert [(row[0], row[1], row[5]) for row in two] == [
         *(("worker", str(index), str(index // 2)) for index in range(4)),

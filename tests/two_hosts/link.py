@@ -2,8 +2,8 @@
 
     python -m tests.two_hosts.link NAMESPACE ADDRESS NAMESPACE ADDRESS MILLISECONDS
 
-It makes an interface `slow0` in each namespace, and prints a line once packets pass. Needs root. The
-kernel's own netem is not in every kernel.
+It makes an interface `slow0` in each namespace, and prints a line once packets pass. Needs root.
+The kernel's own netem is not in every kernel.
 """
 
 from __future__ import annotations

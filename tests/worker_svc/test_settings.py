@@ -31,7 +31,13 @@ def test_where_ranks_meet_is_known_from_the_usual_variables(
     [
         (["--max-num-seqs", "0"], r"max_num_seqs: .*greater than 0.*'0'"),
         (["--rank", "3"], r"rank: 3 is not below tp x pp, which is 1"),
-        (["--tp", "2"], r"worker_addresses: 1 given, tp is 2"),
+        (["--tp", "2"], r"worker_addresses: 1 given, tp x pp is 2"),
+        (["--pp", "9"], r"pp: .*less than or equal to 8"),
+        (["--pp-layers", "3,0"], r"pp_layers: .*'3,0'"),
+        (
+            ["--pp", "2", "--worker-addresses", "a:1,b:2", "--speculation", "ngram"],
+            r"speculation: n",
+        ),
         (["--device", "tpu"], r"device: .*'cpu' or 'cuda'.*'tpu'"),
         (["--memory-utilization", "1.5"], r"memory_utilization: 1.5 is not in \(0, 1\]"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "32"], r"max_num_seqs: 64 .*32"),

@@ -77,7 +77,7 @@ class CpuPlatform(Platform):
         if settings.batch_invariant:
             self.ops = cast(Ops, SimpleNamespace(**vars(cpu_ops) | {"pack": cpu_ops.pack_panels}))
             log.info("tokens of a CPU do not depend on the batch", setting="batch_invariant")
-        share = max(num_cores() // (settings.engines_on_host * settings.num_ranks), 1)
+        share = max(num_cores() // settings.num_sharing, 1)
         threads = share if settings.threads == "auto" else settings.threads
         self._max_threads = threads
         self._use(threads)
@@ -127,8 +127,7 @@ class CpuPlatform(Platform):
         share = settings.memory_utilization
         free = psutil.virtual_memory().available
         # All ranks share one memory.
-        parts = settings.engines_on_host * settings.num_ranks
-        return int(free * (CACHE_SHARE if share == "auto" else share)) // parts
+        return int(free * (CACHE_SHARE if share == "auto" else share)) // settings.num_sharing
 
     def memory_bytes(self) -> int:
         return int(psutil.virtual_memory().total)

@@ -6,6 +6,8 @@ import { showFaults, showProcesses } from "/static/stack.js";
 
 const AGAIN_MS = 3000;
 
+let stages = 1;
+
 const find = (id) => document.getElementById(id);
 const [log, form, prompt, hint, send, stop, reset, health] =
   ["log", "form", "prompt", "hint", "send", "stop", "reset", "health"].map(find);
@@ -40,7 +42,9 @@ reset.addEventListener("click", () => {
 });
 
 function show(state) {
-  find("model").textContent = `${state.model} at ${state.address}`;
+  stages = state.samples.at(-1)?.stages ?? stages;
+  const pipeline = stages > 1 ? `, ${stages} pipeline stages` : "";
+  find("model").textContent = `${state.model} at ${state.address}${pipeline}`;
   showHealth(state.serving ? "serving" : "not serving", state.serving ? "good" : "bad");
   charts.add(state.samples, state.now);
   showProcesses(find("processes"), state.processes);

@@ -15,7 +15,7 @@ from tests.others import others_python
 
 ROOT = Path(__file__).parents[3]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
-OVERLAYS = ("cpu", "gpu", "tp", "tp-nodes", "engines")
+OVERLAYS = ("cpu", "gpu", "tp", "tp-nodes", "pp-nodes", "engines")
 # An overlay with components, as docs/deploy/kubernetes.md has users combine them.
 COMBINATIONS = (
     *((overlay, ()) for overlay in OVERLAYS),

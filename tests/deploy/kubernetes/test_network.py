@@ -96,7 +96,7 @@ def test_schedulers_find_their_ranks(started: list[Process]) -> None:
         assert sorted(workers) == list(range(len(addresses)))
         for rank, address in enumerate(addresses):
             worker = workers[rank]
-            assert worker.settings.tp == len(addresses)
+            assert worker.settings.num_ranks == len(addresses)
             own = worker.settings.worker_addresses[rank]
             if own.startswith("unix:"):
                 socket = own.removeprefix("unix:").rpartition("/")[0]
