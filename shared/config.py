@@ -99,7 +99,8 @@ _NAMES_OF_SERVICES = """
     kv_blocks kv_dtype master_addr master_port max_model_len
     max_num_batched_tokens max_num_prefill_tokens max_num_seqs max_requests_per_client max_waiting
     memory_utilization model pooling port pp pp_layers
-    quantization rank ranks_on_host report_cached_tokens responses_directory scheduler_address scheduler_addresses
+    quantization rank ranks_on_host report_cached_tokens responses_directory
+    scheduler_address scheduler_addresses
     served_model_name speculation sync threads tls_cert tls_client_ca tls_key tp
     ui_port worker_addresses
 """

@@ -31,10 +31,10 @@ from torch import Tensor
 from shared.config import load_settings
 from tools.model_shapes import BASE_CONFIG, SHAPES
 from worker_svc.devices.choice import choose_platform
-from worker_svc.distributed import Ranks
 from worker_svc.errors import StartError
 from worker_svc.kv_cache import choose_max_model_len
 from worker_svc.rank_models.rank_model import RankModel
+from worker_svc.ranks.distributed import Ranks
 from worker_svc.settings import WorkerSettings
 
 DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo"

@@ -16,12 +16,12 @@ from typing import TypeVar
 import structlog
 
 from shared.errors import FailedPreconditionError, InternalError
-from worker_svc.distributed import COLLECTIVE_TIMEOUT
 from worker_svc.errors import CaptureError, RanksLostError, SupersededError, is_device_lost
 from worker_svc.hang_watch import HangWatch
 from worker_svc.kept_memory.memory import KeptMemory
 from worker_svc.model_runner import ModelRunner
 from worker_svc.profiling.profiler import Profiler
+from worker_svc.ranks.distributed import COLLECTIVE_TIMEOUT
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.decode import StepLimits

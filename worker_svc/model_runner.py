@@ -22,7 +22,6 @@ from worker_svc.devices.warm_up import (
     tokens_in_a_launch,
     warm_up_steps,
 )
-from worker_svc.distributed import Pipeline, Ranks, TensorParallel
 from worker_svc.kept_memory.memory import KeptMemory
 from worker_svc.kv_cache import (
     TOKEN_ID_BYTES,
@@ -36,6 +35,7 @@ from worker_svc.rank_models.draft_model import DraftModel
 from worker_svc.rank_models.info import RunnerInfo
 from worker_svc.rank_models.output import Found, Output
 from worker_svc.rank_models.rank_model import RankModel
+from worker_svc.ranks.distributed import Pipeline, Ranks, TensorParallel
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors, upload

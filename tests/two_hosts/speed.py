@@ -87,13 +87,8 @@ def _measure(options: argparse.Namespace) -> float:
     return run(options.tokens)
 
 
-@contextmanager
-def _serving(options: argparse.Namespace, delay_ms: float | None) -> Iterator[Runner]:
-    """Serves with one worker, or with two stages on two hosts, and yields a function that runs
-    Python on the first host."""
-    names = [f"{each}{os.getpid()}" for each in ("one", "two")]
-    num_ranks = 1 if delay_ms is None else 2
-    environment = {
+def _environment(options: argparse.Namespace, num_ranks: int) -> dict[str, str]:
+    return {
         **os.environ,
         "NANO_MODEL": options.model,
         "NANO_QUANTIZATION": options.quantization,
@@ -110,6 +105,15 @@ def _serving(options: argparse.Namespace, delay_ms: float | None) -> Iterator[Ru
         "NANO_PORT": str(_PORT),
         "NANO_ALLOW_PLAINTEXT": "1",
     }
+
+
+@contextmanager
+def _serving(options: argparse.Namespace, delay_ms: float | None) -> Iterator[Runner]:
+    """Serves with one worker, or with two stages on two hosts, and yields a function that runs
+    Python on the first host."""
+    names = [f"{each}{os.getpid()}" for each in ("one", "two")]
+    num_ranks = 1 if delay_ms is None else 2
+    environment = _environment(options, num_ranks)
     processes: list[subprocess.Popen[str]] = []
 
     def start(host: int, *arguments: str) -> subprocess.Popen[str]:

@@ -17,9 +17,9 @@ from shared.pb.worker_pb2 import PromptLogprobs, SamplingFeatures, StepRequest
 from shared.sampling_params import COLUMNS, SamplingNumbers
 from tests.worker_svc.device import DEVICE
 from worker_svc.devices.cpu import CpuPlatform
-from worker_svc.distributed import Ranks, TensorParallel
 from worker_svc.model_runner import ModelRunner
 from worker_svc.rank_models.rank_model import RankModel
+from worker_svc.ranks.distributed import Ranks, TensorParallel
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.decode import StepLimits, decode_step

@@ -10,11 +10,11 @@ from tests.worker_svc.kernels.triton.precision import poisoned_memory
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.choice import choose_backend
 from worker_svc.devices.cpu import CpuPlatform
-from worker_svc.distributed import Ranks
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import batch_invariance
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kernels.triton.advance import advance
+from worker_svc.ranks.distributed import Ranks
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.tensors import StepTensors
 

@@ -19,9 +19,9 @@ from shared.graph_sizes import graph_size
 from tests.worker_svc.harness import Batch, batch_for, save_model, worker_settings
 from tests.worker_svc.kernels.cpu.eager_ops import eager
 from worker_svc.devices.cpu import CpuPlatform
-from worker_svc.distributed import Ranks
 from worker_svc.kernels.triton.advance import advance
 from worker_svc.model_runner import ModelRunner
+from worker_svc.ranks.distributed import Ranks
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.decode import MAX_RUN, StepLimits, decode_run
 from worker_svc.step.tensors import StepTensors

@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import _world
 
 from deploy.ports import free_port
 from tests.waiting import WAIT_S
-from worker_svc.distributed import COLLECTIVE_TIMEOUT, Pipeline, Ranks, TensorParallel
 from worker_svc.errors import RanksLostError
+from worker_svc.ranks.distributed import COLLECTIVE_TIMEOUT, Pipeline, Ranks, TensorParallel
 
 TP, PP = 2, 2
 ROWS = (1, 3, 200, 700)  # of hidden states; the last ones take several messages

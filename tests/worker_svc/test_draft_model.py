@@ -24,10 +24,10 @@ from tests.worker_svc.test_model_runner import prompts
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc import model_runner
 from worker_svc.devices.cpu import CpuPlatform
-from worker_svc.distributed import Ranks, TensorParallel
 from worker_svc.errors import StartError
 from worker_svc.kept_memory.memory import KeptMemory, kept_version
 from worker_svc.model_runner import ModelRunner
+from worker_svc.ranks.distributed import Ranks, TensorParallel
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="rounds differently: see gpu_path")
 

@@ -36,11 +36,11 @@ from shared.pb.worker_pb2_grpc import WorkerServiceStub
 from tests.waiting import WAIT_S, wait_for
 from tests.worker_svc.families import EXPERTS, GEMMA3
 from tests.worker_svc.harness import Asked, Batch, batch_for, limits, save_model, worker_settings
-from worker_svc import distributed
-from worker_svc.distributed import TensorParallel
 from worker_svc.errors import SupersededError
-from worker_svc.meeting import JOIN_TIMEOUT
 from worker_svc.model_runner import ModelRunner
+from worker_svc.ranks import distributed
+from worker_svc.ranks.distributed import TensorParallel
+from worker_svc.ranks.meeting import JOIN_TIMEOUT
 from worker_svc.step.decode import decode_step
 from worker_svc.step_result import StepResult
 

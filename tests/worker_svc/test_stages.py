@@ -16,11 +16,11 @@ from tests.worker_svc.families import SHAPES
 from tests.worker_svc.harness import Asked, Batch, batch_for, save_model, worker_settings
 from tests.worker_svc.test_pooling import pooling
 from worker_svc import model_runner
-from worker_svc.distributed import Pipeline, Ranks
 from worker_svc.errors import ModelError
 from worker_svc.model_runner import ModelRunner
 from worker_svc.models.config import load_model_config
 from worker_svc.models.stages import layers_of_stages
+from worker_svc.ranks.distributed import Pipeline, Ranks
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.decode import decode_step
 from worker_svc.step_result import StepResult

@@ -14,11 +14,11 @@ from tests.worker_svc.harness import batch_for, load_rank, save_model
 from tests.worker_svc.test_kept_memory import runner_of
 from tests.worker_svc.test_model_runner import NUM_BLOCKS, last_logits, make_runner, prompts
 from tests.worker_svc.thread_ranks import on_ranks
-from worker_svc.distributed import TensorParallel
 from worker_svc.kept_memory.memory import KeptMemory
 from worker_svc.kernels.ops import PackedWeight
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.loader import Rows, WeightLoader
+from worker_svc.ranks.distributed import TensorParallel
 
 (TOKENS,) = prompts(301, [40])
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from worker_svc.distributed import TensorParallel
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.ranks.distributed import TensorParallel
 
 Result = TypeVar("Result")
 

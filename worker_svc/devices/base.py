@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from worker_svc.attention.base import AttentionShape, Backend
-from worker_svc.distributed import Ranks
 from worker_svc.kept_memory.device import DeviceMemory
 from worker_svc.kept_memory.host import HostMemory
 from worker_svc.kernels.ops import Ops
+from worker_svc.ranks.distributed import Ranks
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.tensors import StepTensors
 

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from worker_svc.attention.base import AttentionShape, Backend
 from worker_svc.attention.cpu_backend import CpuBackend
 from worker_svc.devices.base import Platform
-from worker_svc.distributed import Ranks
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu.library import library, set_threads
 from worker_svc.kernels.cpu.traced_model import TracedModel
 from worker_svc.kernels.cpu_features import num_cores
 from worker_svc.kernels.ops import Ops
+from worker_svc.ranks.distributed import Ranks
 from worker_svc.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import torch
 
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops, PackedWeight, PlainWeight
 from worker_svc.loader import Rows, WeightLoader
+from worker_svc.ranks.distributed import TensorParallel
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Experts, Ops
 from worker_svc.loader import Rows, WeightLoader
+from worker_svc.ranks.distributed import TensorParallel
 
 
 class MixtureOfExperts:

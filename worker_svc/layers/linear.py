@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Exchange
 from worker_svc.loader import Rows, WeightLoader
+from worker_svc.ranks.distributed import TensorParallel
 
 
 class ColumnParallelLinear:

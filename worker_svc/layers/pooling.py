@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.step.features import PooledRows
 from worker_svc.step.wire import Int32s
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from worker_svc.attention.base import AttentionShape, Backend, KvDtype, QKNorm
-from worker_svc.distributed import Pipeline, TensorParallel
 from worker_svc.errors import ModelError
 from worker_svc.kernels.ops import Experts, Ops
 from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHead, VocabPartition
@@ -23,6 +22,7 @@ from worker_svc.layers.norm import JointNorm, RMSNorm, norm_weight
 from worker_svc.layers.rotary import RopeConfig
 from worker_svc.loader import Rows, WeightLoader
 from worker_svc.models.config import ModelConfig
+from worker_svc.ranks.distributed import Pipeline, TensorParallel
 from worker_svc.step.tensors import StepTensors
 
 # The names of weights in a checkpoint.

@@ -6,12 +6,12 @@ from functools import partial
 from importlib import import_module
 
 from worker_svc.attention.base import Backend
-from worker_svc.distributed import Pipeline, TensorParallel
 from worker_svc.kernels.ops import Ops
 from worker_svc.layers.rotary import rotary_table
 from worker_svc.loader import WeightLoader
 from worker_svc.models.config import ModelConfig
 from worker_svc.models.decoder import EMBEDDING, HEAD, LAYERS, NORM, Decoder, Parts
+from worker_svc.ranks.distributed import Pipeline, TensorParallel
 
 
 def load_model(

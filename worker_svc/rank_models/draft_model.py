@@ -16,12 +16,12 @@ import torch
 
 from shared.model_directory import MAX_TOKENIZER_BYTES, ModelFileError, check_file
 from worker_svc.devices.base import Platform
-from worker_svc.distributed import Ranks
 from worker_svc.errors import ModelError, StartError
 from worker_svc.kept_memory.weights import WeightMemory
 from worker_svc.layers.embedding import VocabPartition
 from worker_svc.rank_models.draft_passes import passes, with_places
 from worker_svc.rank_models.rank_model import RankModel
+from worker_svc.ranks.distributed import Ranks
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.arrays import StepArrays

@@ -8,11 +8,11 @@ import torch
 
 from shared.graph_sizes import NUM_PROMPTS
 from worker_svc.devices.base import Platform
-from worker_svc.distributed import TensorParallel
 from worker_svc.kv_cache import TokenCache
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
 from worker_svc.layers.pooling import pool, score
 from worker_svc.models.config import ModelConfig
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.sampling.features import FeatureRunner, Upload
 from worker_svc.sampling.logprobs import Logprobs
 from worker_svc.sampling.sampler import Sampler

@@ -13,7 +13,6 @@ import torch
 from shared.graph_sizes import GraphSize
 from worker_svc.devices.base import Platform
 from worker_svc.devices.cuda_graph import StepGraphs
-from worker_svc.distributed import Ranks
 from worker_svc.errors import ModelError
 from worker_svc.kept_memory.weights import State, WeightMemory
 from worker_svc.kv_cache import NewTensor, choose_max_model_len
@@ -22,6 +21,7 @@ from worker_svc.models.config import load_model_config
 from worker_svc.models.decoder import Decoder, attention_shape
 from worker_svc.models.registry import load_model
 from worker_svc.models.stages import layers_of_stages
+from worker_svc.ranks.distributed import Ranks
 from worker_svc.settings import WorkerSettings
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import StepTensors, upload_step

@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from shared.sampling_params import FILTERS
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
 from worker_svc.kv_cache import TokenCache
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.sampling.filters import Limit, keep_likely
 from worker_svc.sampling.logprobs import Logprobs, LogprobScorer
 from worker_svc.sampling.sampler import Sampler

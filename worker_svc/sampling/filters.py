@@ -24,10 +24,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.logits import BIN_BITS, BINS, inverse_temperatures, keys_of, logits_of
 from worker_svc.kernels.ops import Ops
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.ranks.distributed import TensorParallel
 
 KEY_BITS = 32
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.sampling.sampler import gather_chunks
 from worker_svc.step.wire import Float32s, Int32s
 

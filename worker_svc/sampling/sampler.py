@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Ops
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.ranks.distributed import TensorParallel
 
 
 class Sampler:

@@ -13,8 +13,8 @@ from worker_svc.user_cache import digest_of_sources
 
 # Sources on which keys and values, or their order in a file, depend.
 _SOURCES = """
-    attention devices distributed.py gguf kernels kv_cache.py layers loader.py models rank_models
-    step tier weights
+    attention devices gguf kernels kv_cache.py layers loader.py models rank_models ranks step tier
+    weights
 """
 
 

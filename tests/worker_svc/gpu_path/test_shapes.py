@@ -19,7 +19,6 @@ from tests.worker_svc.harness import Batch, limits
 from tools.make_model import model_config
 from worker_svc.attention.triton_backend import TritonBackend
 from worker_svc.devices.warm_up import NUM_LOGPROBS, warm_up_steps
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.triton import ops as triton_ops
 from worker_svc.kv_cache import TokenCache, copy_blocks
 from worker_svc.layers.embedding import VocabParallelHead, VocabPartition
@@ -27,6 +26,7 @@ from worker_svc.loader import WeightLoader
 from worker_svc.models.config import load_model_config
 from worker_svc.models.decoder import attention_shape
 from worker_svc.models.registry import load_model
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.sampling.features import FeatureRunner
 from worker_svc.sampling.logprobs import PIECE
 from worker_svc.sampling.sampler import Sampler

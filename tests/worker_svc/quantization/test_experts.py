@@ -14,8 +14,8 @@ from transformers import Qwen3MoeForCausalLM
 from tests.worker_svc.harness import load_rank, save_model
 from tests.worker_svc.quantization.writers import FORMATS, SHAPE, Format, save_quantized
 from tests.worker_svc.test_model_runner import make_runner, prompts
-from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
+from worker_svc.ranks.distributed import TensorParallel
 
 COUNT = 5
 

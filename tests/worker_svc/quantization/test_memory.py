@@ -30,7 +30,7 @@ import sys
 from pathlib import Path
 import torch
 from tests.worker_svc.harness import load_rank
-from worker_svc.distributed import TensorParallel
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops
 from worker_svc.kernels.ops import PlainWeight
 

@@ -14,7 +14,6 @@ from tests.worker_svc.quantization import writers
 from tests.worker_svc.quantization.test_checkpoints import load_codes
 from tests.worker_svc.quantization.writers import SHAPE, save_quantized
 from tests.worker_svc.thread_ranks import on_ranks
-from worker_svc.distributed import TensorParallel
 from worker_svc.errors import ModelError
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.cpu.structs import Kind
@@ -24,6 +23,7 @@ from worker_svc.layers.embedding import VocabParallelEmbedding, VocabParallelHea
 from worker_svc.layers.linear import RowParallelLinear
 from worker_svc.loader import Rows, WeightLoader
 from worker_svc.model_runner import ModelRunner
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.weights.files import WeightReader
 from worker_svc.weights.quantization import quantize as quantization
 from worker_svc.weights.quantization.choice import Choice

@@ -19,9 +19,9 @@ from transformers import (
 
 from tests.worker_svc.harness import Asked, Batch, limits
 from tests.worker_svc.thread_ranks import on_ranks, random_logits, shard
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kv_cache import TokenCache
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.sampling.features import FeatureSampler, feature_tensors
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.arrays import StepArrays

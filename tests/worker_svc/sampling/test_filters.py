@@ -15,10 +15,10 @@ from transformers import (
 
 from tests.worker_svc.device import DEVICE, ON_GPU, VOCAB_SIZES, by_device, cpu_only
 from tests.worker_svc.thread_ranks import on_ranks, shard
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.kernels.ops import Ops
 from worker_svc.kernels.triton import ops as triton_ops
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.sampling.filters import Limit, keep_likely
 
 EPS = 1e-6  # of probability: tokens this near to a boundary may be on either side of it

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.worker_svc.thread_ranks import on_ranks, random_logits, shard
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops as cpu_ops
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.sampling.logprobs import PIECE, LogprobScorer, requested_entries
 
 Scores = tuple[np.ndarray, np.ndarray]

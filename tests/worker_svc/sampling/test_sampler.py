@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from tests.worker_svc.thread_ranks import random_logits
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops as cpu_ops
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.step.uniforms import uniforms
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from worker_svc.distributed import Group
 from worker_svc.kernels.cpu.program import (
     SEQUENCES,
     TOKENS,
@@ -23,6 +22,7 @@ from worker_svc.kernels.cpu.program import (
 from worker_svc.kernels.cpu.rows import Rows, allocate
 from worker_svc.kernels.cpu.structs import Op, fill_step
 from worker_svc.kv_cache import CacheLayout
+from worker_svc.ranks.distributed import Group
 from worker_svc.step.tensors import StepTensors
 
 MAX_TOKENS = 256  # that run through all phases at once, so that their rows stay in the CPU's cache

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import ops, program
 from worker_svc.kernels.cpu.program import HostCall, Trace, TracedPhase, run
 from worker_svc.kernels.cpu.rows import Rows
 from worker_svc.kernels.cpu.structs import Op, fill_step
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.step.tensors import StepTensors
 
 NOTHING = torch.empty(0, dtype=torch.int32)

@@ -24,12 +24,12 @@ from tests.worker_svc.kernels.cpu.eager_ops import eager
 from tests.worker_svc.test_model_runner import prompts
 from tests.worker_svc.thread_ranks import on_ranks
 from worker_svc.attention.cpu_backend import CpuBackend
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.cpu import traced_model
 from worker_svc.kernels.cpu.program import SEQUENCES, run_timed
 from worker_svc.kernels.cpu.rows import Rows, allocate
 from worker_svc.kernels.cpu.traced_model import TracedModel
 from worker_svc.models.decoder import Decoder
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.step.arrays import StepArrays
 from worker_svc.step.tensors import upload_step
 

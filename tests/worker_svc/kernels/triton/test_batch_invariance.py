@@ -20,7 +20,6 @@ from tests.worker_svc.kernels.triton.caches import dequantized, store_reference
 from tests.worker_svc.kernels.triton.precision import poisoned_memory, relative_error
 from tests.worker_svc.kernels.triton.weights import random_weight
 from tests.worker_svc.random_batches import run_batches
-from worker_svc.distributed import TensorParallel
 from worker_svc.kernels.ops import Experts, PackedWeight
 from worker_svc.kernels.triton import batch_invariance, ops
 from worker_svc.kernels.triton.decode_attention import decode_workspace
@@ -29,6 +28,7 @@ from worker_svc.kernels.triton.prompt_attention import prompt_attention, query_t
 from worker_svc.kernels.triton.quantized.products import choose_splits
 from worker_svc.kernels.triton.quantized_cache import SCALE_BYTES
 from worker_svc.layers.embedding import VocabPartition
+from worker_svc.ranks.distributed import TensorParallel
 from worker_svc.sampling.logprobs import LogprobScorer
 from worker_svc.sampling.sampler import Sampler
 from worker_svc.weights.quantization.quantize import quantize

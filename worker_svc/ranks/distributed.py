@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from worker_svc.errors import RanksLostError
-from worker_svc.meeting import (
+from worker_svc.ranks.meeting import (
     JOIN_TIMEOUT,
     at_first_address,
     keep_to_interface_towards,
