@@ -117,8 +117,8 @@ class GetInfoResponse(_message.Message):
     has_tier: _builtins.bool
     """whether Transfer copies blocks to and from a directory"""
     num_stages: _builtins.int
-    """A pipeline has this many stages of as many ranks each; rank = stage * ranks of a stage + number
-    in the stage. No sequence may be in two steps that are not answered.
+    """The stages of the pipeline. Each has as many ranks, and ranks are numbered stage by stage. If
+    there are several, no sequence is in two steps that are not answered.
     """
     def __init__(
         self,
