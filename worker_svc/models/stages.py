@@ -8,7 +8,7 @@ from functools import cache
 from worker_svc.errors import ModelError
 from worker_svc.models.config import ModelConfig
 
-_CONTEXT = 1024  # tokens, to which attention is counted
+_CONTEXT = 2048  # tokens, to which attention is counted
 
 
 def layers_of_stages(
