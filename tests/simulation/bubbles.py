@@ -19,7 +19,7 @@ from scheduler_svc.core.blocks.block_manager import BlockManager
 from scheduler_svc.core.sampling import SamplingParams
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step import Answer, Step
+from scheduler_svc.core.step import Answer, Output, Step
 from scheduler_svc.engine import Engine
 from shared.paging import Paging
 from tests.simulation import virtual_time
@@ -89,19 +89,22 @@ async def _measure(num_stages: int, num_streams: int, scale: int) -> float:
     blocks = BlockManager(num_streams * _TOKENS, Paging(16))
     scheduler = Scheduler(limits, blocks, num_stages=num_stages)
     workers, loop = StagedWorkers(num_stages, scale), asyncio.get_running_loop()
-    engine = Engine(scheduler, workers, lambda outputs: None, loop.time)
+    marks: list[tuple[float, float]] = []  # times, and how long stages had worked
+
+    def emit(outputs: list[Output]) -> None:
+        wanted = _TOKENS - _WARM_UP if marks else _WARM_UP
+        if len(marks) < 2 and scheduler.stats.sampled_tokens >= wanted * num_streams:
+            marks.append((loop.time(), workers.busy_s))
+
+    engine = Engine(scheduler, workers, emit, loop.time)
     for number in range(num_streams):
         engine.submit(Sequence((0, number), [2], SamplingParams(_TOKENS)))
     running = asyncio.ensure_future(engine.run())
-    while scheduler.stats.sampled_tokens < _WARM_UP * num_streams:
-        await asyncio.sleep(1e-3)
-    began_at, busy_s = loop.time(), workers.busy_s
-    while scheduler.stats.sampled_tokens < (_TOKENS - _WARM_UP) * num_streams:
-        await asyncio.sleep(1e-4)
-    waited = 1 - (workers.busy_s - busy_s) / (num_stages * (loop.time() - began_at))
+    await asyncio.sleep(0)
     await engine.rest()
     running.cancel()
-    return max(waited, 0.0)
+    (began_at, before_s), (ended_at, busy_s) = marks
+    return max(1 - (busy_s - before_s) / (num_stages * (ended_at - began_at)), 0.0)
 
 
 def main() -> None:
