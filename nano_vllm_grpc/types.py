@@ -151,7 +151,7 @@ class EngineCapacity:
     max_num_batched_tokens: int
     max_waiting: int
     tensor_parallel_size: int
-    pipeline_parallel_size: int
+    pipeline_parallel_size: int = 1
 
 
 @dataclass(frozen=True)

@@ -249,16 +249,16 @@ class ModelRunner:
             found = Found([], [])
             graphs = self._model.graphs
             if graphs and (step.graph or step.decodes_only) and not step.reads_hidden_states:
-                tensors, logits = graphs.replay(step, superseded)
+                tensors, result = graphs.replay(step, superseded)
             else:
                 tensors, longest = self._model.to_device(step), int(step.context_lens.max())
-                logits = self._hidden_states(
+                result = self._hidden_states(
                     step, tensors, longest, every_token=step.reads_every_token
                 )
                 if self._output:
-                    logits, found = self._output.find(step, tensors, logits)
-            if self._output:
-                of_samples = self._output.resample(step, tensors, logits, self._tokens)
+                    result, found = self._output.find(step, tensors, result)
+            if self._output:  # then the result is logits
+                of_samples = self._output.resample(step, tensors, result, self._tokens)
                 found = Found(of_samples + found.logprobs, found.pooled)
             return self._fetch(step, stopwatch, found, num_drafted)
 

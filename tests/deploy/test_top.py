@@ -52,7 +52,9 @@ def test_top_has_a_line_for_each_engine_and_ends_with_its_terminal(
     launcher: Launcher, port: int
 ) -> None:
     launcher.succeed("up", "--port", port, "--engines", 2)
-    lines = [line.split() for line in launcher.succeed("top", "--port", port).splitlines()]
+    shown = launcher.succeed("top", "--port", port)
+    assert "2 pipeline stages" in shown
+    lines = [line.split() for line in shown.splitlines()]
     # Engine, frontends, running, as the stand-ins say.
     assert [line[:3] for line in lines[3:5]] == [["0", "1", "3"], ["1", "1", "3"]]
     assert lines[5][:2] == ["all", "6"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -66,7 +65,6 @@ class Processes:
     """A process per rank."""
 
     def __init__(self) -> None:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         context, port = multiprocessing.get_context("spawn"), free_port()
         self._pipes = []
         self._processes = []

@@ -12,10 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.worker_svc.device import cpu_only
 from tests.worker_svc.families import SHAPES
+from tests.worker_svc.gpu_path.small_model import SMALL
 from tests.worker_svc.harness import Asked, Batch, batch_for, save_model, worker_settings
+from tests.worker_svc.platforms import GpuPlatform
 from tests.worker_svc.test_pooling import pooling
 from worker_svc import model_runner
+from worker_svc.devices.base import Platform
+from worker_svc.devices.cpu import CpuPlatform
 from worker_svc.errors import ModelError
 from worker_svc.model_runner import ModelRunner
 from worker_svc.models.config import load_model_config
@@ -55,7 +60,15 @@ class Queued(Pipeline):
 class Stages:
     """The stages of a model, which run one after the other."""
 
-    def __init__(self, path: Path, pp: int, patch: pytest.MonkeyPatch, **settings: Any) -> None:
+    def __init__(
+        self,
+        path: Path,
+        pp: int,
+        patch: pytest.MonkeyPatch,
+        platform: type[Platform] = CpuPlatform,
+        graph_tokens: int = 0,
+        **settings: Any,
+    ) -> None:
         queues = [deque[torch.Tensor]() for _ in range(pp)]
         made: list[Queued] = []
 
@@ -65,11 +78,10 @@ class Stages:
 
         patch.setattr(model_runner, "Pipeline", make)
         patch.setattr(Ranks, "join", lambda *_: None)
-        self.runners = [
-            ModelRunner(worker_settings(path, pp=pp, rank=rank, **settings)) for rank in range(pp)
-        ]
+        of_ranks = [worker_settings(path, pp=pp, rank=rank, **settings) for rank in range(pp)]
+        self.runners = [ModelRunner(each, platform(each)) for each in of_ranks]
         for runner, pipeline in zip(self.runners, made, strict=True):
-            runner.configure(1, NUM_BLOCKS)
+            runner.configure(1, NUM_BLOCKS, graph_tokens=graph_tokens)
             pipeline.runs = True
         self.queues = queues
 
@@ -129,6 +141,27 @@ def test_stages_give_the_bits_of_one_worker(
     assert {each.info.paging for each in stages.runners} == {runner.info.paging}
     for step in steps(batch_for(runner, NUM_BLOCKS), min(vocab, VOCAB)):
         assert_equal(stages.launch(step), runner.launch(step).wait())
+
+
+@cpu_only  # a replay on a GPU calls no Python
+def test_stages_run_from_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts with decodes, and decodes; a size is captured when a step has it."""
+    save_model(tmp_path, **{**SMALL, "num_hidden_layers": 3})
+    settings = {"attention": "triton", "max_num_seqs": 4, "max_num_batched_tokens": 40}
+    graphs: Any = {"platform": GpuPlatform, "graph_tokens": 32, "kv_blocks": 2, **settings}
+    stages, one = (Stages(tmp_path, pp, monkeypatch, **graphs) for pp in (3, 1))
+    batch = batch_for(one.runners[0], NUM_BLOCKS)
+    for chunks in (
+        [(0, [*range(20)]), (1, [5, 6])],
+        [(1, [7]), (2, [*range(9)])],
+        [(0, [1]), (1, [2]), (2, [3])],
+        [(0, [4]), (2, [5])],
+    ):
+        step = batch.step(chunks, graph=any(len(tokens) > 1 for _, tokens in chunks))
+        assert_equal(stages.launch(step), one.launch(step))
+    for runner in stages.runners:
+        assert runner._model.graphs
+        assert len(runner._model.graphs._replays) > 3
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

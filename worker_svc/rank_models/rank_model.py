@@ -66,6 +66,7 @@ class RankModel:
         self._settings = settings
         self._platform = platform
         self._ranks = ranks
+        self._weights_per_token = self.num_weights(active=True)
 
     def load(self, max_model_len: int, memory: WeightMemory | None = None) -> str:
         """Reads the model's files -> its fingerprint.
@@ -138,7 +139,7 @@ class RankModel:
         config = self.config
         attended = int(np.dot(step.query_lens.astype(np.int64), step.context_lens))
         attention = 2 * attended * len(self.stage) * config.num_heads * config.head_dim
-        products = (len(step.input_ids) + _READING) * self.num_weights(active=True)
+        products = (len(step.input_ids) + _READING) * self._weights_per_token
         return products + attention // self._settings.tp
 
     def allocate(self, num_blocks: int, new: NewTensor | None = None) -> None:

@@ -44,8 +44,6 @@ _MESSAGE, _MAX_SENDING, _NUM_EXPECTED = 1 << 16, 64, 4
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Collective = Callable[[torch.Tensor], torch.Tensor]
-
-
 _Messages = deque[tuple[dist.Work | None, torch.Tensor]]
 
 
@@ -222,7 +220,7 @@ class Pipeline(Group):
 
 
 class Ranks:
-    """One rank's view of its engine's ranks. Rank number stage · tensor.size + tensor.rank.
+    """One rank's view of its engine's ranks. Its own number is stage · tensor.size + tensor.rank.
 
     The connections are made anew in each epoch, so that a restarted rank can join the surviving
     ranks, whose weights stay loaded. With one rank, there are none.

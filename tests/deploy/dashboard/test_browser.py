@@ -32,7 +32,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealStack]:
         config = json.loads((model / name).read_text())
         endless = {"eos_token_id": NEVER_SAID, "eos_token": None, "max_position_embeddings": 40960}
         (model / name).write_text(json.dumps(config | endless))
-    with running_stack(model=model, ui_port=free_port()) as running:
+    with running_stack(model=model, ui_port=free_port(), pp=2) as running:
         yield running
 
 
@@ -47,6 +47,7 @@ def tab(stack: RealStack) -> Iterator[Tab]:
 
 def test_an_answer_streams_outlives_its_worker_and_stops(stack: RealStack, tab: Tab) -> None:
     tab.wait_for("#processes tr:nth-child(2)", "worker-0")
+    tab.wait_for("#model", "2 pipeline stages")
     before = tab.text("#faults")
     tab.type("Tell me a story about a fox")  # the cursor is in place
     tab.press("Enter")

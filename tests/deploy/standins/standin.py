@@ -46,7 +46,9 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServiceServicer):
         return file.exists() and self._address in file.read_text().splitlines()
 
     async def GetLoad(self, request: Any, context: Any) -> Any:
-        return scheduler_pb2.GetLoadResponse(frontends=int(self.listed), running=3, blocks=64)
+        return scheduler_pb2.GetLoadResponse(
+            frontends=int(self.listed), running=3, blocks=64, num_stages=2
+        )
 
 
 def run(settings_class: type[ServiceSettings], service: str) -> None:
