@@ -18,9 +18,9 @@ from tests.stack import RealStack, UnmetPreconditionError, running_stack
 
 pytestmark = pytest.mark.timeout(600)
 
-_REQUESTS = draw_requests(Random(2), 11)  # one of each feature
+_REQUESTS = draw_requests(Random(2), 18)  # each feature at least once
 # So few blocks that sequences are preempted, and prompts come in chunks.
-_SMALL: dict[str, Any] = {"kv_blocks": 100, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+_SMALL: dict[str, Any] = {"kv_blocks": 100, "max_num_batched_tokens": 64, "max_num_seqs": 32}
 _LIKE_ALL: dict[str, Any] = {"dtype": "float32", "block_size": 16}
 _HANG_S = 5
 
