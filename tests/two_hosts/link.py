@@ -42,7 +42,7 @@ def open_interface(namespace: str, address: str) -> int:
 
 
 def relay(first: int, second: int, delay_s: float) -> None:
-    """Passes packets on, for ever."""
+    """Passes packets on until the process is killed."""
     others = {first: second, second: first}
     on_the_way: deque[tuple[float, int, bytes]] = deque()  # when they are due, and where
     selector = selectors.DefaultSelector()

@@ -70,7 +70,6 @@ class VocabParallelEmbedding:
         hidden_size: int,
         scale: float = 1.0,
     ) -> None:
-        self.name = name  # of its weights in the checkpoint
         self._scale = scale
         self.weight = loader.table(vocab.rows(name), vocab.shard_size, hidden_size)
         self._vocab = vocab

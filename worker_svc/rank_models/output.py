@@ -1,4 +1,4 @@
-"""What becomes of a model's last hidden states: tokens, log-probabilities and embeddings."""
+"""Makes tokens, log-probabilities and embeddings of a model's last hidden states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker_svc.step.tensors import StepTensors
 
 
 class Found(NamedTuple):
-    """What a step asks for besides tokens: log-probabilities, and the hidden states and scores of
+    """The results of a step besides tokens: log-probabilities, and the hidden states and scores of
     pooled rows."""
 
     logprobs: list[Logprobs]

@@ -327,7 +327,7 @@ class Ranks:
 
     def leave(self) -> None:
         """Ends the connections, if any, even if a rank is lost. NCCL's kernels would wait for that
-        rank for ever, and only an abort makes them return."""
+        rank forever, and only an abort makes them return."""
         for group in self.groups:
             group.leave()
         if not dist.is_initialized():
