@@ -4,6 +4,8 @@ starts; variables of the environment say what it does.
 WORKER_FAULT: what workers do at a step whose tokens contain `TRIGGER`. `exit` ends the process at
 once, every time; `hang:PATH` creates the file PATH and hangs forever, unless PATH already exists.
 
+WORKER_HOLD: a file; while it exists, workers wait with steps that have a token past HELD_POSITION.
+
 SCHEDULER_FAULT: a file, to which each death adds a byte. Schedulers die of requests whose prompt
 begins with READ, STEP or TOKEN, and their engine fails at one that begins with FAILURE. Trials of
 suspects may take long.
@@ -32,7 +34,9 @@ TRIGGER = (1500, 1501, 1500)
 # or it is not killed, but the engine fails when the request is scheduled.
 READ, STEP, TOKEN, FAILURE = 901, 902, 903, 904
 DEADLY_TOKEN = 5
+HELD_POSITION = 100
 _TRIAL_S = 60.0
+_HOLD = os.environ.get("WORKER_HOLD", "")
 
 
 def _fail_worker() -> None:
@@ -61,6 +65,8 @@ def _patch_worker(module: Any) -> None:
     launch = module.ModelRunner.launch
 
     def faulty(self: Any, step: Any, *args: Any) -> Any:
+        while os.path.exists(_HOLD) and step.positions.max(initial=0) > HELD_POSITION:
+            time.sleep(0.002)
         ids = step.input_ids.tolist()
         if any(tuple(ids[i : i + len(TRIGGER)]) == TRIGGER for i in range(len(ids))):
             _fail_worker()
