@@ -35,6 +35,7 @@ Copied = tuple[Seq[bool], float]
 _MAX_BLOCK_S = 2.0
 _MAX_ERASED = 50  # files at once
 _MAX_OPEN_S = 10.0
+_MAX_LIST_S = 60.0  # of all files
 _IMPOSSIBLE = (PermissionError, NotADirectoryError, FileExistsError)
 
 
@@ -107,10 +108,11 @@ class Tier:
         """The blocks that the directory held when the epoch began, the one used least recently
         first."""
         try:
-            return await asyncio.shield(self._listing) if self._listing and not self.is_off else ()
-        except OSError as error:
+            if self._listing and not self.is_off:
+                return await _within(_MAX_LIST_S, asyncio.shield(self._listing))
+        except (OSError, TimeoutError) as error:
             self._turn_off(error)
-            return ()
+        return ()
 
     async def save(self, names: Seq[bytes], blocks: Seq[int]) -> Copied:
         """Saves blocks of the current epoch, at the rate that the settings allow."""
@@ -197,9 +199,7 @@ class Tier:
         with self._lock:
             was_off, self.is_off = self.is_off, True
         if not was_off:
-            slow = isinstance(error, TimeoutError)
-            reason = f"the disk took longer than {_MAX_BLOCK_S:g} s" if slow else str(error)
-            log.error("cache_dir is not used until this process restarts", reason=reason)
+            log.error("cache_dir is not used until this process restarts", reason=str(error))
 
 
 async def _run(
@@ -210,5 +210,17 @@ async def _run(
     Raises:
         TimeoutError: it takes too long.
     """
-    running = asyncio.get_running_loop().run_in_executor(pool, run)
-    return await asyncio.wait_for(running, max_s or _MAX_BLOCK_S)
+    return await _within(
+        max_s or _MAX_BLOCK_S, asyncio.get_running_loop().run_in_executor(pool, run)
+    )
+
+
+async def _within(max_s: float, running: asyncio.Future[Result]) -> Result:
+    """
+    Raises:
+        TimeoutError: it takes too long.
+    """
+    try:
+        return await asyncio.wait_for(running, max_s)
+    except TimeoutError:
+        raise TimeoutError(f"the disk took longer than {max_s:g} s") from None

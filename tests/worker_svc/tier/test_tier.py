@@ -187,6 +187,21 @@ async def test_a_full_or_slow_disk_turns_the_tier_off_with_one_line(
     assert await Client(worker, 2).contents() == ([], 0)
 
 
+async def test_a_directory_that_cannot_be_listed_in_time_is_turned_off(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(BlockDirectory, "find", lambda _: [] if release.wait(30) else None)
+    monkeypatch.setattr(tier_module, "_MAX_LIST_S", 0.1)
+    await worker.configure(1)
+    with structlog.testing.capture_logs() as logs:
+        assert await Client(worker, 1).contents() == ([], 0)
+        assert await Client(worker, 1).contents() == ([], 0)
+    release.set()
+    (line,) = [each for each in logs if "cache_dir" in each["event"]]
+    assert "0.1 s" in line["reason"]
+
+
 async def test_saves_are_paced_and_loads_do_not_wait_for_them(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
