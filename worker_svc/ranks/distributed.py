@@ -33,8 +33,9 @@ from worker_svc.ranks.meeting import (
 
 # The maximum wait for the other ranks of a stage in a step. After it, a rank gives up the step.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-# How long ranks that have met may take to connect. Gloo waits that long whatever else happens.
-CONNECT_TIMEOUT = timedelta(seconds=10)
+# How long ranks that have met may take to connect. If one is killed meanwhile, Gloo waits five
+# times as long, whatever else happens.
+CONNECT_TIMEOUT = timedelta(seconds=3)
 _GATHERED_ROWS = 1024  # at a time, because the parts of all ranks take memory
 # Between stages on a CPU: the maximum of numbers in a message, of messages that may be on the way,
 # and of those that a rank is ready for.
