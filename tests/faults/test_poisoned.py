@@ -50,10 +50,9 @@ def test_a_request_that_kills_a_service_ends_and_the_others_go_on(tmp_path: Path
                 with open_streams(stack.address, {"deadly": deadly}) as dying:
                     if kind == TOKEN:
                         pid = stack.kill("scheduler")
-                    hold.unlink()
-                    if kind == TOKEN:
                         stack.wait_replaced("scheduler", 0, pid)
                         stack.kill("scheduler")
+                    hold.unlink()
                     assert_internal_error(dying, "deadly")
                 assert_undamaged(streams.wait_ended(), expected)
             died = deaths.stat().st_size - died_before
