@@ -28,7 +28,7 @@ from bench.workload import Shape, read_tokens, text_workload
 from deploy.model import model_name, resolve_model
 
 ENTRY = "nano-int8-kv8"
-TOKENS = 384
+_TOKENS = 384
 _TOKENS_BEFORE = 32  # that a stream has received before the kill
 _SHOWN_S = (-0.5, 1.5)  # from the kill
 
@@ -69,14 +69,14 @@ def serving(collector: TraceServiceServicer) -> Iterator[str]:
         server.stop(None)
 
 
-def record(model: Path) -> dict[str, Any]:
+def record(model: Path, tokens: int = _TOKENS) -> dict[str, Any]:
     """Returns the times of tokens and spans, in seconds from the kill.
 
     Raises:
         BenchError: a stream ended early.
     """
     entry = next(each for each in ENTRIES if each.name == ENTRY)
-    shape = Shape(STREAMS, PROMPT_TOKENS, PROMPT_TOKENS, TOKENS, TOKENS)
+    shape = Shape(STREAMS, PROMPT_TOKENS, PROMPT_TOKENS, tokens, tokens)
     requests = text_workload(shape, read_tokens(model))
     collector = Collector()
     with serving(collector) as endpoint:

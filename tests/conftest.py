@@ -90,7 +90,7 @@ _LOG_SIZES = pytest.StashKey[dict[Path, dict[str, int]]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests of the system; a test whose precondition was not met gets another try."""
+    """Marks tests of the system."""
     if config.getoption("--seed") == "random":
         items[:] = [item for item in items if "seed" in getattr(item, "fixturenames", ())]
     for item in items:
@@ -98,8 +98,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.system)
         if item.get_closest_marker("system") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
-        if config.pluginmanager.hasplugin("rerunfailures"):
-            item.add_marker(pytest.mark.flaky(reruns=2, only_rerun="^UnmetPreconditionError"))
 
 
 def _running_stacks() -> list[Any]:

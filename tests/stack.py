@@ -4,17 +4,22 @@ with running_stack(tp=2, frontends=2) as stack:
     pid = stack.kill("worker", 1)
     stack.wait_replaced("worker", 1, pid)
     stack.wait_serving()
+
+`Hold` keeps streams open until a fault has come.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -42,20 +47,51 @@ _LOG_LINES = 40
 running: list[RealStack] = []
 
 
-class UnmetPreconditionError(Exception):
-    """A fault could not be brought about as the test wants it, so it shows nothing. The only error
-    after which a test is run again (pyproject.toml)."""
+def faulty_environment(**variables: str) -> dict[str, str]:
+    """The environment of services with the faults that these variables name.
+    `tests/faults/faulty_services/sitecustomize.py` describes them."""
+    return {"PYTHONPATH": f"{ROOT / 'tests/faults/faulty_services'}:{ROOT}", **variables}
 
 
-_KILL = signal.SIGKILL  # `RealStack` has a method `signal`
+class Hold:
+    """Makes workers wait, so that streams are open when a fault comes, however late it comes.
+
+    with stack.hold.after(20), open_streams(stack.address, REQUESTS) as streams:
+        streams.wait_for_total(10)
+        stack.kill("worker")
+        stack.hold.release()
+        streams.wait_ended()
+    """
+
+    def __init__(self) -> None:
+        self._file = Path(tempfile.gettempdir(), f"hold-{secrets.token_hex(8)}")
+        self.environment = faulty_environment(WORKER_HOLD=str(self._file))  # of the services
+
+    def after(self, steps: int) -> Self:
+        """Lets each worker run so many more steps that sample tokens. It waits with the next step
+        until `release`, or until `after` is called again."""
+        written = self._file.with_suffix(".new")
+        written.write_text(str(steps))
+        written.replace(self._file)
+        return self
+
+    def release(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class RealStack:
     """The processes of a running stack, by service (`worker`, `scheduler`, `frontend`) and index,
     which is a worker's rank."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Stack, hold: Hold) -> None:
         self.stack = stack
+        self.hold = hold
 
     @property
     def address(self) -> str:
@@ -87,29 +123,9 @@ class RealStack:
                 os.kill(pid, number)
                 return pid
 
-    def kill(
-        self,
-        service: str,
-        index: int = 0,
-        while_true: Callable[[], object] | None = None,
-        number: int = _KILL,
-    ) -> int:
-        """Kills with a signal; returns the pid that the process had. With `while_true`, stops the
-        process first, and kills it only if `while_true()` holds then.
-
-        Raises:
-            UnmetPreconditionError: it does not hold. The process continues.
-        """
-        if while_true is None:
-            return self.signal(service, index, number)
-        pid = self.stop(service, index)
-        if not while_true():
-            os.kill(pid, signal.SIGCONT)
-            raise UnmetPreconditionError(f"{service}-{index} was stopped too late")
-        os.kill(pid, number)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)  # only SIGKILL ends a process that is stopped
-        return pid
+    def kill(self, service: str, index: int = 0) -> int:
+        """Kills with SIGKILL; returns the pid that the process had."""
+        return self.signal(service, index, signal.SIGKILL)
 
     def terminate(self, service: str, index: int = 0) -> int:
         return self.signal(service, index, signal.SIGTERM)
@@ -201,11 +217,17 @@ def running_stack(
         environment: variables for all processes, besides those of this one.
         variables: those of `make up`, in lower case.
     """
+    hold = Hold()
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in variables.items()]
     launcher = subprocess.Popen(
         [sys.executable, "-m", "cli", "run", "--port=0", f"--model={DEMO_MODEL}", *flags],
         cwd=ROOT,
-        env={"NANO_HANG_TIMEOUT_S": HANG_TIMEOUT_S, **os.environ, **(environment or {})},
+        env={
+            "NANO_HANG_TIMEOUT_S": HANG_TIMEOUT_S,
+            **os.environ,
+            **hold.environment,
+            **(environment or {}),
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -215,7 +237,7 @@ def running_stack(
     try:
         ready = launcher.stdout.readline().split()
         assert ready[:1] == ["READY"], "the stack did not start, see its stderr"
-        stack = RealStack(Stack.load(_directory(launcher.pid)))
+        stack = RealStack(Stack.load(_directory(launcher.pid)), hold)
         running.append(stack)
         try:
             yield stack
@@ -224,6 +246,7 @@ def running_stack(
             raise
         finally:
             running.remove(stack)
+            hold.release()
             launcher.stdin.close()  # or the launcher would report what follows
             kill_all(stack.directory)
     finally:

@@ -129,7 +129,8 @@ def test_samples_have_times_and_end_with_the_block() -> None:
 def test_nothing_is_lost_when_this_server_is_killed(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = "--mode kill --only nano-bf16 --kills 1 --tokens 500 --kinds worker scheduler"
+    # So many tokens that streams outlast the random delays of kills by far.
+    words = "--mode kill --only nano-bf16 --kills 1 --tokens 1900 --kinds worker scheduler"
     found = bench(words)
     (entry,) = found["entries"].values()
     assert list(entry["kinds"]) == ["worker", "scheduler"]

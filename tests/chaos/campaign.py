@@ -18,7 +18,6 @@ from tests.chaos.faults import FAULTS, Target, draw_faults
 from tests.chaos.load import Load
 from tests.chaos.report import Report, Rest
 from tests.chaos.workload import Request, draw_requests
-from tests.faults.faulty import faulty_environment
 from tests.faults.transcript import Transcript
 from tests.stack import RealStack, running_stack
 
@@ -59,7 +58,7 @@ def run_campaign(
     rng = random.Random(f"{seed} {tp}")
     variables = {**_LIMITS, "tp": tp, "frontends": _FRONTENDS, **variables}
     # The default, as for users: processes are stopped for some seconds, and may be replaced.
-    environment = faulty_environment(WORKER_FAULT="exit", NANO_HANG_TIMEOUT_S="3")
+    environment = {"WORKER_FAULT": "exit", "NANO_HANG_TIMEOUT_S": "3"}
     requests = draw_requests(rng, _REQUESTS)
     with running_stack(**{**variables, "speculation": "none"}) as stack:
         expected = asyncio.run(undisturbed(stack.address, requests))

@@ -19,12 +19,11 @@ from bench.recovery import serving
 from deploy.ports import free_port
 from nano_vllm_grpc.pb import frontend_pb2
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
-from tests.faults.faulty import faulty_environment
 from tests.stack import running_stack
 from tests.waiting import wait_for
 
 # A span that is not accepted in time is lost.
-PATIENT = faulty_environment(EXPORT_TIMEOUT_S="100")
+PATIENT = {"EXPORT_TIMEOUT_S": "100"}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -110,11 +109,13 @@ def test_a_trace_goes_through_all_processes_and_a_workers_death() -> None:
             stub.Generate(request(-1), metadata=metadata)
         stub.Generate(request(4), metadata=unsampled)
         stub.Tokenize(frontend_pb2.TokenizeRequest(text="Once"))
+        stack.hold.after(20)  # until the kill
         stream = stub.GenerateStream(request(150), metadata=metadata)
         tokens = len(next(stream).token_ids)
         while tokens < 20:
             tokens += len(next(stream).token_ids)
-        stack.kill("worker", 1, while_true=lambda: stack.load().running)
+        stack.kill("worker", 1)
+        stack.hold.release()
         tokens += sum(len(response.token_ids) for response in stream)
         assert tokens == 150
         (root,) = wait_for(lambda: collector.find("GenerateStream"), "the call's span")

@@ -66,11 +66,15 @@ def prompts(seed: int) -> list[list[int]]:
 
 def test_tokens_are_exact_though_processes_are_killed(served: Served) -> None:
     stack, texts = served.stack, dict(enumerate(prompts(seed=0)))
-    with open_streams(stack.address, {k: request_of(p) for k, p in texts.items()}) as streams:
+    requests = {key: request_of(prompt) for key, prompt in texts.items()}
+    with stack.hold, open_streams(stack.address, requests) as streams:
         for service in ("worker", "scheduler"):
-            streams.wait_until(lambda: sum(t.num_tokens for t in streams.transcripts.values()) > 60)
-            pid = stack.kill(service, 0, while_true=lambda: streams.open)
+            before = streams.num_tokens
+            stack.hold.after(8)
+            streams.wait_for_total(before + 5)
+            pid = stack.kill(service)
             stack.wait_replaced(service, 0, pid)
+        stack.hold.release()
         transcripts = streams.wait_ended()
     for key, prompt in texts.items():
         served.check(prompt, [*transcripts[key].parts[0].token_ids])

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.certificates import Authority
 from tests.faults.network import Hosts
 from tests.others import ray_packages
-from tests.stack import DEMO_MODEL, ROOT
+from tests.stack import DEMO_MODEL, Hold
 from tests.waiting import WAIT_S, wait_for
 
 PORT = 50051
@@ -44,10 +44,12 @@ class RayCluster:
 
     def __init__(self, hosts: Hosts, names: list[str], folder: Path) -> None:
         self._hosts, self._names, self._folder = hosts, names, folder
+        self.hold = Hold()
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith("NANO_")},
             **_HEALTH_CHECKS,
-            "PYTHONPATH": f"{ROOT}:{ray_packages()}",
+            **self.hold.environment,
+            "PYTHONPATH": f"{self.hold.environment['PYTHONPATH']}:{ray_packages()}",
             "RAY_ADDRESS": f"{hosts.address(_HEAD)}:{_GCS_PORT}",
             "TMPDIR": str(folder),
             "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks for names of hosts that have none

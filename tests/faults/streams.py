@@ -19,10 +19,8 @@ from nano_vllm_grpc.pb.frontend_pb2 import (
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.wire import decode_chunk
 from tests.faults.transcript import Transcript
-from tests.stack import UnmetPreconditionError
 from tests.waiting import WAIT_S
 
-# Long enough to stay open through a fault, short enough to end soon.
 _TOKENS = 160
 
 
@@ -106,6 +104,15 @@ class OpenStreams:
         with self._changed:
             assert self._changed.wait_for(reached, WAIT_S), self.summary()
 
+    @property
+    def num_tokens(self) -> int:
+        """That all streams together have so far."""
+        return sum(each.num_tokens for each in self.transcripts.values())
+
+    def wait_for_total(self, count: int) -> None:
+        """Returns once all streams together have `count` tokens."""
+        self.wait_until(lambda: self.num_tokens >= count)
+
     def wait_for_tokens(self, count: int, *names: str) -> None:
         """Returns once each of these streams has `count` tokens, or has ended."""
         self.wait_until(
@@ -114,28 +121,6 @@ class OpenStreams:
                 for name in names
             )
         )
-
-    def wait_for_more(self, count: int, *names: str) -> None:
-        """Returns once each of these streams has `count` tokens more than now, or has ended."""
-        for name in names:
-            self.wait_for_tokens(self.transcripts[name].num_tokens + count, name)
-
-    def are_open(self, *names: str) -> bool:
-        """Whether all of these streams are open, for `RealStack.kill`."""
-        assert not self.errors, self.errors
-        return self.open.issuperset(names)
-
-    def require_open(self, *names: str) -> None:
-        """
-        Raises:
-            UnmetPreconditionError: one of these streams has ended, without an error.
-        """
-        if not self.are_open(*names):
-            raise UnmetPreconditionError(f"ended too early: {set(names) - self.open}")
-
-    def any_without_a_token(self) -> bool:
-        assert not self.errors, self.errors
-        return any(not each.num_tokens for each in self.transcripts.values())
 
     def wait_ended(self) -> dict[str, Transcript]:
         """Returns the transcripts once all requests have ended without an error."""

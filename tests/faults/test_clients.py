@@ -17,7 +17,6 @@ from nano_vllm_grpc import AsyncLLM, SamplingParams
 from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from nano_vllm_grpc.wire import encode_request
 from shared.pb.scheduler_pb2 import GetLoadResponse
-from tests.faults.faulty import faulty_environment
 from tests.stack import ROOT, RealStack, running_stack
 from tests.waiting import WAIT_S
 
@@ -54,7 +53,7 @@ asyncio.run(main())
 @pytest.fixture(scope="module")
 def stack() -> Iterator[RealStack]:
     # All garbage goes soon, so that only what is kept is seen to grow.
-    environment = faulty_environment(USUAL_GARBAGE="1")
+    environment = {"USUAL_GARBAGE": "1"}
     limits = {"max_requests_per_client": 1000}
     with running_stack(environment, kv_blocks=4096, block_size=16, **limits) as running:
         yield running

@@ -31,6 +31,7 @@ from tests.stack import DEMO_MODEL, RealStack, running_stack
 from tests.waiting import wait_for
 
 BLOCK_SIZE = 16
+STEPS = 100  # without speculation, after which the longest streams are open
 LONG_PROMPTS = long_prompts(count=3, length=1400, vocab_size=1536)
 Killed = tuple[str, int]  # a service, and the index of its process
 
@@ -53,8 +54,7 @@ class Victim:
 def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Victim]]:
     """Victims by tensor parallelism; each starts when it is first asked for."""
     limits = {"max_num_batched_tokens": 32, "max_num_prefill_tokens": 16, "max_num_seqs": 32}
-    # So that streams last until the fault. tests/e2e/test_speculation.py and campaigns have faults
-    # with speculation.
+    # tests/e2e/test_speculation.py and campaigns have faults with speculation.
     variables = {"speculation": "none", "kv_blocks": 1024, "block_size": BLOCK_SIZE, **limits}
     with ExitStack() as stacks:
 
@@ -114,10 +114,11 @@ def maps(pid: int, library: str) -> bool:
 def test_killed_mid_decode(victim: Victim, killed: Killed) -> None:
     """The cache is kept: nothing in it is computed again."""
     stack, before, lost = victim.stack, survivors(victim, killed), victim.stack.load().lost_tokens
-    with open_streams(stack.address, REQUESTS) as streams:
-        streams.wait_for_tokens(10, *LONG, "schema")
-        host, *_ = of_grammars(stack)
-        pid = stack.kill(*killed, while_true=lambda: streams.are_open(*LONG))
+    with stack.hold.after(STEPS), open_streams(stack.address, REQUESTS) as streams:
+        streams.wait_for_total(50)
+        host, *_ = wait_for(lambda: of_grammars(stack), "the host of grammars")
+        pid = stack.kill(*killed)
+        stack.hold.release()
         assert_undamaged(streams.wait_ended(), victim.expected)
     stack.wait_replaced(*killed, pid)
     if "worker" in killed:
@@ -131,10 +132,11 @@ def test_killed_mid_decode(victim: Victim, killed: Killed) -> None:
 @EACH
 def test_killed_mid_prompt(victim: Victim, killed: Killed) -> None:
     stack, before, load = victim.stack, survivors(victim, killed), victim.stack.load()
-    with open_streams(stack.address, LONG_PROMPTS) as streams:
+    # Prompts run one after another.
+    with stack.hold.after(1), open_streams(stack.address, LONG_PROMPTS) as streams:
         stack.wait_load(lambda now: now.step_tokens > load.step_tokens)
-        # Prompts run one after another, so one of those without a token is in the middle.
-        stack.kill(*killed, while_true=streams.any_without_a_token)
+        stack.kill(*killed)
+        stack.hold.release()
         assert_undamaged(streams.wait_ended(), victim.expected)
     victim.rest()
     assert survivors(victim, killed) == before
@@ -144,9 +146,11 @@ def test_killed_mid_prompt(victim: Victim, killed: Killed) -> None:
 def test_a_killed_scheduler_leaves_the_cache(victim: Victim) -> None:
     """Only tokens of partly filled blocks are computed again, and those that no frontend has."""
     stack, names = victim.stack, LONG[:4]
-    with open_streams(stack.address, {name: REQUESTS[name] for name in names}) as streams:
-        streams.wait_for_tokens(40, *names)
-        pid = stack.kill("scheduler", while_true=lambda: streams.are_open(*names))
+    requests = {name: REQUESTS[name] for name in names}
+    with stack.hold.after(STEPS), open_streams(stack.address, requests) as streams:
+        streams.wait_for_total(STEPS)
+        pid = stack.kill("scheduler")
+        stack.hold.release()
         assert_undamaged(streams.wait_ended(), victim.expected)
     stack.wait_replaced("scheduler", 0, pid)
     load = stack.load()
@@ -165,9 +169,11 @@ def test_a_worker_that_crashes_loses_the_cache(
     """Its signal means that the cache may be damaged."""
     stack, names = victim.stack, LONG[:4]
     lost = stack.load().lost_tokens
-    with open_streams(stack.address, {name: REQUESTS[name] for name in names}) as streams:
-        streams.wait_for_tokens(40, *names)
-        pid = stack.kill("worker", rank, lambda: streams.are_open(*names), number)
+    requests = {name: REQUESTS[name] for name in names}
+    with stack.hold.after(STEPS), open_streams(stack.address, requests) as streams:
+        streams.wait_for_total(STEPS)
+        pid = stack.signal("worker", rank, number)
+        stack.hold.release()
         assert_undamaged(streams.wait_ended(), victim.expected)
     stack.wait_replaced("worker", rank, pid)
     assert stack.load().lost_tokens > lost
@@ -207,14 +213,17 @@ def test_a_restart_leaves_the_cache(victim: Victim, service: str) -> None:
 def test_killed_again_and_again(victim: Victim, service: str) -> None:
     """A worker also while it starts and the others wait for it."""
     stack = victim.stack
-    with open_streams(stack.address, REQUESTS) as streams:
-        for count in (5, 20, 40):
-            streams.wait_for_tokens(count, "greedy", "seeded")
-            index = count % stack.stack.count(service)
-            pid = stack.kill(service, index, while_true=lambda: streams.are_open("greedy"))
+    with stack.hold, open_streams(stack.address, REQUESTS) as streams:
+        for kill in range(3):
+            before = streams.num_tokens
+            stack.hold.after(STEPS // 3)
+            streams.wait_for_total(before + 10)
+            index = kill % stack.stack.count(service)
+            pid = stack.kill(service, index)
             stack.wait_replaced(service, index, pid)
             if service == "worker":
                 stack.kill(service, index)
+        stack.hold.release()
         assert_undamaged(streams.wait_ended(), victim.expected)
 
 
@@ -245,10 +254,11 @@ def test_new_streams_wait_for_the_successor(victim: Victim, killed: tuple[str, .
 @TP_2
 def test_a_worker_and_the_scheduler_are_killed(victim: Victim) -> None:
     stack = victim.stack
-    with open_streams(stack.address, REQUESTS) as streams:
-        streams.wait_for_tokens(10, "greedy", "seeded")
-        stack.kill("worker", 1, while_true=lambda: streams.are_open("greedy", "seeded"))
+    with stack.hold.after(STEPS), open_streams(stack.address, REQUESTS) as streams:
+        streams.wait_for_total(50)
+        stack.kill("worker", 1)
         stack.kill("scheduler")
+        stack.hold.release()
         assert_undamaged(streams.wait_ended(), victim.expected)
 
 
@@ -256,18 +266,17 @@ def test_a_worker_and_the_scheduler_are_killed(victim: Victim) -> None:
 @pytest.mark.parametrize("host_too", [False, True], ids=["grammars", "host and grammars"])
 def test_grammars_killed_mid_decode(victim: Victim, host_too: bool) -> None:
     stack, scheduler = victim.stack, victim.stack.pid("scheduler")
-    with open_streams(stack.address, REQUESTS) as streams:
-        streams.wait_for_tokens(8, "schema", "regex")
-        host, *grammars = wait_for(lambda: of_grammars(stack), "grammars to be compiled")
+    requests = {name: REQUESTS[name] for name in ("schema", "regex", "choice")}
+    with stack.hold.after(20), open_streams(stack.address, requests) as streams:
+        streams.wait_for_total(10)
+        host, *grammars = of_grammars(stack)
         assert grammars
         killed = [host, *grammars] if host_too else grammars
         for each in killed:
-            each.suspend()
-        try:
-            streams.require_open("schema", "regex")
-        finally:
-            for each in killed:
-                each.kill()
+            each.suspend()  # so that none ends with the first
+        for each in killed:
+            each.kill()
+        stack.hold.release()
         assert_undamaged(streams.wait_ended(), victim.expected)
     victim.rest()
     assert stack.pid("scheduler") == scheduler

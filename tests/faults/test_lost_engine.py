@@ -22,7 +22,6 @@ from nano_vllm_grpc.pb.frontend_pb2_grpc import InferenceServiceStub
 from tests.faults.streams import (
     REQUESTS,
     STORY,
-    OpenStreams,
     assert_undamaged,
     open_streams,
     undisturbed,
@@ -32,12 +31,7 @@ from tests.stack import RealStack, running_stack
 from tests.waiting import WAIT_S, wait_for
 
 _HTTP_TOKENS = 160
-
-# Open while an engine is lost, and longer than one takes to start.
-_LONG = ("seeded", "filters", "several")
-_REQUESTS = deepcopy(REQUESTS)
-for _name in _LONG:
-    _REQUESTS[_name].sampling.max_tokens = 900
+_STEPS = 15  # so few that each stream is open when an engine is lost
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +44,7 @@ def stack_of_module() -> Iterator[RealStack]:
 
 @pytest.fixture(scope="module")
 def expected(stack_of_module: RealStack) -> dict[str, Transcript]:
-    return undisturbed(stack_of_module.address, _REQUESTS)
+    return undisturbed(stack_of_module.address, REQUESTS)
 
 
 @pytest.fixture
@@ -62,22 +56,13 @@ def stack(stack_of_module: RealStack) -> RealStack:
 
 
 @contextmanager
-def _lost_engine(stack: RealStack, number: int, streams: OpenStreams) -> Iterator[None]:
-    """Kills all processes of an engine at once; nothing starts them again before the body ends.
-
-    Raises:
-        UnmetPreconditionError: a long stream has ended.
-    """
+def _lost_engine(stack: RealStack, number: int) -> Iterator[None]:
+    """Kills all processes of an engine at once; nothing starts them again before the body ends."""
     processes = [each for each in stack.processes() if each.engine == number]
     all_of_it = [each for process in processes for each in _family(stack, process)]
     for each in all_of_it:  # so that none notices what becomes of the others, or of itself
         with suppress(psutil.NoSuchProcess):
             each.suspend()
-    if not streams.are_open(*_LONG):
-        for each in all_of_it:
-            with suppress(psutil.NoSuchProcess):
-                each.resume()
-        streams.require_open(*_LONG)
     names = {each.name for each in processes}
     with ThreadPoolExecutor() as threads:
         stop = threads.submit(stop_processes, stack.stack, names)
@@ -103,7 +88,7 @@ def _generate(stack: RealStack) -> list[int]:
     """A unary call, which takes as long as its whole completion."""
     with grpc.insecure_channel(stack.address) as channel:
         stub = InferenceServiceStub(channel)
-        answer = stub.Generate(_REQUESTS["seeded"], timeout=WAIT_S)
+        answer = stub.Generate(REQUESTS["seeded"], timeout=WAIT_S)
     return list(answer.completions[0].token_ids)
 
 
@@ -137,21 +122,26 @@ def _over_http(stack: RealStack) -> str:
 
 def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Transcript]) -> None:
     text = _over_http(stack)
-    requests = deepcopy(_REQUESTS)
+    requests = deepcopy(REQUESTS)
     for number, request in enumerate(requests.values()):  # half of them on each engine
         request.engine = str(number % 2)
-    assert {requests[name].engine for name in _LONG} == {"1"}
-    with ThreadPoolExecutor() as threads, open_streams(stack.address, requests) as streams:
+    before = stack.load(1).sampled_tokens
+    with (
+        stack.hold.after(_STEPS),
+        ThreadPoolExecutor() as threads,
+        open_streams(stack.address, requests) as streams,
+    ):
         wholes = [threads.submit(_generate, stack) for _ in range(2)]
         texts = [threads.submit(_over_http, stack) for _ in range(2)]
-        streams.wait_for_tokens(5, *_LONG)
-        with _lost_engine(stack, 1, streams):
+        wait_for(lambda: stack.load(1).sampled_tokens > before, "the engine to sample")
+        with _lost_engine(stack, 1):
+            stack.hold.release()
             assert_undamaged(streams.wait_ended(), expected)
             assert [each.result() for each in texts] == [text, text]
             seeded = expected["seeded"].parts[0].token_ids
             assert [each.result() for each in wholes] == [seeded, seeded]
             # With one engine left, everything still runs.
-            assert_undamaged(undisturbed(stack.address, _REQUESTS), expected)
+            assert_undamaged(undisturbed(stack.address, REQUESTS), expected)
     stack.wait_serving()
     wait_for(lambda: _takes_requests(stack, "1"), "the frontend to use the engine")
     assert_undamaged(undisturbed(stack.address, requests), expected)
@@ -159,10 +149,13 @@ def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Tran
 
 def test_both_in_turn(stack: RealStack, expected: dict[str, Transcript]) -> None:
     """Streams that have moved move on, also to where they were before."""
-    with open_streams(stack.address, _REQUESTS) as streams:
+    with stack.hold.after(_STEPS), open_streams(stack.address, REQUESTS) as streams:
+        streams.wait_for_total(5)
         for number in (0, 1):
-            streams.wait_for_more(10, *_LONG)
-            with _lost_engine(stack, number, streams):
-                streams.wait_for_more(10, *_LONG)
+            with _lost_engine(stack, number):
+                before = streams.num_tokens
+                stack.hold.after(_STEPS)
+                streams.wait_for_total(before + 5)
             stack.wait_serving()
+        stack.hold.release()
         assert_undamaged(streams.wait_ended(), expected)

@@ -11,20 +11,19 @@ import pytest
 
 from deploy.health import SERVING, check_health
 from deploy.stack import ENGINE_SERVICES, MODULES
-from tests.faults.faulty import faulty_environment
 from tests.faults.network import Hosts, missing
 from tests.faults.streams import REQUESTS, assert_undamaged, open_streams, undisturbed
 from tests.faults.transcript import Transcript
-from tests.stack import DEMO_MODEL
+from tests.stack import DEMO_MODEL, Hold
 from tests.waiting import wait_for
 
 _PORT = 50051
 
 # Longer than what a connection still carries, twice, until it misses the acknowledgements.
-_LONG = ("greedy", "seeded", "filters", "stop string")
 _REQUESTS = deepcopy(REQUESTS)
-for _name in _LONG:
+for _name in ("greedy", "seeded", "filters", "stop string"):
     _REQUESTS[_name].sampling.max_tokens = 1000
+_STEPS = 400  # until each cut
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Network:
     """A stack with a host for each service, and its answers when undisturbed."""
 
     hosts: Hosts
+    hold: Hold
     logs: Path
     address: str
     expected: dict[str, Transcript]
@@ -42,14 +42,14 @@ def hosts_of_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Netw
     if reason := missing():
         pytest.skip(reason)
     logs = tmp_path_factory.mktemp("logs")
-    hosts = Hosts(["frontend", "scheduler", "worker"])
+    hosts, hold = Hosts(["frontend", "scheduler", "worker"]), Hold()
     try:
         address = f"{hosts.public_address}:{_PORT}"
         for name in ENGINE_SERVICES:
-            _start(name, hosts, logs)
+            _start(name, hosts, hold, logs)
         try:
             wait_for(lambda: check_health(address) == SERVING, "the frontend to be SERVING")
-            yield Network(hosts, logs, address, undisturbed(address, _REQUESTS))
+            yield Network(hosts, hold, logs, address, undisturbed(address, _REQUESTS))
         finally:
             for log in sorted(logs.iterdir()):
                 print(f"--- {log.name}", log.read_text(errors="replace")[-4000:], sep="\n")
@@ -65,7 +65,7 @@ def network(hosts_of_services: Network) -> Iterator[Network]:
     hosts_of_services.hosts.heal()
 
 
-def _start(name: str, hosts: Hosts, logs: Path) -> None:
+def _start(name: str, hosts: Hosts, hold: Hold, logs: Path) -> None:
     environment = {
         "NANO_MODEL": str(DEMO_MODEL),
         "NANO_DTYPE": "float32",
@@ -75,10 +75,11 @@ def _start(name: str, hosts: Hosts, logs: Path) -> None:
         "NANO_WORKER_ADDRESSES": f"{hosts.address('worker')}:50053",
         "NANO_KV_BLOCKS": "1024",
         "NANO_BLOCK_SIZE": "16",
-        "NANO_SPECULATION": "none",  # so that streams last until connections have ended
+        "NANO_SPECULATION": "none",
         "NANO_ALLOW_PLAINTEXT": "1",
         "NANO_ALLOW_PUBLIC_PLAINTEXT": "1",
-        **faulty_environment(KEEPALIVE_S="2"),
+        "KEEPALIVE_S": "2",
+        **hold.environment,
     }
     with (logs / name).open("ab") as log:
         hosts.start(name, MODULES[name], environment, log)
@@ -108,27 +109,27 @@ def test_a_short_cut_and_a_long_one(network: Network, ways: list[tuple[str, str]
     def connections_have_ended() -> bool:
         return not (hosts.connected(one, other) or hosts.connected(other, one))
 
-    with open_streams(network.address, _REQUESTS) as streams:
+    with network.hold, open_streams(network.address, _REQUESTS) as streams:
         for reached in (packets_are_lost, connections_have_ended):
-            streams.wait_for_more(10, *_LONG)
+            received = streams.num_tokens
+            network.hold.after(_STEPS)
+            streams.wait_for_total(received + 50)
             with hosts.stopped("worker"):
-                streams.require_open(*_LONG)
                 before = segments_resent()
                 for source, target in ways:
                     hosts.cut(source, target)
             wait_for(reached, reached.__name__)
-            streams.require_open(*_LONG)
             hosts.heal()
+        network.hold.release()
         assert_undamaged(streams.wait_ended(), network.expected)
 
 
 def test_a_scheduler_that_vanishes_with_its_host(network: Network) -> None:
     """Its kernel never tells the frontend that the connection has ended."""
     hosts = network.hosts
-    with open_streams(network.address, _REQUESTS) as streams:
-        streams.wait_for_more(10, *_LONG)
+    with network.hold.after(_STEPS), open_streams(network.address, _REQUESTS) as streams:
+        streams.wait_for_total(50)
         with hosts.stopped("worker"):
-            streams.require_open(*_LONG)
             hosts.cut("scheduler", "frontend")
             hosts.cut("frontend", "scheduler")
         hosts.kill("scheduler")
@@ -137,5 +138,6 @@ def test_a_scheduler_that_vanishes_with_its_host(network: Network) -> None:
             "the frontend to give the connection up",
         )
         hosts.heal()
-        _start("scheduler", hosts, network.logs)
+        network.hold.release()
+        _start("scheduler", hosts, network.hold, network.logs)
         assert_undamaged(streams.wait_ended(), network.expected)

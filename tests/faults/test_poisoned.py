@@ -8,13 +8,28 @@ from pathlib import Path
 import grpc
 
 from frontend.engines.deaths import MIN_DEATHS_BEFORE_ALONE
-from tests.faults.faulty import faulty_environment, request
-from tests.faults.faulty_services.sitecustomize import DEADLY_TOKEN, FAILURE, READ, STEP, TOKEN
+from nano_vllm_grpc.pb.frontend_pb2 import GenerateRequest, SamplingParams, TokenIds
+from tests.faults.faulty_services.sitecustomize import (
+    DEADLY_TOKEN,
+    FAILURE,
+    READ,
+    STEP,
+    TOKEN,
+    TRIGGER,
+)
 from tests.faults.streams import OpenStreams, assert_undamaged, open_streams, undisturbed
 from tests.stack import running_stack
 from worker_svc.hang_watch import EXIT_HUNG
 
 OF_WORKERS = 9  # the first token of a request that kills workers
+STEPS = 20  # after which the streams wait for the deadly request
+
+
+def request(first: int, *, trigger: bool = False) -> GenerateRequest:
+    """A greedy request with a prompt of 40 tokens, the workers' trigger among them or not."""
+    ids = [first, *range(100, 136), *(TRIGGER if trigger else (1500, 1500, 1501))]
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    return GenerateRequest(token_ids=TokenIds(ids=ids), sampling=params)
 
 
 def assert_internal_error(streams: OpenStreams, name: str) -> None:
@@ -25,34 +40,26 @@ def assert_internal_error(streams: OpenStreams, name: str) -> None:
     assert error.details() == "internal error"
 
 
-def wait_for_tokens_of_any(streams: OpenStreams) -> None:
-    streams.wait_until(lambda: any(each.num_tokens >= 20 for each in streams.transcripts.values()))
-
-
 def test_a_request_that_kills_a_service_ends_and_the_others_go_on(tmp_path: Path) -> None:
     """Schedulers that are killed at the same time, for no reason that lies in a request, neither
     hide it nor cost another its answer."""
     deaths = tmp_path / "deaths"  # of schedulers
     deaths.touch()
-    hold = tmp_path / "hold"
     healthy = {f"{n}": request(n) for n in range(10, 18)}
-    environment = faulty_environment(
-        SCHEDULER_FAULT=str(deaths), WORKER_FAULT="exit", WORKER_HOLD=str(hold)
-    )
+    environment = {"SCHEDULER_FAULT": str(deaths), "WORKER_FAULT": "exit"}
     with running_stack(environment, frontends=2, kv_blocks=512) as stack:
         expected = undisturbed(stack.address, healthy)
         for kind in (READ, STEP, TOKEN, FAILURE, OF_WORKERS):
             deadly = request(kind, trigger=kind == OF_WORKERS)
             died_before = deaths.stat().st_size
-            hold.touch()
-            with open_streams(stack.address, healthy) as streams:
-                wait_for_tokens_of_any(streams)
+            with stack.hold.after(STEPS), open_streams(stack.address, healthy) as streams:
+                streams.wait_for_total(STEPS)
                 with open_streams(stack.address, {"deadly": deadly}) as dying:
                     if kind == TOKEN:
                         pid = stack.kill("scheduler")
                         stack.wait_replaced("scheduler", 0, pid)
                         stack.kill("scheduler")
-                    hold.unlink()
+                    stack.hold.release()
                     assert_internal_error(dying, "deadly")
                 assert_undamaged(streams.wait_ended(), expected)
             died = deaths.stat().st_size - died_before
@@ -66,19 +73,15 @@ def test_a_request_that_kills_a_service_ends_and_the_others_go_on(tmp_path: Path
 
 def test_a_step_that_never_ends_ends_its_worker(tmp_path: Path) -> None:
     healthy = {f"{n}": request(n) for n in range(10, 13)}
-    hold = tmp_path / "hold"
-    environment = faulty_environment(
-        WORKER_FAULT=f"hang:{tmp_path}/hung", WORKER_HOLD=str(hold), NANO_HANG_TIMEOUT_S="5"
-    )
+    environment = {"WORKER_FAULT": f"hang:{tmp_path}/hung", "NANO_HANG_TIMEOUT_S": "5"}
     with running_stack(environment, kv_blocks=256) as stack:
         expected = undisturbed(stack.address, healthy)
         last = {"last": request(9, trigger=True)}
-        hold.touch()
-        with open_streams(stack.address, healthy) as streams:
-            wait_for_tokens_of_any(streams)
+        with stack.hold.after(STEPS), open_streams(stack.address, healthy) as streams:
+            streams.wait_for_total(STEPS)
             worker = stack.pid("worker")
             with open_streams(stack.address, last) as hanging:
-                hold.unlink()
+                stack.hold.release()
                 stack.wait_replaced("worker", 0, worker)
                 assert hanging.wait_ended()["last"].num_tokens == 200
             assert_undamaged(streams.wait_ended(), expected)

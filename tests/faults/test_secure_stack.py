@@ -25,7 +25,7 @@ from deploy.native.status import format_status, stack_status
 from nano_vllm_grpc import LLM, TLS, LLMError, SamplingParams
 from nano_vllm_grpc.channels import open_blocking_channel
 from tests.certificates import Authority, Issued, replace
-from tests.stack import ROOT, RealStack, UnmetPreconditionError, running_stack
+from tests.stack import ROOT, RealStack, running_stack
 from tests.waiting import WAIT_S, wait_for
 
 TOKEN = "a-token-of-the-tests-0123456789"
@@ -239,13 +239,11 @@ def test_a_process_that_is_stopped_is_replaced_and_streams_go_on(
     found: list[str] = []
     stream = threading.Thread(target=lambda: found.append(victim.generate()))
     before = victim.stack.load().sampled_tokens
-    stream.start()
-    victim.stack.wait_load(lambda load: load.sampled_tokens > before + 5)
-    stopped = getattr(victim, role)(f"{service}-0")
-    stopped.suspend()
-    if not stream.is_alive():
-        stopped.resume()
-        raise UnmetPreconditionError("the stream ended too early")
+    with victim.stack.hold.after(10):
+        stream.start()
+        victim.stack.wait_load(lambda load: load.sampled_tokens > before + 5)
+        stopped = getattr(victim, role)(f"{service}-0")
+        stopped.suspend()
     assert not psutil.wait_procs([stopped], timeout=WAIT_S)[1]
     stream.join()
     assert found == [expected]

@@ -53,11 +53,10 @@ def test_killed_parent_processes_lose_no_cache(stack: RealStack) -> None:
     for service in ("worker", "scheduler") * 2:
         spare = spares(stack)[service]
         parent, before = parent_processes(stack.directory)[f"{service}-0"], stack.load()
-        with open_streams(stack.address, requests) as streams:
-            streams.wait_for_tokens(2, *NAMES)
-            stack.stop(service)
-            streams.require_open(*NAMES)
+        with stack.hold.after(20), open_streams(stack.address, requests) as streams:
+            streams.wait_for_total(8)
             parent.kill()
+            stack.hold.release()
             assert_undamaged(streams.wait_ended(), expected)
         stack.wait_serving()
         assert parent_processes(stack.directory)[f"{service}-0"] == spare

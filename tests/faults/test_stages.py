@@ -14,7 +14,7 @@ from tests.chaos.campaign import undisturbed
 from tests.chaos.workload import draw_requests
 from tests.faults.streams import assert_undamaged
 from tests.faults.transcript import Transcript
-from tests.stack import RealStack, UnmetPreconditionError, running_stack
+from tests.stack import RealStack, running_stack
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -44,12 +44,11 @@ async def lose(
 ) -> None:
     """Sends a signal to a rank under load. It must be replaced, and clients get the same tokens."""
     load = await asyncio.to_thread(stack.wait_idle)
-    reading = asyncio.create_task(undisturbed(stack.address, _REQUESTS))
-    wanted = load.sampled_tokens + 100
-    await asyncio.to_thread(stack.wait_load, lambda now: now.sampled_tokens > wanted)
-    pid = await asyncio.to_thread(stack.signal, "worker", rank, number)
-    if reading.done():
-        raise UnmetPreconditionError(f"rank {rank} got its signal too late")
+    with stack.hold.after(100):
+        reading = asyncio.create_task(undisturbed(stack.address, _REQUESTS))
+        wanted = load.sampled_tokens + 80
+        await asyncio.to_thread(stack.wait_load, lambda now: now.sampled_tokens > wanted)
+        pid = await asyncio.to_thread(stack.signal, "worker", rank, number)
     assert_undamaged(await reading, expected)
 
     await asyncio.to_thread(stack.wait_replaced, "worker", rank, pid)

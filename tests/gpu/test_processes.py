@@ -231,5 +231,5 @@ async def streams_through_a_kill(stack: RealStack) -> list[int]:
         ]
         for begun in all_begun:
             await begun.wait()
-        stack.kill("worker", while_true=lambda: not any(stream.done() for stream in streams))
+        stack.kill("worker")
         return await asyncio.gather(*streams)

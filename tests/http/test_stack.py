@@ -60,9 +60,9 @@ def texts(lines: list[str]) -> str:
     return found
 
 
-def read_some(stream: Iterator[str]) -> list[str]:
+def read_some(stream: Iterator[str], events: int = 3) -> list[str]:
     lines: list[str] = []
-    while sum(line.startswith("data: {") for line in lines) < 3:
+    while sum(line.startswith("data: {") for line in lines) < events:
         lines.append(next(stream))
     return lines
 
@@ -95,9 +95,10 @@ def test_a_lost_frontend_breaks_streams_off_and_the_next_request_works(
     stack: RealStack, expected: str
 ) -> None:
     old = stack.pid("frontend")
-    with streaming(stack.stack.url) as stream:
-        lines = read_some(stream)
-        stack.kill("frontend", while_true=lambda: stack.load().running)
+    with stack.hold.after(20), streaming(stack.stack.url) as stream:
+        lines = read_some(stream, 1)
+        stack.kill("frontend")
+        stack.hold.release()
         with suppress(httpx2.TransportError):
             lines += stream
     assert_broken_off(lines, expected)

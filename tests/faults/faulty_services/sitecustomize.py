@@ -4,7 +4,8 @@ starts; variables of the environment say what it does.
 WORKER_FAULT: what workers do at a step whose tokens contain `TRIGGER`. `exit` ends the process at
 once, every time; `hang:PATH` creates the file PATH and hangs forever, unless PATH already exists.
 
-WORKER_HOLD: a file; while it exists, workers wait with steps that have a token past HELD_POSITION.
+WORKER_HOLD: a file. While it exists, a worker runs as many steps that sample tokens as it says, and
+waits with the next step. A new file counts from the beginning.
 
 SCHEDULER_FAULT: a file, to which each death adds a byte. Schedulers die of requests whose prompt
 begins with READ, STEP or TOKEN, and their engine fails at one that begins with FAILURE. Trials of
@@ -34,9 +35,7 @@ TRIGGER = (1500, 1501, 1500)
 # or it is not killed, but the engine fails when the request is scheduled.
 READ, STEP, TOKEN, FAILURE = 901, 902, 903, 904
 DEADLY_TOKEN = 5
-HELD_POSITION = 100
 _TRIAL_S = 60.0
-_HOLD = os.environ.get("WORKER_HOLD", "")
 
 
 def _fail_worker() -> None:
@@ -61,17 +60,43 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class _Hold:
+    """How many steps that sample tokens a file allows."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._version: tuple[int, int] | None = None
+        self._steps = 0
+
+    def wait(self, *, samples: bool) -> None:
+        """Returns once one more step may run."""
+        while self._wait_is_on():
+            time.sleep(0.002)
+        self._steps -= samples
+
+    def _wait_is_on(self) -> bool:
+        try:
+            with open(self._path) as file:
+                status = os.fstat(file.fileno())
+                version = status.st_ino, status.st_mtime_ns
+                if version != self._version:
+                    self._version, self._steps = version, int(file.read())
+        except FileNotFoundError:
+            return False
+        return self._steps <= 0
+
+
 def _patch_worker(module: Any) -> None:
-    launch = module.ModelRunner.launch
+    launch, hold = module.ModelRunner.launch, _Hold(os.environ.get("WORKER_HOLD", ""))
 
     def faulty(self: Any, step: Any, *args: Any) -> Any:
-        while os.path.exists(_HOLD) and step.positions.max(initial=0) > HELD_POSITION:
-            time.sleep(0.002)
-        ids = step.input_ids.tolist()
+        hold.wait(samples=step.samples.any())
+        ids = step.input_ids.tolist() if may_fail else []
         if any(tuple(ids[i : i + len(TRIGGER)]) == TRIGGER for i in range(len(ids))):
             _fail_worker()
         return launch(self, step, *args)
 
+    may_fail = "WORKER_FAULT" in os.environ
     module.ModelRunner.launch = faulty
 
 
@@ -123,7 +148,7 @@ def _patch_channels(module: Any) -> None:
 
 
 _PATCHES: dict[str, Any] = {}  # by module
-if "WORKER_FAULT" in os.environ:
+if "WORKER_FAULT" in os.environ or "WORKER_HOLD" in os.environ:
     _PATCHES["worker_svc.model_runner"] = _patch_worker
 if "SCHEDULER_FAULT" in os.environ:
     _PATCHES["scheduler_svc.rpc.frontend_messages"] = _patch_reading
