@@ -19,11 +19,10 @@ from tests.waiting import wait_for
 
 _PORT = 50051
 
-# Longer than what a connection still carries, twice, until it misses the acknowledgements.
 _REQUESTS = deepcopy(REQUESTS)
 for _name in ("greedy", "seeded", "filters", "stop string"):
     _REQUESTS[_name].sampling.max_tokens = 1000
-_STEPS = 400  # until each cut
+_STEPS = 400  # at most, before each of two cuts: so some streams are open, however late those come
 
 
 @dataclass(frozen=True)
