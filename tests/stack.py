@@ -57,7 +57,7 @@ class Hold:
     """Makes workers wait, so that streams are open when a fault comes, however late it comes.
 
     with stack.hold.after(20), open_streams(stack.address, REQUESTS) as streams:
-        streams.wait_for_total(10)
+        streams.wait_for_tokens(10)
         stack.kill("worker")
         stack.hold.release()
         streams.wait_ended()

@@ -115,7 +115,7 @@ def test_tokens_equal_transformers_though_a_worker_is_killed(
     requests = {text: completion(text) for text in (*SHORT, *LONG)}
     assert len(requests) == 30
     with open_streams(stack.address, requests) as streams:
-        streams.wait_for_total(200)
+        streams.wait_for_tokens(200)
         rank = stack.stack.num_ranks - 1
         pid = stack.kill("worker", rank)
         transcripts = streams.wait_ended()

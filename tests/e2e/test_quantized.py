@@ -49,7 +49,7 @@ def answers(
         stack.wait_load(lambda load: load.running + load.waiting == len(salted))
         if kill:
             stack.hold.after(20)
-            streams.wait_for_total(20)
+            streams.wait_for_tokens(20)
             rank = stack.stack.num_ranks - 1
             pid = stack.kill("worker", rank)
         stack.hold.release()

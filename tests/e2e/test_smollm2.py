@@ -124,7 +124,7 @@ def test_tokens_equal_transformers_though_a_worker_is_killed(
     requests = all_requests()
     assert len(requests) == 50
     with open_streams(stack.address, requests) as streams:
-        streams.wait_for_total(200)
+        streams.wait_for_tokens(200)
         rank = stack.stack.num_ranks - 1
         pid = stack.kill("worker", rank)
         transcripts = streams.wait_ended()

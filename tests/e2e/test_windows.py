@@ -71,7 +71,7 @@ def test_tokens_are_exact_though_processes_are_killed(served: Served) -> None:
         for service in ("worker", "scheduler"):
             before = streams.num_tokens
             stack.hold.after(8)
-            streams.wait_for_total(before + 5)
+            streams.wait_for_tokens(before + 5)
             pid = stack.kill(service)
             stack.wait_replaced(service, 0, pid)
         stack.hold.release()

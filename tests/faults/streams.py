@@ -109,18 +109,9 @@ class OpenStreams:
         """That all streams together have so far."""
         return sum(each.num_tokens for each in self.transcripts.values())
 
-    def wait_for_total(self, count: int) -> None:
+    def wait_for_tokens(self, count: int) -> None:
         """Returns once all streams together have `count` tokens."""
         self.wait_until(lambda: self.num_tokens >= count)
-
-    def wait_for_tokens(self, count: int, *names: str) -> None:
-        """Returns once each of these streams has `count` tokens, or has ended."""
-        self.wait_until(
-            lambda: all(
-                self.transcripts[name].num_tokens >= count or name not in self.open
-                for name in names
-            )
-        )
 
     def wait_ended(self) -> dict[str, Transcript]:
         """Returns the transcripts once all requests have ended without an error."""

@@ -115,7 +115,7 @@ def test_killed_mid_decode(victim: Victim, killed: Killed) -> None:
     """The cache is kept: nothing in it is computed again."""
     stack, before, lost = victim.stack, survivors(victim, killed), victim.stack.load().lost_tokens
     with stack.hold.after(STEPS), open_streams(stack.address, REQUESTS) as streams:
-        streams.wait_for_total(50)
+        streams.wait_for_tokens(50)
         host, *_ = wait_for(lambda: of_grammars(stack), "the host of grammars")
         pid = stack.kill(*killed)
         stack.hold.release()
@@ -148,7 +148,7 @@ def test_a_killed_scheduler_leaves_the_cache(victim: Victim) -> None:
     stack, names = victim.stack, LONG[:4]
     requests = {name: REQUESTS[name] for name in names}
     with stack.hold.after(STEPS), open_streams(stack.address, requests) as streams:
-        streams.wait_for_total(STEPS)
+        streams.wait_for_tokens(STEPS)
         pid = stack.kill("scheduler")
         stack.hold.release()
         assert_undamaged(streams.wait_ended(), victim.expected)
@@ -171,7 +171,7 @@ def test_a_worker_that_crashes_loses_the_cache(
     lost = stack.load().lost_tokens
     requests = {name: REQUESTS[name] for name in names}
     with stack.hold.after(STEPS), open_streams(stack.address, requests) as streams:
-        streams.wait_for_total(STEPS)
+        streams.wait_for_tokens(STEPS)
         pid = stack.signal("worker", rank, number)
         stack.hold.release()
         assert_undamaged(streams.wait_ended(), victim.expected)
@@ -190,7 +190,7 @@ def test_a_restart_leaves_the_cache(victim: Victim, service: str) -> None:
     stack, names = victim.stack, LONG[:4]
     before, parents, lost = stack.pids(), pids_of_parents(stack), stack.load().lost_tokens
     with open_streams(stack.address, {name: REQUESTS[name] for name in names}) as streams:
-        streams.wait_for_tokens(40, *names)
+        streams.wait_for_tokens(STEPS)
         restart(stack.directory, service)
         assert_undamaged(streams.wait_ended(), victim.expected)
     replaced = {name for (name, _), pid in stack.pids().items() if pid not in before.values()}
@@ -217,7 +217,7 @@ def test_killed_again_and_again(victim: Victim, service: str) -> None:
         for kill in range(3):
             before = streams.num_tokens
             stack.hold.after(STEPS // 3)
-            streams.wait_for_total(before + 10)
+            streams.wait_for_tokens(before + 10)
             index = kill % stack.stack.count(service)
             pid = stack.kill(service, index)
             stack.wait_replaced(service, index, pid)
@@ -255,7 +255,7 @@ def test_new_streams_wait_for_the_successor(victim: Victim, killed: tuple[str, .
 def test_a_worker_and_the_scheduler_are_killed(victim: Victim) -> None:
     stack = victim.stack
     with stack.hold.after(STEPS), open_streams(stack.address, REQUESTS) as streams:
-        streams.wait_for_total(50)
+        streams.wait_for_tokens(50)
         stack.kill("worker", 1)
         stack.kill("scheduler")
         stack.hold.release()
@@ -268,7 +268,7 @@ def test_grammars_killed_mid_decode(victim: Victim, host_too: bool) -> None:
     stack, scheduler = victim.stack, victim.stack.pid("scheduler")
     requests = {name: REQUESTS[name] for name in ("schema", "regex", "choice")}
     with stack.hold.after(20), open_streams(stack.address, requests) as streams:
-        streams.wait_for_total(10)
+        streams.wait_for_tokens(10)
         host, *grammars = of_grammars(stack)
         assert grammars
         killed = [host, *grammars] if host_too else grammars
@@ -288,7 +288,7 @@ def test_a_restart_says_that_other_files_cost_the_memory(
 ) -> None:
     stack, names = victim.stack, LONG[:4]
     with open_streams(stack.address, {name: REQUESTS[name] for name in names}) as streams:
-        streams.wait_for_tokens(10, *names)
+        streams.wait_for_tokens(40)
         os.utime(victim.model / "config.json")
         restart(stack.directory, "worker")
         assert_undamaged(streams.wait_ended(), victim.expected)

@@ -150,12 +150,12 @@ def test_its_streams_go_on_at_another(stack: RealStack, expected: dict[str, Tran
 def test_both_in_turn(stack: RealStack, expected: dict[str, Transcript]) -> None:
     """Streams that have moved move on, also to where they were before."""
     with stack.hold.after(_STEPS), open_streams(stack.address, REQUESTS) as streams:
-        streams.wait_for_total(5)
+        streams.wait_for_tokens(5)
         for number in (0, 1):
             with _lost_engine(stack, number):
                 before = streams.num_tokens
                 stack.hold.after(_STEPS)
-                streams.wait_for_total(before + 5)
+                streams.wait_for_tokens(before + 5)
             stack.wait_serving()
         stack.hold.release()
         assert_undamaged(streams.wait_ended(), expected)

@@ -112,7 +112,7 @@ def test_a_short_cut_and_a_long_one(network: Network, ways: list[tuple[str, str]
         for reached in (packets_are_lost, connections_have_ended):
             received = streams.num_tokens
             network.hold.after(_STEPS)
-            streams.wait_for_total(received + 50)
+            streams.wait_for_tokens(received + 50)
             with hosts.stopped("worker"):
                 before = segments_resent()
                 for source, target in ways:
@@ -127,7 +127,7 @@ def test_a_scheduler_that_vanishes_with_its_host(network: Network) -> None:
     """Its kernel never tells the frontend that the connection has ended."""
     hosts = network.hosts
     with network.hold.after(_STEPS), open_streams(network.address, _REQUESTS) as streams:
-        streams.wait_for_total(50)
+        streams.wait_for_tokens(50)
         with hosts.stopped("worker"):
             hosts.cut("scheduler", "frontend")
             hosts.cut("frontend", "scheduler")

@@ -53,7 +53,7 @@ def test_a_request_that_kills_a_service_ends_and_the_others_go_on(tmp_path: Path
             deadly = request(kind, trigger=kind == OF_WORKERS)
             died_before = deaths.stat().st_size
             with stack.hold.after(STEPS), open_streams(stack.address, healthy) as streams:
-                streams.wait_for_total(STEPS)
+                streams.wait_for_tokens(STEPS)
                 with open_streams(stack.address, {"deadly": deadly}) as dying:
                     if kind == TOKEN:
                         pid = stack.kill("scheduler")
@@ -78,7 +78,7 @@ def test_a_step_that_never_ends_ends_its_worker(tmp_path: Path) -> None:
         expected = undisturbed(stack.address, healthy)
         last = {"last": request(9, trigger=True)}
         with stack.hold.after(STEPS), open_streams(stack.address, healthy) as streams:
-            streams.wait_for_total(STEPS)
+            streams.wait_for_tokens(STEPS)
             worker = stack.pid("worker")
             with open_streams(stack.address, last) as hanging:
                 stack.hold.release()

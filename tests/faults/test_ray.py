@@ -38,7 +38,7 @@ def test_a_node_with_ranks_is_lost(tmp_path: Path) -> None:
 
         expected = undisturbed(cluster.address, _STREAMS)
         with cluster.hold.after(_STEPS), open_streams(cluster.address, _STREAMS) as streams:
-            streams.wait_for_total(10)
+            streams.wait_for_tokens(10)
             cluster.lose(cluster.name_of(node))
             cluster.hold.release()
             assert_undamaged(streams.wait_ended(), expected)
@@ -63,7 +63,7 @@ def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
         lines = cluster.wait_serving()
         assert sorted(lines) == ["frontend-0", "scheduler-0", "worker-0"]
         with cluster.hold.after(_STEPS), open_streams(cluster.address, _STREAMS) as streams:
-            streams.wait_for_total(10)
+            streams.wait_for_tokens(10)
             _kill_actor_of(int(lines["worker-0"].pid))
             cluster.hold.release()
             assert_undamaged(streams.wait_ended(), expected)
@@ -91,7 +91,7 @@ def test_engines_come_and_go(tmp_path: Path) -> None:
             *("frontend-0", "scheduler-0", "scheduler-1", "worker-0", "worker-1"),
         ]
         with open_streams(cluster.address, _STREAMS) as streams:
-            streams.wait_for_total(10)
+            streams.wait_for_tokens(10)
             assert "1 engine serves" in cluster.cli("scale", "--engines=1")
             assert_undamaged(streams.wait_ended(), expected)
         assert sorted(cluster.ps()) == ["frontend-0", "scheduler-0", "worker-0"]

@@ -54,7 +54,7 @@ def test_killed_parent_processes_lose_no_cache(stack: RealStack) -> None:
         spare = spares(stack)[service]
         parent, before = parent_processes(stack.directory)[f"{service}-0"], stack.load()
         with stack.hold.after(20), open_streams(stack.address, requests) as streams:
-            streams.wait_for_total(8)
+            streams.wait_for_tokens(8)
             parent.kill()
             stack.hold.release()
             assert_undamaged(streams.wait_ended(), expected)

@@ -74,7 +74,9 @@ def test_a_process_whose_successor_dies_before_it_serves_continues(tmp_path: Pat
         fork = parent.next_fork()
         parent.process.send_signal(RESTART)
         parent.next_pid("told")
-        successor_of(parent.process).kill()
+        killed = successor_of(parent.process)
+        killed.kill()
+        wait_gone(killed.pid)
         (tmp_path / f"end-{fork.pid}").touch()
         assert parent.next_fork().ppid() == parent.process.pid
         parent.wait_refused(1)
