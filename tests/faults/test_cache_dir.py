@@ -25,6 +25,7 @@ _ROUNDS = {
     1: ("plain", "damage", "worker", "scheduler", "damage", "plain"),
     2: ("worker", "damage"),
 }
+_STEPS = 200  # at most, before a kill; the longest streams have more tokens
 _LIMITS = {"block_size": 16, "max_num_batched_tokens": 256, "speculation": "none"}
 
 
@@ -43,15 +44,17 @@ async def test_random_faults(tmp_path: Path, expected: dict[str, Transcript], tp
             if kind == "damage":
                 damage_blocks(tmp_path, Random(number))
             before = await asyncio.to_thread(stack.wait_idle)
+            kills = kind in ("worker", "scheduler")
+            if kills:
+                stack.hold.after(_STEPS)
             reading = asyncio.create_task(undisturbed(stack.address, _REQUESTS))
-            if kind in ("worker", "scheduler"):
-                wanted = before.sampled_tokens + 500
+            if kills:
+                wanted = before.sampled_tokens + _STEPS - 1
                 await asyncio.to_thread(
                     stack.wait_load, lambda now, wanted=wanted: now.sampled_tokens > wanted
                 )
-                await asyncio.to_thread(
-                    stack.kill, kind, 0, while_true=lambda task=reading: not task.done()
-                )
+                await asyncio.to_thread(stack.kill, kind)
+                stack.hold.release()
             assert_undamaged(await reading, expected)
             await asyncio.to_thread(stack.wait_serving)
             load = await asyncio.to_thread(stack.wait_idle)
