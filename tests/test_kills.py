@@ -19,7 +19,8 @@ from tests.stack import RealStack, running_stack
 pytestmark = pytest.mark.timeout(600)
 
 _REQUESTS = draw_requests(Random(1), 22)  # two of each feature
-_STEPS = 100  # at most, before the kill; requests take several hundred
+_TOKENS = 100  # of all streams, before the kill
+_STEPS = 150  # at most until then: some sample nothing but a token after the end of a request
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ async def test_killed_under_load(
     others = {key: pid for key, pid in stack.pids().items() if key != (service, index)}
     with stack.hold.after(_STEPS):
         reading = asyncio.create_task(undisturbed(stack.address, _REQUESTS))
-        wanted = load.sampled_tokens + _STEPS - 1
+        wanted = load.sampled_tokens + _TOKENS
         await asyncio.to_thread(stack.wait_load, lambda now: now.sampled_tokens > wanted)
         pid = await asyncio.to_thread(stack.kill, service, index)
     assert_undamaged(await reading, expected)

@@ -25,7 +25,8 @@ _ROUNDS = {
     1: ("plain", "damage", "worker", "scheduler", "damage", "plain"),
     2: ("worker", "damage"),
 }
-_STEPS = 200  # at most, before a kill; the longest streams have more tokens
+_TOKENS = 200  # of all streams, before a kill
+_STEPS = 300  # at most until then; the longest streams have more tokens
 _LIMITS = {"block_size": 16, "max_num_batched_tokens": 256, "speculation": "none"}
 
 
@@ -49,7 +50,7 @@ async def test_random_faults(tmp_path: Path, expected: dict[str, Transcript], tp
                 stack.hold.after(_STEPS)
             reading = asyncio.create_task(undisturbed(stack.address, _REQUESTS))
             if kills:
-                wanted = before.sampled_tokens + _STEPS - 1
+                wanted = before.sampled_tokens + _TOKENS
                 await asyncio.to_thread(
                     stack.wait_load, lambda now, wanted=wanted: now.sampled_tokens > wanted
                 )

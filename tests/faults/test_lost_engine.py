@@ -31,7 +31,7 @@ from tests.stack import RealStack, running_stack
 from tests.waiting import WAIT_S, wait_for
 
 _HTTP_TOKENS = 160
-_STEPS = 15  # so few that each stream is open when an engine is lost
+_STEPS = 15  # so few that streams are open when an engine is lost
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.stack import DEMO_MODEL
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
 
 _STREAMS = {name: REQUESTS[name] for name in ("greedy", "seeded", "several", "schema")}
-_STEPS = 15  # so few that each stream is open when processes are lost
+_STEPS = 15  # so few that streams are open when processes are lost
 _LIMITS = {"max_num_batched_tokens": 32, "max_num_seqs": 32}
 
 

@@ -88,6 +88,7 @@ class _Hold:
 
 def _patch_worker(module: Any) -> None:
     launch, hold = module.ModelRunner.launch, _Hold(os.environ.get("WORKER_HOLD", ""))
+    may_fail = "WORKER_FAULT" in os.environ
 
     def faulty(self: Any, step: Any, *args: Any) -> Any:
         hold.wait(samples=step.samples.any())
@@ -96,7 +97,6 @@ def _patch_worker(module: Any) -> None:
             _fail_worker()
         return launch(self, step, *args)
 
-    may_fail = "WORKER_FAULT" in os.environ
     module.ModelRunner.launch = faulty
 
 
