@@ -147,6 +147,7 @@ FAULTS: dict[str, tuple[int, Fault]] = {
     "stalled readers": (2, lambda target: target.stall_readers()),
     "blocks damaged": (2, lambda target: target.damage_blocks()),
     "poisoned request": (2, lambda target: target.poison()),
+    "none": (2, lambda target: asyncio.sleep(1.0)),  # for comparison
 }
 
 

@@ -20,7 +20,8 @@ from tests.waiting import WAIT_S
 # What a client may do with a request, by weight.
 _WAYS = {"stream": 70, "cancelled": 20, "read slowly": 10}
 _SLOW_READ_S = 0.05  # after each chunk
-_PRIORITIES = (-1, 0, 0, 0, 1)
+_FIRST = -1  # a priority; streams of another one may wait for these, whatever happens
+_PRIORITIES = (_FIRST, _FIRST, _FIRST, 0, 1)
 
 
 @dataclass(eq=False)
@@ -79,7 +80,7 @@ class Load:
         await asyncio.gather(*self._tasks)
 
     def watch(self) -> list[Flow]:
-        """Returns the streams that are getting tokens; their pauses count from now on."""
+        """Returns the timed streams that are getting tokens; their pauses count from now on."""
         now = time.monotonic()
         for flow in self._flows:
             flow.watched_from, flow.pause_s = now, None
@@ -112,15 +113,18 @@ class Load:
         most = rng.randint(0, expected.num_tokens) if way == "cancelled" else None
         pause_s = _SLOW_READ_S if way == "read slowly" else 0.0
         found = await self._read(
-            client.stream(request.prompt, request.params, priority=priority), most, pause_s
+            client.stream(request.prompt, request.params, priority=priority),
+            most,
+            pause_s,
+            timed=priority == _FIRST and not pause_s,
         )
         self.outcome.note(way, request, found, found.compare(expected, cut=most is not None))
 
     async def _read(
-        self, chunks: AsyncGenerator[Chunk, None], most: int | None, pause_s: float
+        self, chunks: AsyncGenerator[Chunk, None], most: int | None, pause_s: float, *, timed: bool
     ) -> Transcript:
         """Follows a stream to its end, or cancels it after `most` tokens; waits `pause_s` seconds
-        after each chunk."""
+        after each chunk. `timed`: whether its pauses count."""
         transcript, flow = Transcript(), None
         try:
             async with aclosing(chunks):
@@ -128,9 +132,8 @@ class Load:
                     transcript.add(chunk)
                     if most is not None and transcript.num_tokens >= most:
                         break
-                    if pause_s:
-                        await asyncio.sleep(pause_s)
-                    elif chunk.token_ids:
+                    await asyncio.sleep(pause_s)
+                    if timed and chunk.token_ids:
                         flow = self._flowed(flow)
         finally:
             if flow is not None:

@@ -44,7 +44,8 @@ class Rest:
 @dataclass
 class Report:
     """The figures of a campaign. `pauses_s` holds, per kind of fault, the longest time each open
-    stream went without a token, from the fault until the stack had recovered."""
+    stream that precedes all others went without a token, from the fault until the stack had
+    recovered."""
 
     seed: int
     seconds: float = 0.0
