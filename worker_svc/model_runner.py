@@ -177,9 +177,10 @@ class ModelRunner:
         alone = self._ranks.size == 1
         if not alone or (num_blocks, graph_tokens) != self._configured:
             self._configured = (0, 0)  # until everything below has succeeded
-            self._ranks.leave()  # otherwise, a lost rank may keep the GPU busy
             for each in self._models:
                 each.graphs = None
+            self._platform.drop_graphs()
+            self._ranks.leave()  # otherwise, a lost rank may keep the GPU busy
             if not keep:
                 self._allocate(0)  # frees the old cache before the new cache is allocated
             settings = self._settings
@@ -303,10 +304,10 @@ class ModelRunner:
         self._allocated_blocks = num_blocks
 
     def _run(self, step: StepArrays, tensors: StepTensors, max_context_len: int) -> torch.Tensor:
-        """Runs a step -> this rank's logits [S, shard_size]. The tokens go to `_last_tokens`. A
-        stage before the last one has only hidden states [T, hidden]."""
+        """Runs a step -> this rank's logits [S, shard_size], or nothing [0] in a stage before the
+        last one. The tokens go to `_last_tokens`."""
         hidden = self._hidden_states(step, tensors, max_context_len)
-        return self._output.sample(hidden, tensors) if self._output else hidden
+        return self._output.sample(hidden, tensors) if self._output else hidden.new_empty(0)
 
     def _hidden_states(
         self,

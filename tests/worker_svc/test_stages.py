@@ -162,6 +162,8 @@ def test_stages_run_from_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for runner in stages.runners:
         assert runner._model.graphs
         assert len(runner._model.graphs._replays) > 3
+        if runner is not stages.runners[-1]:  # their results would take memory for each size
+            assert not any(map(len, runner._model.graphs._results.values()))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -123,6 +123,11 @@ class Platform(ABC):
         """
         raise NotImplementedError
 
+    def drop_graphs(self) -> None:
+        """Ends all that was captured, whoever still refers to it. NCCL's connections cannot be
+        closed before the graphs that use them."""
+        return
+
     def advance(self, tensors: StepTensors, block_size: int) -> None:
         """Changes the columns of a step of decodes to those of the next step of its run: each
         sequence continues with the token of its row. Rows without a context, which are padding,

@@ -106,6 +106,7 @@ class CudaPlatform(Platform):
         # One stream for all graphs: cuBLAS keeps 32 MiB of workspace per stream and never frees it.
         self._capture_stream = torch.cuda.Stream(self.device)
         self._copy_stream = torch.cuda.Stream(self.device)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._capability = torch.cuda.get_device_capability(self.device)
         if self._capability < OLDEST:
             raise StartError(
@@ -152,6 +153,7 @@ class CudaPlatform(Platform):
 
     @contextmanager
     def beside_steps(self) -> Iterator[None]:
+        torch.cuda.set_device(self.device)  # in any thread: GPU 0 would get another context
         with torch.cuda.stream(self._copy_stream):
             yield
         self._copy_stream.synchronize()
@@ -186,7 +188,13 @@ class CudaPlatform(Platform):
             torch.cuda.graph(graph, pool, side, capture_error_mode="thread_local"),
         ):
             run()
+        self._graphs.append(graph)
         return graph.replay
+
+    def drop_graphs(self) -> None:
+        for graph in self._graphs:
+            graph.reset()  # one that still runs is freed when it ends
+        self._graphs.clear()
 
     def advance(self, tensors: StepTensors, block_size: int) -> None:
         advance(tensors, block_size)

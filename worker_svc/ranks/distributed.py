@@ -328,7 +328,8 @@ class Ranks:
 
     def leave(self) -> None:
         """Ends the connections, if any, even if a rank is lost. NCCL's kernels would wait for that
-        rank forever, and only an abort makes them return."""
+        rank forever, and only an abort makes them return. Graphs that use the connections must have
+        been dropped: an abort waits for them, too (`commDestroySync` of NCCL's init.cc)."""
         for group in self.groups:
             group.leave()
         if not dist.is_initialized():

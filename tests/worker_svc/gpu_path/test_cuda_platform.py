@@ -31,6 +31,9 @@ class Stream:
     def wait_stream(self, stream: Stream) -> None:
         self._cuda.log.append(f"{self.name} waits for {stream.name}")
 
+    def synchronize(self) -> None:
+        self._cuda.log.append(f"wait for {self.name}")
+
 
 class Event:
     def __init__(self, cuda: FakeCuda, enable_timing: bool = False, blocking: bool = False) -> None:
@@ -100,7 +103,7 @@ class FakeCuda:
             patch.setattr(torch.cuda, name, self._checked(name, function))
         patch.setattr(torch.cuda, "Stream", self.new_stream)
         patch.setattr(torch.cuda, "Event", partial(Event, self))
-        patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self.replay))
+        patch.setattr(torch.cuda, "CUDAGraph", partial(Graph, self))
         empty = torch.empty
         patch.setattr(
             torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
@@ -142,8 +145,16 @@ class FakeCuda:
         self.current = before
         self.log.append("end capture")
 
+
+class Graph:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
     def replay(self) -> None:
-        self.log.append("replay")
+        self._cuda.log.append("replay")
+
+    def reset(self) -> None:
+        self._cuda.log.append("reset")
 
 
 @pytest.fixture
@@ -214,6 +225,24 @@ def test_captures_share_a_stream_and_epochs_no_memory(cuda: FakeCuda) -> None:
         platform.capture(lambda: None, pool, bool)
     assert cuda.num_streams == num_streams
     assert len(set(pools)) == 3
+
+
+def test_graphs_are_dropped_though_something_refers_to_them(cuda: FakeCuda) -> None:
+    platform = make_platform()
+    replays = [platform.capture(lambda: None, platform.graph_pool(), bool) for _ in range(2)]
+    platform.drop_graphs()
+    platform.drop_graphs()
+    assert len(replays) == cuda.log.count("reset") == 2
+
+
+def test_copies_beside_steps_are_made_on_the_ranks_gpu(cuda: FakeCuda) -> None:
+    """In a thread that has not chosen one, CUDA would open another context on GPU 0."""
+    platform = make_platform(rank=1)
+    cuda.log.clear()
+    with platform.beside_steps():
+        assert cuda.log == ["set cuda:1"]
+        assert cuda.current.name == "side"
+    assert cuda.log[-1] == "wait for side"
 
 
 def test_a_newer_epoch_ends_a_capture(cuda: FakeCuda) -> None:

@@ -214,6 +214,23 @@ def test_a_new_epoch_keeps_the_graphs_of_a_cache_of_the_same_size(
         assert decode(runner, batch_for(runner, NUM_BLOCKS)) == tokens
 
 
+def test_graphs_are_dropped_before_the_connections_that_they_use(
+    small_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To end a connection, NCCL waits for all graphs that use it."""
+    runner, _ = make_runner(small_dir, block_size=16)
+    calls: list[str] = []
+
+    def note(name: str) -> None:
+        assert runner._model.graphs is None
+        calls.append(name)
+
+    monkeypatch.setattr(runner._platform, "drop_graphs", lambda: note("graphs"))
+    monkeypatch.setattr(runner._ranks, "leave", lambda: note("connections"))
+    runner.configure(2, NUM_BLOCKS + 1)
+    assert calls == ["graphs", "connections"]
+
+
 def unconfigured(model: Path) -> ModelRunner:
     settings = worker_settings(
         model, attention="triton", max_num_seqs=4, block_size=16, kv_blocks=1
