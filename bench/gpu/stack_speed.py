@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def measure_stack(setup: Setup, report: Report) -> None:
     single = found["single_stream_tokens_per_s"]
     report.figure("one stream", single, "tokens/s", single_bound, SINGLE_STREAM_TARGET)
     pauses = [pause for pause in found["pauses_s"] if pause is not None]
-    report.figure("killed worker: longest pause", max(pauses), "s")
+    report.figure("killed worker: longest pause", max(pauses, default=math.nan), "s")
 
 
 def measure_stack_without_drafts(setup: Setup, report: Report) -> None:

@@ -73,12 +73,14 @@ def assert_rows_alone(
         assert torch.equal(found, expected[rows]), count
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("name", ["bfloat16", "float32", "int8", "fp8", "int4"])
-def test_products(name: str) -> None:
+def test_products(name: str, has_bias: bool) -> None:
     weight = weights()[name]
     dtype = torch.float32 if name == "float32" else torch.bfloat16
+    bias = random(OUTS, seed=2, dtype=dtype) if has_bias else None
     with poisoned_memory():
-        assert_rows_alone(lambda x: weight.matmul(x, None), random(270, COLUMNS, dtype=dtype), ROWS)
+        assert_rows_alone(lambda x: weight.matmul(x, bias), random(270, COLUMNS, dtype=dtype), ROWS)
 
 
 def test_a_plain_product_is_right_and_its_columns_are_divided() -> None:
