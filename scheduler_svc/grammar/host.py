@@ -23,12 +23,14 @@ from scheduler_svc.grammar.confinement import log_gaps
 from scheduler_svc.grammar.errors import Death, VocabularyError
 from scheduler_svc.grammar.host_link import FAILED, STARTED, VOCABULARY, HostLink
 from scheduler_svc.grammar.wire import OUT_OF_MEMORY
+from shared.process.heartbeat import Heartbeat
 
 log = structlog.get_logger(__name__)
 
 _BEAT_S = 0.2
 _MAX_JSON_WHITESPACE = 20  # otherwise a model may write spaces until its last token
 _LOAD_S = 120.0  # about 4 s on an idle machine; after this the kernel kills the host (SIGALRM)
+_REASONS = VocabularyError, ImportError, OSError, MemoryError  # why loading fails
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # xgrammar's libraries handle some of these, with system calls that a confined process cannot make.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -43,13 +45,17 @@ class GrammarHost:
         self._serve: Callable[[socket.socket], None] | None = None  # set once all is loaded
         self._connections: dict[int, socket.socket] = {}  # of living processes, by pid
 
-    def run(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Serves until its process ends. Calls `beat` several times a second once all is loaded."""
+    def run(self, heartbeat: Heartbeat) -> None:
+        """Serves until its process ends. Loads all that is needed at once if a predecessor's host
+        had, and otherwise at the first demand. Beats several times a second from then on."""
         # Threads that a library makes would not exist in the forks.
         os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
         woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(waking)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # Python notices only signals with a handler
+        if heartbeat.was_ready and not heartbeat.restarts:
+            with suppress(*_REASONS):
+                self._load()
         while True:
             host = self._link.host.fileno()
             readable, _, _ = select.select([host, woken], [], [], _BEAT_S)
@@ -59,7 +65,8 @@ class GrammarHost:
             if host in readable:
                 self._take_demand()
             if self._serve is not None:
-                beat()
+                heartbeat.ready()
+                heartbeat.beat()
 
     def _take_demand(self) -> None:
         _, descriptors, _, _ = socket.recv_fds(self._link.host, 16, 1)
@@ -70,7 +77,7 @@ class GrammarHost:
             return
         except VocabularyError as error:
             _send_line(connection, VOCABULARY, str(error))
-        except (ImportError, OSError, MemoryError) as error:
+        except _REASONS as error:
             log.error("cannot start a grammar process; trying again", exc_info=error)
             _send_line(connection, FAILED, repr(error))
         connection.close()

@@ -41,12 +41,19 @@ class Heartbeat:
         parent: the parent's process id.
         hang_timeout_s: each side kills the other if it is silent for this long.
         restarts: how many forks of this parent process died before this one.
+        was_ready: whether any fork has been ready before this one, also of a predecessor.
     """
 
     def __init__(
-        self, peer: socket.socket, parent: int, hang_timeout_s: float, restarts: int = 0
+        self,
+        peer: socket.socket,
+        parent: int,
+        hang_timeout_s: float,
+        restarts: int = 0,
+        was_ready: bool = False,
     ) -> None:
         self.restarts = restarts
+        self.was_ready = was_ready
         self.interval_s = hang_timeout_s / BEATS
         self._peer = peer
         self._parent = parent

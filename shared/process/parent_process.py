@@ -41,6 +41,7 @@ REPLACED = 75  # EX_TEMPFAIL of sysexits.h
 _OTHER = "code, settings or model differ, so the memory of the old program is not shared"
 _HANDLED = (*_SIGNALS, RESTART)
 _MOMENT_S = 0.001
+_SIDECAR_S = 20.0  # how long the start of a successor may wait for its sidecar
 
 
 class ParentProcess:
@@ -61,7 +62,8 @@ class ParentProcess:
             `spares`: whether a successor waits, which serves when this process dies.
             `exit_with_parent`: whether this process ends with its parent process.
         sidecar: outlives service forks: it is forked before the first of them, and again
-            whenever it ends, until this process ends.
+            whenever it ends, until this process ends. It calls `Heartbeat.ready` once it is of use.
+            If that of the predecessor was, this one is forked while this process waits.
         on_fork_ended: called with the exit status of a service fork before the next one starts. A
             negative status is the signal that killed it.
         overlaps: a successor may serve while the last service fork of this process drains.
@@ -90,9 +92,8 @@ class ParentProcess:
         self._num_refused = 0
         self._remark = ""  # on the last successor
         self._service = Fork(serve, settings.hang_timeout_s)
-        self._forks = [self._service]
-        if sidecar is not None:
-            self._forks.insert(0, Fork(sidecar, settings.hang_timeout_s, serves=False))
+        self._sidecar = sidecar and Fork(sidecar, settings.hang_timeout_s, serves=False)
+        self._forks = [self._sidecar, self._service] if self._sidecar else [self._service]
 
     def run(self) -> int:
         """Returns the exit status of a service fork that ended in order, was told to end, or died
@@ -167,7 +168,9 @@ class ParentProcess:
         os.close(self._woken)
         os.close(self._waking)
         gc.enable()
-        heartbeat = Heartbeat(theirs, parent, self._settings.hang_timeout_s, fork.restarts)
+        heartbeat = Heartbeat(
+            theirs, parent, self._settings.hang_timeout_s, fork.restarts, fork.was_ready
+        )
         try:
             fork.function(heartbeat)
         except Exception as error:
@@ -186,7 +189,7 @@ class ParentProcess:
                 self._end_service(number)
             elif not self._ending:
                 self._hands_over, self._remark = True, ""
-                self._successor.start(self._parent)
+                self._successor.start(self._parent, self._has_sidecar)
 
     @property
     def _parent(self) -> int:
@@ -215,8 +218,12 @@ class ParentProcess:
                     successor.let_serve()
                 self._end_service(signal.SIGTERM)
         elif self._wants_spare:
-            return successor.start_spare(self._parent)
+            return successor.start_spare(self._parent, self._has_sidecar)
         return float("inf")
+
+    @property
+    def _has_sidecar(self) -> bool:
+        return self._sidecar is not None and self._sidecar.was_ready
 
     @property
     def _wants_spare(self) -> bool:
@@ -246,12 +253,26 @@ class ParentProcess:
         """
         log.info("waiting to replace a process", pid=predecessor.pid, remark=remark)
         self._published.show(asdict(ParentState(0, f"it waits for process {predecessor.pid}")))
-        predecessor.wait(remark)
+        late_at = time.monotonic()
+        if self._sidecar and predecessor.had_sidecar:
+            late_at += _SIDECAR_S
+            self._sidecar.was_ready = True
+            self._start(self._sidecar)
+        has_told = False
         while not predecessor.lets_serve:
-            self._sleep(float("inf"), predecessor)
+            loading = [fork for fork in self._forks if fork.pid and not fork.is_ready]
+            if time.monotonic() >= late_at or not loading:
+                loading, late_at = [], float("inf")
+                if not has_told:
+                    predecessor.wait(remark)
+                    has_told = True
+            self._sleep(late_at, predecessor, *loading)
             if {*_SIGNALS} & {*self._signals}:
                 return False
             predecessor.check()
+            for fork in self._forks:
+                fork.receive()
+                fork.wait()
         log.info("replacing a process", pid=predecessor.pid)
         self._service.was_ready = predecessor.has_ended  # was killed, after it had served
         if self._on_fork_ended:

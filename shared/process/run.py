@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import structlog
 
 from shared.config import ServiceSettings
-from shared.process.fork import CANNOT_START
+from shared.process.fork import CANNOT_START, Serve
 from shared.process.heartbeat import Heartbeat
 from shared.process.kept import listening_socket
 from shared.process.parent_process import ParentProcess
@@ -48,7 +48,7 @@ def run_service(
     serve: Callable[[Settings, Ready], Coroutine[Any, Any, None]],
     start_errors: tuple[type[Exception], ...] = (),
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
-    sidecar: Callable[[Callable[[], None]], None] | None = None,
+    sidecar: Serve | None = None,
     on_fork_ended: Callable[[int], object] | None = None,
     metrics: ServiceMetrics | None = None,
     index: int = 0,
@@ -64,8 +64,8 @@ def run_service(
         name: the service's name; log lines contain it, and `bound`.
         serve: calls `ready` exactly once, when it serves.
         start_errors: exceptions of `serve`, besides OSError, if it cannot start; logged as a line.
-        sidecar, on_fork_ended: see `ParentProcess`. The sidecar's argument is a function to
-            call at least every `hang_timeout_s` / 6 s; after the first call, silence is a hang.
+        sidecar, on_fork_ended: see `ParentProcess`. Once the sidecar has called
+            `Heartbeat.beat`, it must call it every `hang_timeout_s` / 6 s.
         metrics: served to Prometheus if the settings have an address for it.
         index, labels: the metrics' labels in Prometheus; `index` counts the service's processes.
         alone, together, listener: where `serve` listens, see `held_ports`.
@@ -95,7 +95,7 @@ def run_service(
         if endpoint:
             endpoint.close()
         assert sidecar is not None
-        sidecar(heartbeat.beat)
+        sidecar(heartbeat)
 
     role, overlaps = sidecar and accompany, bool(together)
     parent = ParentProcess(run, settings, role, on_fork_ended, overlaps, Predecessor.find())

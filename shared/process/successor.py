@@ -20,8 +20,8 @@ from contextlib import suppress
 from shared.backoff import Backoff
 from shared.process.kept import kept_descriptors, own_command
 
-# In the environment of a successor: a descriptor, the predecessor's process id, and the id of its
-# parent process.
+# In the environment of a successor: a descriptor, the predecessor's process id, the id of its
+# parent process, and whether its sidecar was ready.
 PREDECESSOR = "NANOVLLM_PREDECESSOR"
 _SERVE = b"!"
 _MAX_BYTES = 1000  # of a message
@@ -41,6 +41,7 @@ class Successor:
         self.failure = ""  # why the last one ended
         self._ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process: subprocess.Popen[bytes] | None = None
+        self._with_sidecar = False
         self._deadline = self._due = 0.0  # by the monotonic clock
         self._backoff = Backoff(_FIRST_PAUSE_S, _LAST_PAUSE_S)
 
@@ -48,32 +49,38 @@ class Successor:
         """Readable when the successor begins to wait."""
         return self._ours.fileno()
 
-    def start(self, parent: int) -> None:
+    def start(self, parent: int, with_sidecar: bool) -> None:
         """Starts a successor, and ends an earlier one.
 
         Args:
             parent: the id of this process's own parent process, which will be the successor's.
+            with_sidecar: whether the successor's sidecar shall be ready when the successor waits.
         """
         self.end()
+        self._with_sidecar = with_sidecar
         number = self._theirs.fileno()
         self._deadline = time.monotonic() + START_S
         try:
             self._process = subprocess.Popen(
                 own_command(),
-                env={**os.environ, PREDECESSOR: f"{number} {os.getpid()} {parent}"},
+                env={
+                    **os.environ,
+                    PREDECESSOR: f"{number} {os.getpid()} {parent} {with_sidecar:d}",
+                },
                 pass_fds=[number, *kept_descriptors()],
                 process_group=0,
             )
         except OSError as error:
             self._fail(str(error))
 
-    def start_spare(self, parent: int) -> float:
-        """Calls `start` a while after the first call, unless there is a successor or the last one
-        has just failed -> when to call this again."""
+    def start_spare(self, parent: int, with_sidecar: bool) -> float:
+        """Calls `start` a while after the first call, unless there is such a successor or the last
+        one has just failed -> when to call this again."""
         now = time.monotonic()
         self._due = self._due or now + _SETTLE_S
-        if not self._process and now >= self._due:
-            self.start(parent)
+        is_there = self._process and self._with_sidecar >= with_sidecar
+        if not is_there and now >= self._due:
+            self.start(parent, with_sidecar)
         return self._due if not self._process else float("inf")
 
     def check(self) -> None:
@@ -124,9 +131,10 @@ class Successor:
 class Predecessor:
     """The process of which this one is the successor."""
 
-    def __init__(self, peer: socket.socket, pid: int, parent: int) -> None:
+    def __init__(self, peer: socket.socket, pid: int, parent: int, had_sidecar: bool) -> None:
         self.pid = pid
         self.parent = parent  # the id of its parent process
+        self.had_sidecar = had_sidecar  # one that was ready
         self.has_ended = False  # its service forks, too
         self.lets_serve = False
         self._peer = peer
@@ -136,9 +144,9 @@ class Predecessor:
         """Returns None for a program that was started by other means."""
         if not (value := os.environ.pop(PREDECESSOR, "")):
             return None
-        number, pid, parent = map(int, value.split())
+        number, pid, parent, had_sidecar = map(int, value.split())
         os.set_inheritable(number, False)
-        return cls(socket.socket(fileno=number), pid, parent)
+        return cls(socket.socket(fileno=number), pid, parent, bool(had_sidecar))
 
     def fileno(self) -> int:
         """Readable when `check` would find something."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from deploy.native.processes import find_supervisor, parent_processes, stack_mem
 from deploy.native.restart import restart
 from shared.process.successor import PREDECESSOR
 from tests.faults.streams import LONG, REQUESTS, assert_undamaged, open_streams, undisturbed
+from tests.faults.test_killed import maps
 from tests.stack import RealStack, running_stack
 from tests.waiting import WAIT_S, wait_for
 
@@ -62,6 +64,31 @@ def test_killed_parent_processes_lose_no_cache(stack: RealStack) -> None:
         assert parent_processes(stack.directory)[f"{service}-0"] == spare
         if service == "worker":
             assert stack.load().lost_tokens == before.lost_tokens
+
+
+def test_structured_streams_wait_for_no_imports(stack: RealStack) -> None:
+    """What grammars need was loaded before the spare serves, since grammars were used before."""
+    requests = {name: REQUESTS[name] for name in ("greedy", "regex", "schema")}
+    expected = undisturbed(stack.address, requests)
+
+    def found() -> psutil.Process | None:
+        with suppress(psutil.NoSuchProcess):  # a spare that is being replaced
+            for child in spares(stack)["scheduler"].children():
+                if maps(child.pid, "xgrammar"):
+                    return child
+        return None
+
+    host = wait_for(found, "the grammar host of a spare")
+    spare, parent = host.ppid(), parent_processes(stack.directory)["scheduler-0"]
+    with stack.hold.after(10), open_streams(stack.address, requests) as streams:
+        streams.wait_for_tokens(6)
+        parent.kill()
+        stack.hold.release()
+        assert_undamaged(streams.wait_ended(), expected)
+    stack.wait_serving()
+    assert stack.pid("scheduler") in [each.pid for each in psutil.Process(spare).children()]
+    assert host.is_running()
+    assert host.ppid() == spare
 
 
 def test_a_killed_frontend_is_replaced(stack: RealStack) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
 from shared.process.parent_process import RESTART
-from tests.shared.test_process import LASTS, SIDECAR, running_parent, wait_gone
+from tests.shared.test_process import LASTS, SIDECAR, RunningParent, running_parent, wait_gone
 from tests.waiting import wait_for
 
 SPARE = "settings.spares = 1"
@@ -43,6 +44,70 @@ def test_a_successor_finds_what_the_same_program_kept(tmp_path: Path) -> None:
         kept = [words for words in sockets if "@nanovllm-kept-number-" in words[-2]]
         found = [words for words in kept if f"socket:[{words[-3]}]" in files]
         assert len(found) == 2  # others were closed
+
+
+# Is ready once the test lets it. Says before whether that of a predecessor was.
+LOADS = SIDECAR.format(
+    body="""
+    if heartbeat.was_ready and not heartbeat.restarts:
+        say_pid("early")
+    while not starts.with_name("load").exists():
+        time.sleep(0.01)
+    heartbeat.ready()
+    say_pid("ready")
+    time.sleep(600)
+"""
+)
+SERVES = f"ready(); say_pid(); {LASTS}"
+
+
+def next_ready_parent(parent: RunningParent) -> psutil.Process:
+    """Waits until the parent process knows that its sidecar is ready -> its fork."""
+    parent.next_pid("ready")
+    parent.next_fork().kill()
+    return parent.next_fork()
+
+
+def test_the_sidecar_of_a_successor_is_ready_before_it_serves(tmp_path: Path) -> None:
+    """If that of the predecessor was, which serves meanwhile."""
+    (load := tmp_path / "load").touch()
+    with running_parent(tmp_path / "starts", SERVES, LOADS) as parent:
+        fork = next_ready_parent(parent)
+        for _ in range(2):
+            load.unlink()
+            before = parent.process
+            before.send_signal(RESTART)
+            sidecar = psutil.Process(parent.next_pid("early"))
+            assert fork.is_running()
+            load.touch()
+            assert parent.next_pid("ready") == sidecar.pid
+            fork = parent.next_parent()
+            before.wait(60)
+            assert sidecar.ppid() == parent.process.pid
+
+
+def test_a_sidecar_that_dies_delays_no_successor(tmp_path: Path) -> None:
+    (load := tmp_path / "load").touch()
+    with running_parent(tmp_path / "starts", SERVES, LOADS) as parent:
+        next_ready_parent(parent)
+        load.unlink()
+        parent.process.send_signal(RESTART)
+        os.kill(parent.next_pid("early"), signal.SIGKILL)
+        parent.next_parent()
+        load.touch()
+        parent.next_pid("ready")
+
+
+def test_a_spare_whose_sidecar_is_not_ready_is_replaced(tmp_path: Path) -> None:
+    """Once the sidecar beside it is."""
+    with running_parent(tmp_path / "starts", SERVES, LOADS + SPARE) as parent:
+        parent.next_fork()
+        spare = successor_of(parent.process)
+        (tmp_path / "load").touch()
+        wait_gone(spare.pid)
+        assert successor_of(parent.process).pid == psutil.Process(parent.next_pid("early")).ppid()
+        parent.process.kill()
+        parent.next_parent()
 
 
 def test_a_process_whose_successor_cannot_start_continues(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ second: `python -m tests.scheduler_svc.grammar.host`."""
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import psutil
 from scheduler_svc.grammar import wire
 from scheduler_svc.grammar.host_link import HostLink
 from shared.process.death_signal import end_with_parent
+from shared.process.heartbeat import Heartbeat
 from tests.scheduler_svc.grammar.attempts import attempting
 from tests.waiting import is_running, wait_for
 
@@ -93,4 +95,6 @@ if __name__ == "__main__":
 
     host.GrammarHost._load = load_and_attempt  # type: ignore[method-assign]
     ends = (socket.socket(fileno=int(each)) for each in descriptors)
-    host.GrammarHost(HostLink(*ends), Path(model)).run()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    heartbeat = Heartbeat(ours, os.getppid(), hang_timeout_s=60.0)
+    host.GrammarHost(HostLink(*ends), Path(model)).run(heartbeat)
