@@ -144,9 +144,9 @@ class Predecessor:
         """Returns None for a program that was started by other means."""
         if not (value := os.environ.pop(PREDECESSOR, "")):
             return None
-        number, pid, parent, had_sidecar = map(int, value.split())
+        number, pid, parent, *had_sidecar = map(int, value.split())
         os.set_inheritable(number, False)
-        return cls(socket.socket(fileno=number), pid, parent, bool(had_sidecar))
+        return cls(socket.socket(fileno=number), pid, parent, any(had_sidecar))
 
     def fileno(self) -> int:
         """Readable when `check` would find something."""
