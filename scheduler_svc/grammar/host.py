@@ -1,7 +1,8 @@
 """The grammar host: forks a process for each grammar.
 
-The host runs beside the scheduler and outlives it. At the first demand it imports xgrammar (and
-torch with it, which takes seconds) and reads the vocabulary. Its forks share both. The host has a
+The host runs beside the scheduler and outlives it. At the first demand, or before if it succeeds
+another that had, it imports xgrammar (and torch with it, which takes seconds) and reads the
+vocabulary. Its forks share both. The host has a
 single thread, and runs no code that depends on a client's input.
 """
 
@@ -30,7 +31,6 @@ log = structlog.get_logger(__name__)
 _BEAT_S = 0.2
 _MAX_JSON_WHITESPACE = 20  # otherwise a model may write spaces until its last token
 _LOAD_S = 120.0  # about 4 s on an idle machine; after this the kernel kills the host (SIGALRM)
-_REASONS = VocabularyError, ImportError, OSError, MemoryError  # why loading fails
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # xgrammar's libraries handle some of these, with system calls that a confined process cannot make.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -47,15 +47,19 @@ class GrammarHost:
 
     def run(self, heartbeat: Heartbeat) -> None:
         """Serves until its process ends. Loads all that is needed at once if a predecessor's host
-        had, and otherwise at the first demand. Beats several times a second from then on."""
+        had, and otherwise at the first demand. Beats several times a second from then on.
+
+        Raises:
+            VocabularyError, ImportError, OSError, MemoryError: it cannot load at once. The next
+                host waits for a demand.
+        """
         # Threads that a library makes would not exist in the forks.
         os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
         woken, waking = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(waking)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # Python notices only signals with a handler
         if heartbeat.was_ready and not heartbeat.restarts:
-            with suppress(*_REASONS):
-                self._load()
+            self._load()
         while True:
             host = self._link.host.fileno()
             readable, _, _ = select.select([host, woken], [], [], _BEAT_S)
@@ -77,7 +81,7 @@ class GrammarHost:
             return
         except VocabularyError as error:
             _send_line(connection, VOCABULARY, str(error))
-        except _REASONS as error:
+        except (ImportError, OSError, MemoryError) as error:
             log.error("cannot start a grammar process; trying again", exc_info=error)
             _send_line(connection, FAILED, repr(error))
         connection.close()

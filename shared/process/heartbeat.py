@@ -60,7 +60,8 @@ class Heartbeat:
         self._is_ready = False
 
     def ready(self) -> None:
-        """Reports that this fork serves. From now on, whatever ends it, the parent forks again."""
+        """Reports that this fork serves, or a sidecar that it is of use. From now on, whatever ends
+        it, the parent forks again."""
         self._is_ready = True
         send(self._peer, READY)
 

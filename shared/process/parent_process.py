@@ -246,7 +246,8 @@ class ParentProcess:
         return True
 
     def _wait(self, predecessor: Predecessor, remark: str) -> bool:
-        """Waits until the predecessor lets this process serve, or has ended.
+        """Waits until the predecessor lets this process serve, or has ended. If its sidecar was
+        ready, tells it only once this one's is, too, or has died, or `_SIDECAR_S` have passed.
 
         Returns:
             False if a signal to end has arrived instead.

@@ -20,12 +20,13 @@ from contextlib import suppress
 from shared.backoff import Backoff
 from shared.process.kept import kept_descriptors, own_command
 
-# In the environment of a successor: a descriptor, the predecessor's process id, the id of its
-# parent process, and whether its sidecar was ready.
+# In the environment of a successor: a descriptor, the predecessor's process id, and the id of its
+# parent process. Older and newer releases read it.
 PREDECESSOR = "NANOVLLM_PREDECESSOR"
+_SIDECAR = "NANOVLLM_SIDECAR"  # that of the predecessor was ready; or unset
 _SERVE = b"!"
 _MAX_BYTES = 1000  # of a message
-START_S = 60.0  # for imports
+START_S = 80.0  # for imports, and for what a sidecar loads
 _SETTLE_S = 2.0  # Imports would slow down the recovery from a death.
 # Pause before a spare is started after one that failed, doubled after each.
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 1.0, 600.0
@@ -59,14 +60,14 @@ class Successor:
         self.end()
         self._with_sidecar = with_sidecar
         number = self._theirs.fileno()
+        given = {**os.environ, PREDECESSOR: f"{number} {os.getpid()} {parent}"}
+        if with_sidecar:
+            given[_SIDECAR] = "1"
         self._deadline = time.monotonic() + START_S
         try:
             self._process = subprocess.Popen(
                 own_command(),
-                env={
-                    **os.environ,
-                    PREDECESSOR: f"{number} {os.getpid()} {parent} {with_sidecar:d}",
-                },
+                env=given,
                 pass_fds=[number, *kept_descriptors()],
                 process_group=0,
             )
@@ -144,9 +145,10 @@ class Predecessor:
         """Returns None for a program that was started by other means."""
         if not (value := os.environ.pop(PREDECESSOR, "")):
             return None
-        number, pid, parent, *had_sidecar = map(int, value.split())
+        number, pid, parent = map(int, value.split())
         os.set_inheritable(number, False)
-        return cls(socket.socket(fileno=number), pid, parent, any(had_sidecar))
+        had_sidecar = bool(os.environ.pop(_SIDECAR, ""))
+        return cls(socket.socket(fileno=number), pid, parent, had_sidecar)
 
     def fileno(self) -> int:
         """Readable when `check` would find something."""

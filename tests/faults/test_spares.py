@@ -66,8 +66,8 @@ def test_killed_parent_processes_lose_no_cache(stack: RealStack) -> None:
             assert stack.load().lost_tokens == before.lost_tokens
 
 
-def test_structured_streams_wait_for_no_imports(stack: RealStack) -> None:
-    """What grammars need was loaded before the spare serves, since grammars were used before."""
+def test_the_grammar_host_of_a_spare_serves_on(stack: RealStack) -> None:
+    """It loads before the spare serves, since grammars were used before."""
     requests = {name: REQUESTS[name] for name in ("greedy", "regex", "schema")}
     expected = undisturbed(stack.address, requests)
 

@@ -47,12 +47,13 @@ def test_a_successor_finds_what_the_same_program_kept(tmp_path: Path) -> None:
 
 
 # Is ready once the test lets it. Says before whether that of a predecessor was.
-LOADS = SIDECAR.format(
+LOADS = "import shared.process.parent_process as own; own._SIDECAR_S = 600.0\n" + SIDECAR.format(
     body="""
     if heartbeat.was_ready and not heartbeat.restarts:
         say_pid("early")
     while not starts.with_name("load").exists():
         time.sleep(0.01)
+    say_pid("loaded")
     heartbeat.ready()
     say_pid("ready")
     time.sleep(600)
@@ -63,7 +64,8 @@ SERVES = f"ready(); say_pid(); {LASTS}"
 
 def next_ready_parent(parent: RunningParent) -> psutil.Process:
     """Waits until the parent process knows that its sidecar is ready -> its fork."""
-    parent.next_pid("ready")
+    for said in ("loaded", "ready"):
+        parent.next_pid(said)
     parent.next_fork().kill()
     return parent.next_fork()
 
@@ -80,7 +82,8 @@ def test_the_sidecar_of_a_successor_is_ready_before_it_serves(tmp_path: Path) ->
             sidecar = psutil.Process(parent.next_pid("early"))
             assert fork.is_running()
             load.touch()
-            assert parent.next_pid("ready") == sidecar.pid
+            assert parent.next_pid("loaded") == sidecar.pid
+            assert "service" not in dict(parent._found)
             fork = parent.next_parent()
             before.wait(60)
             assert sidecar.ppid() == parent.process.pid
