@@ -114,9 +114,8 @@ def test_a_spare_whose_sidecar_is_not_ready_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_process_whose_successor_cannot_start_continues(tmp_path: Path) -> None:
-    body = f"ready(); say_pid(); {LASTS}"
     prelude = "starts.with_name('broken').exists() and sys.exit(3)"
-    with running_parent(tmp_path / "starts", body, prelude) as parent:
+    with running_parent(tmp_path / "starts", SERVES, prelude) as parent:
         fork = parent.next_fork()
         (broken := tmp_path / "broken").touch()
         for count in (1, 2):
@@ -221,7 +220,7 @@ def test_a_spare_waits_until_all_forks_of_its_predecessor_have_ended(tmp_path: P
 
 
 def test_a_spare_ends_with_a_process_that_ends_in_order(tmp_path: Path) -> None:
-    with running_parent(tmp_path / "starts", f"ready(); say_pid(); {LASTS}", SPARE) as parent:
+    with running_parent(tmp_path / "starts", SERVES, SPARE) as parent:
         parent.next_fork()
         spare = successor_of(parent.process)
         parent.process.terminate()

@@ -103,7 +103,8 @@ class FakeCuda:
             patch.setattr(torch.cuda, name, self._checked(name, function))
         patch.setattr(torch.cuda, "Stream", self.new_stream)
         patch.setattr(torch.cuda, "Event", partial(Event, self))
-        patch.setattr(torch.cuda, "CUDAGraph", partial(Graph, self))
+        calls = {name: partial(self.log.append, name) for name in ("replay", "reset")}
+        patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(**calls))
         empty = torch.empty
         patch.setattr(
             torch, "empty", lambda *args, pin_memory=False, **kwargs: empty(*args, **kwargs)
@@ -144,17 +145,6 @@ class FakeCuda:
         yield  # if it fails, the real one stays on its stream, too
         self.current = before
         self.log.append("end capture")
-
-
-class Graph:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self._cuda = cuda
-
-    def replay(self) -> None:
-        self._cuda.log.append("replay")
-
-    def reset(self) -> None:
-        self._cuda.log.append("reset")
 
 
 @pytest.fixture
