@@ -1,9 +1,9 @@
 """The grammar host: forks a process for each grammar.
 
-The host runs beside the scheduler and outlives it. At the first demand, or before if it succeeds
-another that had, it imports xgrammar (and torch with it, which takes seconds) and reads the
-vocabulary. Its forks share both. The host has a
-single thread, and runs no code that depends on a client's input.
+The host runs beside the scheduler and outlives it. At the first demand it imports xgrammar (and
+torch with it, which takes seconds) and reads the vocabulary, or at once if a predecessor's host
+had. Its forks share both. The host has a single thread, and runs no code that depends on a client's
+input.
 """
 
 from __future__ import annotations

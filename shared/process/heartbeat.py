@@ -62,8 +62,9 @@ class Heartbeat:
     def ready(self) -> None:
         """Reports that this fork serves, or a sidecar that it is of use. From now on, whatever ends
         it, the parent forks again."""
-        self._is_ready = True
-        send(self._peer, READY)
+        if not self._is_ready:
+            self._is_ready = True
+            send(self._peer, READY)
 
     def beat(self) -> None:
         """Reports that this fork is alive. After a first beat, the parent kills a silent fork."""

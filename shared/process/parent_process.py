@@ -254,20 +254,18 @@ class ParentProcess:
         """
         log.info("waiting to replace a process", pid=predecessor.pid, remark=remark)
         self._published.show(asdict(ParentState(0, f"it waits for process {predecessor.pid}")))
-        late_at = time.monotonic()
         if self._sidecar and predecessor.had_sidecar:
-            late_at += _SIDECAR_S
             self._sidecar.was_ready = True
             self._start(self._sidecar)
-        has_told = False
+        late_at, has_told = time.monotonic() + _SIDECAR_S, False
         while not predecessor.lets_serve:
             loading = [fork for fork in self._forks if fork.pid and not fork.is_ready]
-            if time.monotonic() >= late_at or not loading:
-                loading, late_at = [], float("inf")
-                if not has_told:
-                    predecessor.wait(remark)
-                    has_told = True
-            self._sleep(late_at, predecessor, *loading)
+            if time.monotonic() >= late_at:
+                loading = []
+            if not loading and not has_told:
+                predecessor.wait(remark)
+                has_told = True
+            self._sleep(late_at if loading else float("inf"), predecessor, *loading)
             if {*_SIGNALS} & {*self._signals}:
                 return False
             predecessor.check()

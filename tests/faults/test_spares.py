@@ -18,6 +18,7 @@ from deploy.native.restart import restart
 from shared.process.successor import PREDECESSOR
 from tests.faults.streams import LONG, REQUESTS, assert_undamaged, open_streams, undisturbed
 from tests.faults.test_killed import maps
+from tests.faults.transcript import Transcript
 from tests.stack import RealStack, running_stack
 from tests.waiting import WAIT_S, wait_for
 
@@ -47,20 +48,26 @@ def spares(stack: RealStack) -> dict[str, psutil.Process]:
     return wait_for(found, "the spares")
 
 
+def kill_amid_streams(
+    stack: RealStack, process: psutil.Process, expected: dict[str, Transcript]
+) -> None:
+    requests = {name: REQUESTS[name] for name in expected}
+    with stack.hold.after(20), open_streams(stack.address, requests) as streams:
+        streams.wait_for_tokens(8)
+        process.kill()
+        stack.hold.release()
+        assert_undamaged(streams.wait_ended(), expected)
+    stack.wait_serving()
+
+
 def test_killed_parent_processes_lose_no_cache(stack: RealStack) -> None:
     """Again and again. The weights and the cache of the worker are kept, and so is what the
     scheduler knows about it."""
-    requests = {name: REQUESTS[name] for name in NAMES}
-    expected = undisturbed(stack.address, requests)
+    expected = undisturbed(stack.address, {name: REQUESTS[name] for name in NAMES})
     for service in ("worker", "scheduler") * 2:
         spare = spares(stack)[service]
         parent, before = parent_processes(stack.directory)[f"{service}-0"], stack.load()
-        with stack.hold.after(20), open_streams(stack.address, requests) as streams:
-            streams.wait_for_tokens(8)
-            parent.kill()
-            stack.hold.release()
-            assert_undamaged(streams.wait_ended(), expected)
-        stack.wait_serving()
+        kill_amid_streams(stack, parent, expected)
         assert parent_processes(stack.directory)[f"{service}-0"] == spare
         if service == "worker":
             assert stack.load().lost_tokens == before.lost_tokens
@@ -68,8 +75,8 @@ def test_killed_parent_processes_lose_no_cache(stack: RealStack) -> None:
 
 def test_the_grammar_host_of_a_spare_serves_on(stack: RealStack) -> None:
     """It loads before the spare serves, since grammars were used before."""
-    requests = {name: REQUESTS[name] for name in ("greedy", "regex", "schema")}
-    expected = undisturbed(stack.address, requests)
+    names = "greedy", "regex", "schema"
+    expected = undisturbed(stack.address, {name: REQUESTS[name] for name in names})
 
     def found() -> psutil.Process | None:
         with suppress(psutil.NoSuchProcess):  # a spare that is being replaced
@@ -80,12 +87,7 @@ def test_the_grammar_host_of_a_spare_serves_on(stack: RealStack) -> None:
 
     host = wait_for(found, "the grammar host of a spare")
     spare, parent = host.ppid(), parent_processes(stack.directory)["scheduler-0"]
-    with stack.hold.after(10), open_streams(stack.address, requests) as streams:
-        streams.wait_for_tokens(6)
-        parent.kill()
-        stack.hold.release()
-        assert_undamaged(streams.wait_ended(), expected)
-    stack.wait_serving()
+    kill_amid_streams(stack, parent, expected)
     assert stack.pid("scheduler") in [each.pid for each in psutil.Process(spare).children()]
     assert host.is_running()
     assert host.ppid() == spare
